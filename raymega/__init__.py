@@ -24,16 +24,17 @@ _PACKAGES = ("plan", "train", "verify")
 
 
 class _CallablePackage(ModuleType):
-    """A package that is called as the function of its name in raymega.api."""
+    """Package that can also be called, as the function of the same name in raymega.api."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the call on."""
+        """Call the function of the same name in raymega.api."""
         return _of_api(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
 class _Raymega(ModuleType):
-    """This package: what the import system sets as its attribute ``train`` becomes callable."""
+    """Class of this package, which makes its subpackages plan, train and verify callable."""
 
+    # Importing raymega.train sets the attribute, from wherever the import comes.
     def __setattr__(self, name: str, value: object) -> None:
         if name in _PACKAGES and type(value) is ModuleType:
             value.__class__ = _CallablePackage
@@ -50,6 +51,7 @@ def _of_api(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("raymega")
+    # Lazy, so that `import raymega` costs no import of torch, Ray or the planner.
     if name in _PACKAGES:
         return import_module(f"raymega.{name}")
     if name in __all__:

@@ -1,6 +1,6 @@
-"""The plain functions behind the commands: load a job, plan it, train it, verify it.
+"""Functions behind the commands: load a job, plan it, train it, verify it.
 
-They wire the parts together; what the parts do is theirs.
+They connect the other packages and hold no logic of their own.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def load_job(
     """Read and check a job file.
 
     Args:
-        path: The YAML file.
-        overrides: ``section.field=value`` texts.
-        is_for_training: Also look at the job's data and at its checkpoint store.
-        is_in_ray_job: The working folder is Ray's copy, so that relative paths mean nothing.
+        path: Path of the YAML file.
+        overrides: Texts ``section.field=value`` that override fields of the file.
+        is_for_training: Whether to check the job's data and checkpoint store too.
+        is_in_ray_job: Whether the working folder is Ray's copy, in which relative paths are refused.
 
     Raises:
-        ConfigError: With every fault at once.
-        PlanError: Its layout is left to the planner, which finds none.
+        ConfigError: The job has faults; the error carries all of them.
+        PlanError: The job leaves its layout to the planner, which finds none.
     """
     job, _ = load_chosen(
         path, overrides, is_for_training=is_for_training, is_in_ray_job=is_in_ray_job
@@ -103,8 +103,9 @@ def load_chosen(
     is_for_training: bool = False,
     is_in_ray_job: bool = False,
 ) -> tuple[Job, Choice | None]:
-    """:func:`load_job`, and why the job has its layout where the planner chose it."""
+    """Return the job as :func:`load_job` does, and the planner's choice of a layout if it made one."""
     parsed = parse_job(path, overrides)
+    # The planner fills in the layout before the rules between fields are checked.
     choice = choose_layout(parsed)
     if choice is not None:
         parsed = parsed.with_overrides(choice.overrides)
@@ -118,12 +119,12 @@ def load_chosen(
 
 
 def plan(job: Job) -> RunPlan:
-    """Everything that follows from the job before a process starts."""
+    """Return the run plan: everything that follows from the job before a process starts."""
     return make_plan(job)
 
 
 def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
-    """What the run's first step of packed documents costs, or why that is not known here."""
+    """Return the cost of the run's first step of packed documents, or why it is unknown here."""
     try:
         rows = first_rows(plan.job)
     except (ConfigError, DataError) as error:
@@ -134,15 +135,15 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
 
 
 def run_uri(job: Job) -> str:
-    """Folder of the job's run in its store."""
+    """Return the URI of the job's run in its store."""
     return job.run_uri
 
 
 def local_folder(job: Job) -> Path:
-    """Where the driver keeps logs, metrics.jsonl and pictures: the run's folder if it is local.
+    """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local.
 
-    For an object store, a folder here that all of the URI names: two roots may each have a run of
-    one name.
+    For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
+    each have a run of the same name.
     """
     uri = run_uri(job)
     places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
@@ -157,23 +158,23 @@ def train(
     choice: Choice | None = None,
     entry: str = TRAIN_ENTRY,
 ) -> RunFinished:
-    """Run the driver until the run ends; the same run name continues the same run.
+    """Run the driver until the run ends; a run name that exists continues that run.
 
     Args:
-        job: Checked by :func:`load_job`.
+        job: Job of :func:`load_job`.
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
-        sinks: Watchers beside metrics.jsonl, MLflow and the pictures. They are closed at the end.
-        choice: Why the job has its layout, where the planner chose it; kept with the run.
-        entry: Module that workers run; see orchestrate.worker.Entry.
+        sinks: Sinks in addition to metrics.jsonl, MLflow and the pictures; closed at the end.
+        choice: Choice of the planner with its reasons, which is saved with the run; None without one.
+        entry: Module that workers run.
 
     Raises:
-        ConfigError: The run exists with another model, seed or data, its store cannot tell two drivers
-            apart, or a node cannot take part.
+        ConfigError: The run exists with another model, seed or data, its store cannot hold a lease, or a
+            node failed its checks.
         LeaseError: Another driver holds the run, or has taken it from this one.
         CapacityError: The cluster has no room.
-        PreemptedError: It was asked to stop, and saved.
+        PreemptedError: The run was asked to stop, and saved.
         WorkerError: The retry budget is spent.
-        RaymegaError: Anything else that ended it; the class tells the exit code.
+        RaymegaError: Another error ended the run; its class has the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
     store = RetryingStore(open_store(run_uri(job)))
@@ -192,12 +193,13 @@ def _drive(
     choice: Choice | None,
     entry: str,
 ) -> RunFinished:
-    """The driver of a run that it holds."""
+    """Run the driver of a run whose lease this process holds."""
     job, clock, store = plan.job, SystemClock(), lease.store
     session = open_session(address)
     try:
         with (
             _watching(job, sinks, choice) as sink,
+            # one thread, for commits that must not block the controller's loop
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
             controller = Controller(
@@ -215,7 +217,7 @@ def _drive(
 
 
 def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> WorkerGroup:
-    """What starts the workers, as the job says."""
+    """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
     job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
     if job.cluster.host == "ray_train":
         from raymega.orchestrate.ray_train.worker_group import (
@@ -235,7 +237,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
 
 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
-    """Everything that :func:`train` does before it starts a worker; the same errors."""
+    """Do everything that :func:`train` does before it starts a worker, with the same errors."""
     plan = make_plan(job)
     open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
     open_session(address)
@@ -249,12 +251,12 @@ def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
 
 
 def calibrate(plan: RunPlan, *, name: str) -> str:
-    """An accelerator as a YAML file: what the connected cluster reaches under ``plan``'s workers.
+    """Measure the connected cluster under ``plan``'s workers, and return an accelerator's YAML.
 
-    What is not measured is the catalogue's: of ``cluster.accelerator``, or of cpu without one.
+    Figures that are not measured come from the catalogue's entry for ``cluster.accelerator``, or cpu.
 
     Raises:
-        WorkerError: A worker failed, or there is no room.
+        WorkerError: A worker failed, or the cluster has no room.
     """
     job = plan.job
     base = planned_for({"cluster.accelerator": job.cluster.accelerator})
@@ -265,9 +267,9 @@ def calibrate(plan: RunPlan, *, name: str) -> str:
 
 
 def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None = None) -> Report:
-    """Prove that the job trains the same run on any layout, or find one on which it does not.
+    """Test that the job trains the same run on sampled layouts, or find one where it does not.
 
-    It needs no cluster: ranks are CPU processes of this machine, and the job is shrunk to fit.
+    No cluster is needed: ranks are CPU processes of this machine, and the job is shrunk to fit.
 
     Raises:
         ConfigError: The job cannot be made small enough, or has no layout to draw.
@@ -277,7 +279,7 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
 
 
 def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
-    """As a file of the run, what was chosen and why; by its title."""
+    """Write the planner's choice and its reasons to a file of the run; return {path: title}."""
     if choice is None:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +291,7 @@ def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
 
 @contextmanager
 def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterator[Sink]:
-    """All sinks of a run behind one, closed at the end."""
+    """Yield one sink that forwards to all sinks of the run; close them afterwards."""
     folder = local_folder(job)
     metrics = folder / METRICS_FILE
     ray_metrics = RayMetricsSink(clock=_unix_s)
@@ -302,6 +304,7 @@ def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterato
                 clock=_unix_s,
             )
         )
+    # Pictures and incident pages emit events of their own, which the other sinks receive.
     others = CompositeSink(watchers)
     pictures = PlotsSink(
         folder,
@@ -323,7 +326,7 @@ def _unix_s() -> float:
 
 
 def _loss_references(job: Job) -> dict[str, float]:
-    """Level lines for the loss curve."""
+    """Return horizontal lines of the loss curve, by label."""
     if job.data.path == SYNTHETIC_PATH:
         return {}
     meta = meta_at(job.data.path)
@@ -331,8 +334,9 @@ def _loss_references(job: Job) -> dict[str, float]:
 
 
 def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Faults of the data and of the store, as far as their fields parsed."""
+    """Return the faults of data and store, as far as the job's fields parsed."""
     faults: list[Fault] = []
+    # data
     if "data.path" in values:
         faults += data_faults(
             values["data.path"],
@@ -343,12 +347,13 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
         )
     if values.get("checkpoint.local_uri", "none") != "none":
         faults += _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
+    # store of the run
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         uri = values["checkpoint.uri"].rstrip("/") + run
         outside = store_faults(uri)
         faults += outside
-        # A run that has checkpoints of its own goes on from them and never looks back.
+        # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
         if not outside and list_manifests(open_store(uri)):
             return faults + [
                 fault
@@ -361,6 +366,7 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
                     fp8=values.get("precision.fp8", "none"),
                 )
             ]
+    # checkpoint that a new run starts from
     if values.get("checkpoint.init_from", "none") != "none":
         faults += [
             fault
@@ -380,7 +386,7 @@ def _near_faults(near: str, uri: str | None) -> list[Fault]:
 
 
 def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
-    """The section of a job whose fields all parsed; none when one did not."""
+    """Return the job's section in a list, or [] where one of its fields did not parse."""
     fields = {field: f"{name}.{field}" for field in kind.model_fields}
     if not values.keys() >= set(fields.values()):
         return []

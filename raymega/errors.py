@@ -1,6 +1,6 @@
-"""The tree of errors that raymega raises, and the exit code that each one means.
+"""Exceptions that raymega raises, and the exit code of each.
 
-It does not decide how an error is shown: that is the command line's.
+`cli/output.py` prints them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that is wrong: the fact with its value, the rule with numbers, the remedy."""
+    """Fault in a job or run: the fact with its value, the rule with its numbers, the remedy."""
 
     fact: str
     rule: str
@@ -22,11 +22,12 @@ class Fault:
 
 
 class RaymegaError(Exception):
-    """Base of all of them; survives pickling because it is built from its ``args`` alone."""
+    """Base class; it can be pickled, because it is built from its ``args`` alone."""
 
     exit_code = 1
 
     def __init__(self, *faults: Fault | str) -> None:
+        # Unpickling calls the class with ``args``: anything else would be lost on the way from a worker.
         super().__init__(*faults)
         self.faults = faults
 
@@ -47,7 +48,7 @@ class PlanError(RaymegaError):
 
 
 class CapacityError(RaymegaError):
-    """No cluster node can hold the run, or none came in time."""
+    """The cluster has no room for the run, or no node came in time."""
 
     exit_code = 3
 
@@ -59,13 +60,13 @@ class WorkerError(RaymegaError):
 
 
 class DataError(RaymegaError):
-    """The data of a running job are not what its manifest says."""
+    """The data of a running job differ from their manifest."""
 
     exit_code = 5
 
 
 class NumericsError(RaymegaError):
-    """A loss or gradient is not a finite number."""
+    """A loss, gradient or weight is NaN or Inf."""
 
     exit_code = 5
 
@@ -77,9 +78,10 @@ class LeaseError(RaymegaError):
 
 
 class RollbackError(NumericsError):
-    """A step's numbers or a rank's weights are no good, and the job wants to go back for it.
+    """A step's numbers or a rank's weights are bad, and the job's policy is to roll back.
 
-    ``next_sample`` is where the data go on after the steps that are undone; -1 where they left off.
+    ``next_sample`` is the global sample from which training continues after the restored steps; -1 skips
+    no data.
     """
 
     next_sample = -1
@@ -94,7 +96,7 @@ class StorageError(RaymegaError):
 
 
 class CommunicationError(RaymegaError):
-    """A collective or a transfer failed or timed out; as a rule another rank is the cause."""
+    """A collective or a transfer failed or timed out; usually another rank is the cause."""
 
 
 class PreemptedError(RaymegaError):
@@ -104,7 +106,7 @@ class PreemptedError(RaymegaError):
 
 
 class InternalError(RaymegaError):
-    """A mistake of raymega's own."""
+    """A bug in raymega."""
 
 
 EXIT_CODES: Mapping[int, str] = {
@@ -118,7 +120,7 @@ EXIT_CODES: Mapping[int, str] = {
     75: "stopped in good order; the same job continues the run",
     130: "ended by a second Ctrl-C",
 }
-"""What a command ends with, by code. `raymega --help` and docs/failures.md list all of them."""
+"""Meaning of each exit code. `raymega --help` and docs/failures.md list all of them."""
 
 
 def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
@@ -128,6 +130,6 @@ def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
 
 
 def first_few(items: Sequence[str], most: int = 5) -> str:
-    """``items`` for a message: all, or the first ``most`` and how many more there are."""
+    """Return ``items`` for a message: all, or the first ``most`` and the number of others."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return f"{', '.join(items[:most])}{more}"

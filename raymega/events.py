@@ -1,7 +1,7 @@
-"""What a run tells its watchers: one frozen value for each thing that happens.
+"""Events of a run: one frozen value for each fact that sinks (console, MLflow, ...) receive.
 
-Workers report some of these themselves, the driver finds the others; both are the same value from
-where it arises to the last sink. Where they go is each sink's; when they happen is the driver's.
+Workers report some events, the driver makes the others. An event is the same value from its origin to the
+last sink. `tracking/` holds the sinks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from raymega.schedule.timeline import EventTuple
 Scalar = str | int | float | bool
 RunStatus = Literal["finished", "failed", "preempted", "superseded"]
 StateSource = Literal["nothing", "store", "memory"]
-"""Where an attempt has its state from: first values, a checkpoint, or a snapshot in other nodes' memory."""
+"""Source of an attempt's state: initial values, a checkpoint, or a snapshot in the memory of nodes."""
 
 
+# start of a driver and of an attempt
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
     """A driver took up the run; first event of every driver, sent once.
 
     Attributes:
-        run_id: The run's own id, the same for all its drivers. Sinks find their records by it.
-        name: The job's ``run.name``.
-        uri: Folder of the run in the store.
-        is_resumed: An earlier driver has already worked on this run.
-        step: Steps that are complete and saved.
-        total_steps: The job's ``run.steps``.
-        job: The job as plain values, ``job.model_dump(mode="json")``.
+        run_id: Id of the run, equal for all its drivers; sinks find their records by it.
+        name: Name of the run, ``run.name``.
+        uri: URI of the run's folder in the store.
+        is_resumed: Whether an earlier driver has worked on this run.
+        step: Number of steps that are complete and saved.
+        total_steps: Number of steps of the whole run, ``run.steps``.
+        job: Job as plain values, ``job.model_dump(mode="json")``.
     """
 
     json_name: ClassVar[str] = "run"
@@ -45,10 +46,10 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEvent:
-    """What happens within an attempt.
+    """Base class of events within an attempt.
 
-    ``attempt`` is the number of its worker group, from 1 and rising over all drivers of the run; the
-    driver writes it in when it tells the sinks.
+    ``attempt`` is the number of the worker group, from 1, increasing over all drivers of the run. The
+    driver fills it in.
     """
 
     json_name: ClassVar[str]
@@ -57,9 +58,9 @@ class AttemptEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured(AttemptEvent):
-    """What was measured after ``step`` steps, by the names of tracking.names.
+    """Measurements after ``step`` completed steps, by the metric names of `tracking/names.py`.
 
-    ``metrics`` are of all ranks together, ``ranks`` those that each rank has of its own.
+    ``metrics`` are those of all ranks together, ``ranks`` those of single ranks.
     """
 
     step: int
@@ -72,11 +73,11 @@ class AttemptStarted(AttemptEvent):
     """A worker group is about to start.
 
     Attributes:
-        step: Completed steps it starts from.
+        step: Number of completed steps in the restored state.
         grid: Degree of each axis: ``{"tp": 2, "pp": 2, "dp": 2, ...}``.
         plan: Short facts of the plan (world size, schedule, predicted bubble, ...).
-        reason: Why it starts, a few words: ``first start``, ``worker 3 died``.
-        source: Where the state of that step is read.
+        reason: Reason of the start in a few words: ``first start``, ``worker 3 died``.
+        source: Source of the restored state.
     """
 
     json_name: ClassVar[str] = "attempt"
@@ -98,9 +99,10 @@ class WorkersStarted(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesChecked(AttemptEvent):
-    """The nodes that are new to this driver were checked before their workers train.
+    """Nodes that are new to this driver passed their checks; their workers may train.
 
-    ``seconds`` is how long it took, beside the workers' start; ``detail`` what was looked at.
+    ``seconds`` is the duration of the checks, which overlap with the workers' start; ``detail`` lists the
+    checks.
     """
 
     json_name: ClassVar[str] = "nodes"
@@ -108,10 +110,10 @@ class NodesChecked(AttemptEvent):
     detail: str
 
 
+# steps, evaluation and saves
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFinished(Measured):
-    """``step`` optimizer steps are complete; rank 0 reports for all. The same step may come again
-    after a restart."""
+    """``step`` optimizer steps are complete; rank 0 reports for all. A restart may repeat a step."""
 
     json_name: ClassVar[str] = "step"
 
@@ -127,7 +129,7 @@ class EvaluationFinished(Measured):
 class CheckpointCommitted(AttemptEvent):
     """The manifest of ``step`` was written: the checkpoint exists.
 
-    ``stall_s`` is how long training stood still, ``save_s`` how long until the commit.
+    ``stall_s`` is the time for which training was blocked, ``save_s`` the time until the commit.
     """
 
     json_name: ClassVar[str] = "checkpoint"
@@ -140,7 +142,7 @@ class CheckpointCommitted(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(AttemptEvent):
-    """The checkpoint of ``step`` could not be written; training goes on."""
+    """The checkpoint of ``step`` could not be written; training continues."""
 
     json_name: ClassVar[str] = "save_failed"
     step: int
@@ -151,7 +153,7 @@ class SaveFailed(AttemptEvent):
 class SaveProgress(AttemptEvent):
     """Workers have handed ``written_bytes`` of the checkpoint of ``step`` to the store.
 
-    ``num_bytes`` is all that those workers write which have sent a RankSaveProgress so far.
+    ``num_bytes`` is the total of the workers that have sent a RankSaveProgress so far.
     """
 
     json_name: ClassVar[str] = "save_progress"
@@ -162,18 +164,19 @@ class SaveProgress(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSkipped(AttemptEvent):
-    """The save after ``step`` was left out: the one before was still being written."""
+    """The save after ``step`` was skipped, as the previous one was still being written."""
 
     json_name: ClassVar[str] = "save_skipped"
     step: int
 
 
+# failures and recovery
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptFailed(AttemptEvent):
-    """The attempt is lost; ``rank`` is where it began, -1 when unknown, ``step`` the last done.
+    """The attempt failed; ``rank`` is where the failure began (-1: unknown), ``step`` the last done.
 
-    ``is_rollback`` when nothing broke, but the run goes back for numbers that are no good. ``decision``
-    is what the driver does about it, ``whereabouts`` by rank where each was last seen.
+    ``is_rollback`` is true when the run rolls back for bad numbers, without a crash. ``decision`` is the
+    driver's reaction, ``whereabouts`` the last known activity of each rank.
     """
 
     json_name: ClassVar[str] = "failure"
@@ -187,15 +190,16 @@ class AttemptFailed(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep(AttemptEvent):
-    """The first pass of ``step`` had a loss or a norm that is no good, and the run goes on; rank 0
-    reports for all.
+    """The first pass of ``step`` had a bad loss or gradient norm, and the run continues.
+
+    Rank 0 reports for all.
 
     Attributes:
-        step: The step.
+        step: Number of the step.
         kind: ``nan`` or ``spike``.
-        fact: The number, and what it is held against.
-        where: The first number that is not finite, when it was looked for.
-        action: What became of the step, such as ``used the second pass`` or ``left out``.
+        fact: The number and the limit that it breaks.
+        where: Place of the first non-finite number, if it was searched; else empty.
+        action: Outcome of the step, such as ``used the second pass`` or ``left out``.
     """
 
     json_name: ClassVar[str] = "bad_step"
@@ -208,17 +212,17 @@ class BadStep(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered(AttemptEvent):
-    """The attempt that took over after a failure has completed the first new step.
+    """The first attempt after a failure has completed its first new step.
 
     Attributes:
-        rank: Where the failure began; -1 when unknown.
-        step: The step just completed.
+        rank: Rank in which the failure began; -1 when unknown.
+        step: Number of the step just completed.
         restored_step: Step of the state that was loaded.
-        lost_steps: Completed steps that had to be done again.
-        detection_s: From the last sign of progress to the failure's detection.
-        recovery_s: From the detection to this event.
-        source: Where that state was read.
-        phases: What ``recovery_s`` was spent on, in order; see orchestrate.driver.recovery_log.
+        lost_steps: Number of completed steps that had to be repeated.
+        detection_s: Seconds from the last sign of progress to the detection.
+        recovery_s: Seconds from the detection to this event.
+        source: Source of the restored state.
+        phases: Seconds of each phase of the recovery, in order; see `orchestrate/driver/recovery_log.py`.
     """
 
     json_name: ClassVar[str] = "recovered"
@@ -232,11 +236,12 @@ class Recovered(AttemptEvent):
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
+# diagnostics: time line, memory, stragglers, experts
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline(Measured):
-    """What every rank's executor did in one step, on one clock.
+    """Instructions that every rank's executor ran in one step, on one clock.
 
-    ``events`` is each RankTimeline's, by rank; ``transfers`` are the pipeline's messages among them.
+    ``events`` are those of each RankTimeline, by rank; ``transfers`` the pipeline's messages between them.
     """
 
     json_name: ClassVar[str] = "timeline"
@@ -246,16 +251,16 @@ class Timeline(Measured):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory(Measured):
-    """What each rank measures of itself, memory above all: every RankMemory of the step."""
+    """Measurements of single ranks, memory above all: every RankMemory of the step."""
 
     json_name: ClassVar[str] = "memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StragglerDetected(AttemptEvent):
-    """A rank has worked longer than the others of its stage for a while; told once.
+    """A rank has worked longer than the others of its stage for some time; sent once.
 
-    ``work_s`` is its time in a step less its waits, ``ratio`` that over the median of the others.
+    ``work_s`` is its time in a step less its waits, ``ratio`` that time over the others' median.
     """
 
     json_name: ClassVar[str] = "straggler"
@@ -268,7 +273,7 @@ class StragglerDetected(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLoads(AttemptEvent):
-    """Where the tokens of ``step`` went: by layer, how many chose each expert."""
+    """Number of tokens of ``step`` that chose each expert, by layer."""
 
     json_name: ClassVar[str] = "experts"
     step: int
@@ -277,7 +282,7 @@ class ExpertLoads(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingCollapsed(AttemptEvent):
-    """Hardly any token reaches these ``experts`` of a layer; told once, until it has recovered."""
+    """Almost no token reaches these ``experts`` of a layer; sent once until they recover."""
 
     json_name: ClassVar[str] = "routing_collapsed"
     step: int
@@ -285,6 +290,7 @@ class RoutingCollapsed(AttemptEvent):
     experts: tuple[int, ...]
 
 
+# files, and the end of a driver
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactWritten:
     """A small local file about the run exists: a picture, a trace, the job as YAML."""
@@ -296,16 +302,16 @@ class ArtefactWritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFinished:
-    """The driver is done with the run; last event, sent once on every way out.
+    """The driver is done with the run; last event, sent once however the driver ends.
 
     Attributes:
-        status: ``preempted`` is a good stop before the end: the run can be resumed. ``superseded``
-            is the end of this driver alone: another one has the run, and its records are that one's.
-        step: Completed steps.
-        checkpoint_uri: The newest checkpoint; empty when there is none.
+        status: ``preempted`` is an orderly stop before the end; the run can be resumed. ``superseded``
+            ends this driver alone: another driver has taken the run and continues its records.
+        step: Number of completed steps.
+        checkpoint_uri: URI of the newest checkpoint; empty when there is none.
         goodput: Share of wall time spent on steps that count.
         wall_s: Seconds since this driver's RunStarted.
-        reason: One sentence for people when the status is not ``finished``.
+        reason: Sentence for people when the status is not ``finished``.
     """
 
     json_name: ClassVar[str] = "finished"

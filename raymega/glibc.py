@@ -1,6 +1,6 @@
-"""Calls into the C library that Python has no module for; nothing happens where it is not glibc.
+"""Calls into the C library that Python has no module for; they do nothing where it is not glibc.
 
-Each function says when it goes.
+Each function names the condition under which it can be removed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 M_MMAP_THRESHOLD = -3
-"""Name of mallopt(3) for the size from which a block has pages of its own."""
+"""Parameter of mallopt(3): the size from which a block gets pages of its own."""
 CLONE_NEWNET = 0x40000000
-"""Kind of namespace for setns(2): of network devices."""
+"""Namespace type of setns(2): network."""
 NUM_TRIES = 1
-"""Place of the number of tries for each name server in a thread's resolver state."""
+"""Index of the number of tries for each name server in the resolver state, an array of int."""
 
 
 def map_blocks_from(num_bytes: int) -> None:
-    """Give each block of ``num_bytes`` and more pages of its own, which free() gives back at once.
+    """Give each block of ``num_bytes`` or more its own pages, which free() returns to the system.
 
-    Goes when gRPC's buffers, which Arrow Flight receives into, can come from an allocator of ours.
+    Goes when gRPC's buffers, which Arrow Flight receives into, can use our own allocator.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -28,13 +28,14 @@ def map_blocks_from(num_bytes: int) -> None:
 
 
 def enter_network_namespace(file: int) -> None:
-    """Move the calling thread into the namespace that the open ``file`` is.
+    """Move the calling thread into the network namespace of the open descriptor ``file``.
 
-    Goes when Python 3.12, which has os.setns, is the oldest that is supported.
+    Goes when Python 3.12, which has os.setns, is the oldest supported version.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system refuses, for lack of privileges for example.
     """
+    # use_errno keeps errno from being overwritten before it is read.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(file, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
@@ -42,18 +43,19 @@ def enter_network_namespace(file: int) -> None:
 
 @contextmanager
 def without_name_servers() -> Iterator[None]:
-    """In the body, this thread's lookups in the DNS fail at once; /etc/hosts is still read.
+    """Make this thread's DNS lookups fail at once in the body; /etc/hosts is still read.
 
-    torch's store looks up a name for every address that it meets, for its messages only, and has no
-    setting for it. Where no server answers for the cluster's addresses, each new worker waited
-    for 6 s and more. After one failure torch asks no more in that process
-    (https://github.com/pytorch/pytorch/pull/159596), so failing fast once is enough.
+    torch's TCPStore makes a reverse lookup of every peer's address, for its messages only, and has no
+    setting for it. Where no server answers for the cluster's addresses, each new worker waited 6 s or
+    more. After one failure torch stops asking in that process
+    (https://github.com/pytorch/pytorch/pull/159596), so one fast failure is enough.
     Goes when TCPStore takes an address without a reverse lookup.
     """
     state = _resolver_state()
     if state is None:
         yield
         return
+    # No try at all: the resolver fails without sending a packet.
     before, state[NUM_TRIES] = state[NUM_TRIES], 0
     try:
         yield
@@ -62,7 +64,7 @@ def without_name_servers() -> Iterator[None]:
 
 
 def _resolver_state() -> ctypes._Pointer[ctypes.c_int] | None:
-    """The calling thread's, made if need be; it begins with seconds a try and number of tries."""
+    """Return the calling thread's resolver state; it begins with seconds a try, number of tries."""
     libc = ctypes.CDLL(None)
     try:
         make, find = libc["__res_init"], libc["__res_state"]

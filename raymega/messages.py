@@ -1,6 +1,6 @@
-"""The only values that cross between driver and worker: plain, frozen, picklable.
+"""Messages between driver and worker: plain, frozen, picklable values, and no others cross.
 
-It owns their shape and the two directions of the channel, not their transport.
+`orchestrate/workers/worker_actor.py` transports them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from raymega.events import (
 from raymega.schedule.timeline import EventTuple
 
 
+# blocks of tensors, in memory and in checkpoints
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """An n-dimensional block of a global tensor: first index and extent along each dim."""
+    """Block of a global tensor: first index and extent along each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor of ``shape``."""
+        """Return the box of a whole tensor of ``shape``."""
         return cls(offset=(0,) * len(shape), shape=shape)
 
     @property
@@ -42,35 +43,36 @@ class Box:
         return product
 
     def intersect(self, other: Box) -> Box | None:
-        """The common block, or None when the two do not meet."""
+        """Return the common block, or None if the two do not overlap."""
         assert len(self.shape) == len(other.shape), f"{self} and {other} are of different tensors"
         offset = tuple(map(max, self.offset, other.offset))
         ends = map(min, map(add, self.offset, self.shape), map(add, other.offset, other.shape))
         shape = tuple(map(sub, ends, offset))
+        # A scalar has no dims, and overlaps.
         if min(shape, default=1) <= 0:
             return None
         return Box(offset=offset, shape=shape)
 
     def rows(self, first: int, count: int) -> Box:
-        """``count`` rows of this block, its own row ``first`` the first of them."""
+        """Return ``count`` rows of this block, from its row ``first`` on."""
         offset, *others = self.offset
         return Box(offset=(offset + first, *others), shape=(count, *self.shape[1:]))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that select this block inside an array that holds ``outer``."""
+        """Return slices that select this block in an array that holds ``outer``."""
         pairs = zip(self.offset, outer.offset, self.shape, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBox:
-    """One block of a global tensor as it lies in a file of a checkpoint.
+    """Block of a global tensor in a file of a checkpoint.
 
     Attributes:
         tensor: Global name, such as ``model/layers.0.mlp.up.weight``.
         dtype: Element type, numpy's name (``float32``); bytes are little-endian.
         global_shape: Shape of the whole tensor.
-        box: Which block of it.
+        box: Block of the global tensor.
         file: Key of the file, relative to the checkpoint.
         start: First byte of the block in the file.
         num_bytes: Length of the block.
@@ -87,19 +89,19 @@ class SavedBox:
     crc32: int
 
 
+# driver to worker: start
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """Where a worker finds snapshots, and where it leaves its own; keepers as ``host:port``.
+    """Snapshot servers that a worker reads from and writes to, each as ``host:port``.
 
     Attributes:
-        token: What keepers let a caller in by.
-        write_to: Keepers of this worker's snapshots: of its own node, then of the partner's.
-        num_copies: How many there should be; keepers that are lost are missing above.
-        home: Of these, the one of its own node, which looks into this worker's memory; empty when it is
-            lost.
-        tidies: Of these, the ones in which this worker drops what is too old.
-        read_from: By key the keepers that hold an object of the snapshot to restore from; empty
-            when that is a checkpoint in the run's store, or nothing.
+        token: Secret that a server asks of its callers.
+        write_to: Servers for this worker's snapshots: that of its own node, then the partner's.
+        num_copies: Number of copies wanted; lost servers are missing in ``write_to``.
+        home: Server of the worker's own node, which reads the worker's shared memory; empty if lost.
+        tidies: Servers in which this worker deletes old snapshots.
+        read_from: Servers that hold each object of the snapshot to restore, by key; empty when a
+            checkpoint in the run's store is restored, or nothing.
     """
 
     token: str = field(default="", repr=False)
@@ -115,17 +117,17 @@ class StartWorker:
     """Everything that one worker needs to enter the run (driver to worker).
 
     Attributes:
-        plan_json: The RunPlan as JSON.
-        run_uri: Folder of the run in the store.
+        plan_json: RunPlan as JSON.
+        run_uri: URI of the run's folder in the store.
         attempt: Number of the worker group, from 1; also fences the files that it writes.
         rank: Global rank of this worker.
         local_rank: Index among the workers of its node.
         rendezvous: ``host:port`` of the store that rank 0 hosts for this attempt.
         restore: Key of the manifest to restore from, relative to the run; empty for a fresh start.
         device: ``cpu`` or ``cuda``.
-        replicas: State in other nodes' memory.
-        skipped_samples: Ranges of global samples, first and end, that the run is not to train on: where it
-            comes upon the first one, it goes on at the end.
+        replicas: Snapshot servers of this worker.
+        skipped_samples: Ranges (first, end) of global samples that the run skips: at ``first`` it
+            continues with ``end``.
     """
 
     plan_json: str
@@ -140,6 +142,7 @@ class StartWorker:
     skipped_samples: tuple[tuple[int, int], ...] = ()
 
 
+# worker to driver: start and progress
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entered:
     """A worker passed a phase of its start: ``rendezvous``, ``built``, ``restored``."""
@@ -152,7 +155,7 @@ class Entered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Rank ``rank`` has completed ``step`` steps; the heart beat of ranks that do not report."""
+    """Rank ``rank`` has completed ``step`` steps; the heartbeat of ranks that report no metrics."""
 
     rank: int
     step: int
@@ -160,19 +163,25 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Working:
-    """Rank ``rank`` has done a portion of something long: an instruction of the schedule, a box that
-    was read or written. It says that the rank is alive, not how far it is."""
+    """Rank ``rank`` is alive within a long operation: it ran an instruction, or read or wrote a box."""
 
     rank: int
 
 
+# worker to driver: saves
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSaved:
-    """A rank has written its part of the checkpoint of ``step``.
+    """A rank has written its part of the checkpoint of ``step``, or failed to.
 
-    ``state`` is the trainer's scalar state, equal on all ranks; ``stall_s`` is how long training
-    waited (copy to host memory), ``write_s`` how long the background write took. ``error`` is the
-    cause when the part could not be written; its boxes are then not to be used.
+    Attributes:
+        rank: Global rank.
+        step: Number of completed steps in the checkpoint.
+        boxes: Blocks written; not to be used when there is an ``error``.
+        state: Scalars of TrainState, equal on all ranks.
+        stall_s: Seconds for which training was blocked by the copy to host memory.
+        write_s: Seconds of the background write.
+        num_bytes: Bytes written.
+        error: Cause of a failed write, else empty.
     """
 
     rank: int
@@ -187,7 +196,7 @@ class ShardSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSaveProgress:
-    """A rank is writing its part: ``written_bytes`` of ``num_bytes`` were handed to the store."""
+    """Progress of a rank's save: ``written_bytes`` of ``num_bytes`` were handed to the store."""
 
     rank: int
     step: int
@@ -195,9 +204,10 @@ class RankSaveProgress:
     num_bytes: int
 
 
+# worker to driver: diagnostics
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimeline:
-    """What one rank's executor did in one step: ``(name, micro_batch, chunk, start_s, end_s)``.
+    """Instructions of one rank in one step: ``(name, micro_batch, chunk, start_s, end_s)`` each.
 
     Times are seconds on the rank's monotonic clock, relative to a step start that all ranks share.
     """
@@ -209,17 +219,17 @@ class RankTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Memory of one rank after ``step``, by the names of tracking.names; all ranks send the same
-    steps."""
+    """Memory and work of one rank after ``step``, by metric name; all ranks send the same steps."""
 
     rank: int
     step: int
     metrics: dict[str, float]
 
 
+# end of a worker
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFinished:
-    """The worker left the loop in good order; ``stopped`` when it was asked to before the end."""
+    """The worker left the loop without an error; ``stopped`` if it was asked to before the end."""
 
     rank: int
     step: int
@@ -230,10 +240,9 @@ class WorkerFinished:
 class WorkerFailed:
     """The worker's training thread raised.
 
-    ``error`` is the class name, ``faults`` its text. ``is_secondary`` marks a failure that another
-    rank's failure caused (a lost connection), which the driver shows only when nothing else is
-    known. ``exit_code`` is the error's own when it is a RaymegaError, else 1. ``next_sample`` is a
-    RollbackError's.
+    ``error`` is the class name, ``message`` the text. ``is_secondary`` marks a failure that another rank's
+    failure caused (a lost connection); the driver shows it only when nothing else is known. ``exit_code``
+    is that of a RaymegaError, else 1; ``next_sample`` that of a RollbackError.
     """
 
     rank: int
@@ -272,17 +281,18 @@ Report = (
     | WorkerDied
     | NodesChecked
 )
-"""What a worker, or its host, says: of its rank alone, or an event of the run that one tells for all."""
+"""Messages from a worker or its host: of one rank, or an event that one rank reports for all."""
 
 
+# channel between both
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """What the driver wants at the next step boundary (driver to worker).
+    """Requests of the driver for the next step boundary (driver to worker).
 
     Attributes:
-        stop: Leave the loop, with a save.
-        save: Save once. It counts on rank 0 alone: ranks hear of it at different steps, and one wish
-            is one save.
+        stop: Request to save and leave the loop.
+        save: Request to save once. It counts on rank 0 alone: ranks receive it at different steps, and
+            one request is one save.
     """
 
     stop: bool = False
@@ -290,18 +300,18 @@ class Requests:
 
 
 class Channel(Protocol):
-    """A worker's line to its driver."""
+    """Connection of a worker to its driver."""
 
     def report(self, report: Report) -> None:
-        """Hand over a report; called from any thread of the worker; never blocks, never raises."""
+        """Send a report; called from any thread of the worker; never blocks, never raises."""
 
     def requests(self) -> Requests:
-        """The driver's wishes now; called once a step; never blocks. A save is wished for once."""
+        """Return the driver's requests; called once a step; never blocks. A save is returned once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSlots:
-    """What one node of the cluster offers: worker slots by the job's resource request."""
+    """Worker slots that one node of the cluster offers, by the job's resource request."""
 
     node_id: str
     address: str

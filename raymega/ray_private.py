@@ -1,7 +1,7 @@
-"""What raymega needs of Ray's private modules: the only file that imports them.
+"""Access to Ray's private modules; no other file imports them.
 
-Held with ray 2.55 to 2.60, which pyproject.toml bounds; each function says what would make it go. Ray is
-imported inside, because it reads part of its environment when it is imported. Nothing here decides anything.
+It is tested with ray 2.55 to 2.60, the bounds in pyproject.toml. Each function names the condition under
+which it can be removed. Ray is imported inside functions, because it reads part of its environment then.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def own_process_groups() -> Iterator[None]:
     from ray._private import services
 
     module = vars(services)
+    # the class by which Ray starts its own processes
     start = module["ConsolePopen"]
     module["ConsolePopen"] = partial(start, process_group=0)
     try:
@@ -42,7 +43,7 @@ def own_process_groups() -> Iterator[None]:
 
 
 def print_no_worker_logs() -> None:
-    """Keep raylets' messages (a paragraph on stdout for each dead worker) off the driver's output.
+    """Keep raylets' messages (a paragraph for each dead worker) off the driver's stdout.
 
     The driver reports a death itself, once, with the rank. Goes when Ray has a setting for it.
     """
@@ -52,9 +53,9 @@ def print_no_worker_logs() -> None:
 
 
 def reread_environment() -> None:
-    """Announce a change of the authentication mode or token.
+    """Make Ray's core read the authentication mode and token again.
 
-    Ray's core reads the mode when it is imported and caches the token. Goes when ``ray.init`` takes both.
+    The core reads the mode when it is imported, and caches the token. Goes when ``ray.init`` takes both.
     """
     import ray._raylet as core  # its stubs lack these two
 
@@ -73,7 +74,7 @@ def gcs_client(address: str) -> Any:  # Ray's own, without stubs
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """Return what is free on each living node, by node id and resource.
+    """Return the free resources of each living node, by node id and resource.
 
     Goes when ``ray.available_resources`` tells nodes apart.
     """
@@ -83,7 +84,7 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def declared_resources() -> Mapping[str, float]:
-    """Return the most that the autoscaler may add, by resource; empty where it does not tell.
+    """Return the most that the autoscaler may provide, by resource; empty if it is unknown.
 
     Goes when a public call tells which node types a cluster can have.
     """
@@ -114,5 +115,6 @@ def walk_shipped_files(root: Path, visit: Callable[[Path], None]) -> None:
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
+    # the same excludes as an upload: .gitignore and Ray's defaults
     excludes = [_get_excludes(root, get_runtime_env_default_excludes())]
     _dir_travel(root, excludes, visit, include_gitignore=True)

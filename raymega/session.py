@@ -1,7 +1,7 @@
-"""Opens and closes this process's connection to Ray, with every default that matters made explicit.
+"""Connection of this process to Ray, with every default that matters made explicit.
 
-It owns the address, the authentication mode and the noise of a Ray connection; it starts no work.
-Ray is imported inside the functions, because it reads part of its environment at import.
+The module decides address, authentication mode and log output. Ray is imported inside the functions,
+because it reads part of its environment at import.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PRIVATE_TOKEN_PREFIX = "raymega-private-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """An open connection.
+    """Open connection to a cluster.
 
     Attributes:
-        address: The cluster's ``host:port``.
-        node_id: Ray's id of the node that this process is on.
-        is_private: The cluster lives and dies with us.
+        address: Address of the cluster's head, ``host:port``.
+        node_id: Ray's id of this process's node.
+        is_private: Whether this process started the cluster, which ends with it.
     """
 
     address: str
@@ -47,24 +47,23 @@ def open_session(
 ) -> Session:
     """Connect this process to a cluster, or start one inside it.
 
-    Ray replaces the SIGTERM handler here: install your own afterwards. A RAY_AUTH_MODE that is
-    already set is kept. Else a private instance, whose ports listen on every interface, gets a
-    token (one of its own, never on disk, when the user has none); a cluster that is joined is
-    spoken to with the user's token when there is one, without when there is none.
+    Ray replaces the SIGTERM handler here: install your own afterwards. An existing RAY_AUTH_MODE is
+    kept. Otherwise a private instance, whose ports listen on every interface, gets the user's token or
+    else a new one, which is never on disk. A cluster is joined with the user's token, if there is one.
 
     Args:
         address: ``local`` starts a private instance; ``HOST:PORT`` joins that cluster; ``auto``
             joins the one that RAY_ADDRESS names or that ``ray start`` left running on this
             machine, and is ``local`` when there is none.
-        num_cpus: CPUs that a private instance offers; 0 is the machine's. A cluster that is joined
-            has its own.
-        include_dashboard: Start a private instance's dashboard.
-        log_to_driver: Print the workers' output here, each line of each worker.
-        is_joining: Start nothing: there must be a cluster.
+        num_cpus: Number of CPUs that a private instance offers; 0 is the machine's.
+        include_dashboard: Whether to start a private instance's dashboard.
+        log_to_driver: Whether to print the output of all workers here.
+        is_joining: Whether the cluster must exist; nothing is started then.
 
     Raises:
         ConfigError: No cluster answers at the address, or it refuses the token.
     """
+    # resolve the address, and set the environment before Ray is imported
     target = _resolve(address)
     is_private = target == "local"
     if is_private and is_joining:
@@ -73,6 +72,7 @@ def open_session(
     import ray
 
     try:
+        # connect, or start Ray
         with ray_private.own_process_groups():
             ray.init(
                 target,
@@ -96,6 +96,7 @@ def close_session() -> None:
     import ray
 
     ray.shutdown()
+    # A private instance's token would lock this process out of the next cluster.
     if os.environ.get("RAY_AUTH_TOKEN", "").startswith(PRIVATE_TOKEN_PREFIX):
         del os.environ["RAY_AUTH_TOKEN"], os.environ["RAY_AUTH_MODE"]
         ray_private.reread_environment()
@@ -103,7 +104,7 @@ def close_session() -> None:
 
 @contextmanager
 def session_at(address: str) -> Iterator[None]:
-    """A session for the body; one that this process has already is used and left open."""
+    """Open a session for the body; an existing one of this process is used and left open."""
     import ray
 
     if ray.is_initialized():
@@ -117,12 +118,12 @@ def session_at(address: str) -> Iterator[None]:
 
 
 def set_environment(*, is_private: bool) -> None:
-    """Decide what Ray would otherwise decide by itself, for this process and its children.
+    """Set the environment variables that Ray reads, for this process and its children.
 
-    Before anything speaks to a cluster: ``open_session`` calls it, and a client of the job server.
+    ``open_session`` and clients of the job server call it before they contact a cluster.
 
     Args:
-        is_private: A private instance follows, which gets a token of its own if the user has none.
+        is_private: Whether a private instance follows, which gets a new token if the user has none.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Lines of different ranks are equal up to numbers, and Ray would merge them for 5 s. Read at
@@ -139,7 +140,7 @@ def set_environment(*, is_private: bool) -> None:
 
 
 def _resolve(address: str) -> str:
-    """``local``, or the ``host:port`` of a cluster that answers."""
+    """Return ``local``, or the ``host:port`` of a cluster that answers."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _recorded_address() or "local"
     if address == "local":
@@ -151,7 +152,7 @@ def _resolve(address: str) -> str:
 
 
 def _recorded_address() -> str:
-    """The cluster that ``ray start`` recorded on this machine, or '' when none is alive.
+    """Return the cluster that ``ray start`` recorded on this machine, or '' when none is alive.
 
     Ray's own ``auto`` also joins private instances of other processes, which end without notice.
     """
@@ -160,6 +161,7 @@ def _recorded_address() -> str:
 
 
 def _address_fault(address: str) -> Fault | None:
+    # Ray Client and job-server addresses
     if "://" in address:
         return Fault(
             fact=f"address={address!r}",
@@ -186,7 +188,7 @@ def _nothing_to_join(address: str) -> Fault:
 
 
 def _probe(address: str) -> str:
-    """Why no connection to ``host:port`` can be made; '' when it can."""
+    """Return why no connection to ``host:port`` can be made; '' when it can."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return "not of the form HOST:PORT"
@@ -215,7 +217,7 @@ def _no_start(target: str, error: Exception) -> Fault:
 
 
 def _has_token() -> bool:
-    """The three places where Ray looks for one."""
+    """Return whether a token is in one of the three places where Ray looks for it."""
     saved = Path.home() / ".ray" / "auth_token"
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or saved.is_file()

@@ -69,6 +69,7 @@ class TokenStream:
     def _pieces(self, start: int, stop: int) -> Iterator[Tokens]:
         index = bisect_right(self._ends, start)
         while start < stop:
+            # the part of [start, stop) in this shard
             end = min(stop, self._ends[index])
             base = self._ends[index] - self._shards[index].num_tokens
             column = self._column(index).slice(start - base, end - start)
@@ -104,6 +105,7 @@ class ShardWriter:
         self._pending.append(document)
         self._num_pending += len(document)
         self._num_documents += 1
+        # Only between documents: a batch holds whole ones.
         if self._num_pending >= BATCH_TOKENS:
             self._flush()
 
@@ -118,6 +120,7 @@ class ShardWriter:
             num_bytes=self._partial.stat().st_size,
             crc32=file_crc32(self._partial),
         )
+        # rename last: a file with the final name is complete
         self._partial.replace(self._folder / self._file)
         return meta
 
@@ -126,6 +129,7 @@ class ShardWriter:
             return
         column = pa.array(np.concatenate(self._pending))
         lengths = b",".join(b"%d" % len(document) for document in self._pending)
+        # custom metadata, so that lengths are readable without the tokens
         batch = pa.record_batch([column], schema=self._schema)
         self._writer.write_batch(batch, custom_metadata={LENGTHS_KEY: lengths})
         self._num_tokens += self._num_pending
@@ -135,6 +139,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # on an error: leave no partial file
         if kind is not None:
             self._writer.close()
             self._partial.unlink()
@@ -173,6 +178,7 @@ def _map_shard(folder: Path, shard: ShardMeta) -> pa.ChunkedArray:
         raise DataError(
             shard_fault(f"{path} cannot be read ({error})", "it must be whole")
         ) from error
+    # sizes match dataset.json, or the shard is another one
     if len(column) != shard.num_tokens:
         fact = f"{path} has {len(column)} tokens"
         raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))

@@ -64,6 +64,7 @@ def dataset_identity(path: str) -> str:
     """
     if path == SYNTHETIC_PATH:
         return SYNTHETIC_PATH
+    # The order of shards is part of the content; their paths are not.
     shards = [
         (name, shard.num_tokens, shard.crc32)
         for name, split in sorted(meta_at(path).splits.items())
@@ -84,6 +85,7 @@ class _Wants:
 
 def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
     """Return the faults of a dataset in an object store, or those of a store that is unreadable."""
+    # An unreachable store has one fault, not one a shard.
     refusals = reading_faults(path, field="data.path")
     if refusals:
         return refusals

@@ -106,6 +106,7 @@ class DynamicLoader:
             for sample in range(first_sample, first_sample + num_samples)
             for held in self.source.held(sample_window(self._seed, self.source.num_windows, sample))
         ]
+        # All ranks compute this schedule from the same lengths, without communication.
         lengths = [document.held.length for document in documents]
         rounds = schedule_documents(lengths, self._limits, self._cost)
         return _Step(documents=documents, rounds=rounds)
@@ -114,6 +115,7 @@ class DynamicLoader:
         return next(p for p in packs if p.first_rank <= self._rank < p.first_rank + p.size)
 
     def _micro_batch(self, pack: Pack, documents: Sequence[_Document]) -> MicroBatch:
+        # pad each piece so that the pack's ranks get equal shares
         context, mine = self._contexts[pack.size], [documents[i] for i in pack.documents]
         pieces = [
             replace(one.held, padded=padded_length(one.held.length, pack.size)) for one in mine

@@ -32,4 +32,5 @@ def first_rows(job: Job) -> list[list[int]]:
         sample_window(seed, source.num_windows, sample)
         for sample in range(job.data.global_batch_size)
     )
+    # Only the packing is needed, no tokens.
     return [[held.length for held in source.held(window)] for window in windows]

@@ -123,6 +123,7 @@ def local_folder(uri: str) -> Path:
     Raises:
         ConfigError: The URI's scheme is not that of a local folder.
     """
+    # a plain path, or file://; object stores are not folders
     scheme, separator, path = uri.partition("://")
     if not separator:
         return Path(uri).expanduser()
@@ -158,6 +159,7 @@ def parse_meta(content: bytes, name: str) -> DatasetMeta:
     try:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
+        # The first error suffices: later ones often follow from it.
         first = error.errors()[0]
         fact = f"{name} is not a version 1 or 2 description: {first['loc']}: {first['msg']}"
         raise DataError(no_dataset(fact)) from error

@@ -40,6 +40,7 @@ def inspect_dataset(
     if is_remote(uri):
         raise_faults(ConfigError, reading_faults(uri, field="URI"))
     meta = meta_at(uri)
+    # presence and sizes first: they cost no read of a shard
     gaps = missing_shards(uri, meta) if is_remote(uri) else size_faults(local_folder(uri), meta)
     raise_faults(DataError, gaps)
     if is_verified:
@@ -99,6 +100,7 @@ def _checksum_faults(
 ) -> list[Fault]:
     faults = []
     for done, shard in enumerate(shards, start=1):
+        # all shards are read, so that the message can name every damaged one
         crc = _crc32(uri, shard)
         if crc != shard.crc32:
             fact = f"{uri.rstrip('/')}/{shard.file} has crc32 {crc:08x}"

@@ -64,12 +64,14 @@ class Loader:
         documents = tuple(row.documents for row in rows)
         if len(set(documents)) == 1:
             documents = documents[:1]
+        # positions that this context-parallel rank holds: [1 or B, S/cp]
         held = held_positions(documents, self._context)
         mine = held.expand(len(rows), -1)
 
         def take(arrays: Sequence[np.ndarray], at: torch.Tensor = mine) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).gather(1, at).to(self._device)
 
+        # [depth, B, S/cp]: by depth first, then by row
         def take_later() -> tuple[torch.Tensor, torch.Tensor]:
             labels, masks = zip(*(later_of(row, self._depth) for row in rows), strict=True)
             by_depth = [[row[k] for row in labels] for k in range(self._depth)]

@@ -54,6 +54,7 @@ class StreamSource:
 
     def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
         """Require a stream of more than S tokens, all below ``vocab_size``."""
+        # Windows overlap by one token: the last label is the first input of the next one.
         self.num_windows = (stream.num_tokens - 1) // seq_len
         self.context, self.efficiency = float(seq_len), 1.0
         self._stream, self.seq_len, self._vocab_size = stream, seq_len, vocab_size
@@ -144,6 +145,7 @@ def _read_known(
     stream: TokenStream, start: int, stop: int, vocab_size: int
 ) -> npt.NDArray[np.int64]:
     tokens = stream.read(start, stop)
+    # cheap beside the read: one pass over S + 1 tokens
     if int(tokens.max()) >= vocab_size:
         raise DataError(_strange_token(start, int(tokens.max()), vocab_size))
     return tokens

@@ -22,6 +22,7 @@ def sample_window(seed: int, num_windows: int, sample: int) -> int:
         num_windows: Number of windows of the split.
         sample: Index of the sample, counted from the start of the run over all ranks.
     """
+    # a new permutation in every epoch
     epoch, index = divmod(sample, num_windows)
     return permute(index, num_windows, key=f"{seed}/{epoch}".encode())
 
@@ -37,6 +38,7 @@ def permute(index: int, size: int, *, key: bytes) -> int:
     """
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
+    # cycle walking ends: the permutation returns to the index inside range(size) at the latest
     while True:
         row, column = divmod(index, columns)
         for round_ in range(ROUNDS):

@@ -47,6 +47,7 @@ class Pieces:
 
 def cut_documents(lengths: Ints, seq_len: int) -> Pieces:
     """Cut documents into pieces of at most S tokens, in stream order."""
+    # number of pieces of each document, then each piece's document and start
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -98,6 +99,7 @@ def _best_fit(lengths: list[int], seq_len: int, first: int) -> Iterator[list[int
     """Pack one window: each piece goes to the row with least room left, ties to the oldest row."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending
+    # longest first; equal lengths in stream order, so that the packing is deterministic
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(room, (lengths[index], 0))
         # The fullest row that still has room, or else a new row.
@@ -163,6 +165,7 @@ class PackedSource:
     def held(self, index: int) -> list[PlacedPiece]:
         """Return the pieces of row ``index``; reads no tokens."""
         pieces = self._packing.pieces(index)
+        # pieces lie end to end, each with its padding
         ends = np.cumsum(self._padded[pieces])
         return [
             PlacedPiece(

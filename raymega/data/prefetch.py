@@ -46,6 +46,7 @@ class Ahead(Generic[Made]):
         future = self._begun(key)
         wanted = {key: future}
         if self._is_guessing:
+            # Wrong at a batch ramp or after skipped samples.
             following = first_sample + size, size
             wanted[following] = self._begun(following)
         # Wrong guesses are cancelled if they have not begun.

@@ -123,11 +123,13 @@ def _shards(meta: DatasetMeta) -> list[ShardMeta]:
 
 
 def _bring_shards(store: Store, meta: DatasetMeta, folder: Path) -> None:
+    # Shards of an interrupted copy that have their full size are kept.
     lacking = [shard for shard in _shards(meta) if _size(folder / shard.file) != shard.num_bytes]
     num_bytes = sum(shard.num_bytes for shard in lacking)
     if lacking:
         log.info("bringing %d bytes of %s to %s", num_bytes, store.uri, folder)
     with ThreadPoolExecutor(SHARDS_IN_FLIGHT, thread_name_prefix="shard") as pool:
+        # all shards are tried, so that the error names every damaged one
         found = list(pool.map(lambda shard: _bring(store, shard, folder), lacking))
     raise_faults(DataError, [fault for faults in found for fault in faults])
 
@@ -152,6 +154,7 @@ def _bring(store: Store, shard: ShardMeta, folder: Path) -> list[Fault]:
 
 
 def _pieces(store: Store, shard: ShardMeta) -> Iterator[bytes]:
+    # ranged reads bound the memory of a copy
     for start in range(0, shard.num_bytes, PIECE_BYTES):
         num_bytes = min(PIECE_BYTES, shard.num_bytes - start)
         try:
@@ -164,6 +167,7 @@ def _pieces(store: Store, shard: ShardMeta) -> Iterator[bytes]:
 def _write_whole(path: Path, pieces: Iterator[bytes] | list[bytes]) -> None:
     """Write a file under its final name only when complete; the lock excludes other writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # rename last, so that a killed copy leaves no file under its final name
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         for piece in pieces:

@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One sample of S tokens.
+    """Sample of S tokens.
 
     Attributes:
         tokens: Input tokens, [S] int64.

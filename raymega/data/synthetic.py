@@ -50,6 +50,7 @@ class SyntheticDocuments:
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
         shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
+        # from 1.25 S down to 1.25 S / 2^HALVINGS
         lengths = 1.25 * seq_len * 2.0 ** (-HALVINGS * shares)
         self.lengths = np.maximum(lengths.astype(np.int64), 1)
 
@@ -59,6 +60,7 @@ class SyntheticDocuments:
 
 
 def _noisy_cycle(name: str, length: int) -> npt.NDArray[np.int64]:
+    # two bytes a token: is it noise, and which token then
     noise = shake_128(name.encode()).digest(2 * length)
     tokens = np.empty(length, dtype=np.int64)
     token = noise[0] % SYNTHETIC_VOCAB_SIZE

@@ -1,7 +1,7 @@
-"""What tells one family from another: a row of parts each, and the assembly of a block from them.
+"""Model families (GPT-2, Llama, Qwen2, Qwen3): the layers that each uses, and the assembly of a block.
 
-Which tensors a family has (biases, positions, norms of heads) is plan.tensors'; a part takes those
-that are there.
+`plan/tensor_table.py` decides which tensors a family has (biases, positions, head norms); a layer uses
+those that the table lists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raymega.plan.tensor_table import block_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Parts by which a family is built."""
+    """Layer types of a family."""
 
     norm: Callable[[ParameterFactory, str, float], nn.Module]
     mlp: type[GeluMlp] | type[SwigluMlp]
@@ -45,14 +45,14 @@ FAMILIES = {
 
 
 def make_norm(factory: ParameterFactory, name: str, model: ModelSection) -> nn.Module:
-    """The family's norm with the tensors called ``name``."""
+    """Return the family's norm layer, with its tensors below ``name``."""
     return FAMILIES[model.family].norm(factory, name, model.norm_eps)
 
 
 def make_positions(
     model: ModelSection, *, dtype: torch.dtype, device: torch.device, is_fused: bool = False
 ) -> nn.Module:
-    """What positions do to queries and keys, [S, B, heads, K]; the identity without RoPE."""
+    """Return the layer that rotates queries and keys, [S, B, heads, K]; the identity without RoPE."""
     if FAMILIES[model.family].is_rotary:
         return Rope(model, dtype=dtype, device=device, is_fused=is_fused)
     return nn.Identity()
@@ -65,9 +65,9 @@ def make_block(
     positions: nn.Module,
     experts: ExpertGroups | None = None,
 ) -> TransformerBlock:
-    """Transformer block number ``layer``; those after the last one predict further ahead.
+    """Return transformer block ``layer``; numbers from num_layers on are multi-token prediction blocks.
 
-    ``experts`` are the ranks that share experts out, if any.
+    ``experts`` are the groups of expert parallelism; None where experts are all on this rank.
     """
     name = block_name(model, layer)
     attention = LatentAttention if model.mla.kv_lora_rank else Attention
@@ -85,7 +85,7 @@ def make_block(
 def _make_mlp(
     factory: ParameterFactory, layer: int, model: ModelSection, experts: ExpertGroups | None
 ) -> BlockPart:
-    """The feed-forward layer, or the layer of experts in its place."""
+    """Return the block's dense feed-forward layer, or its layer of experts."""
     mlp, name = FAMILIES[model.family].mlp, block_name(model, layer)
     if model.moe.holds_experts(layer):
         ranks = experts or no_expert_groups(factory.sp)

@@ -1,8 +1,8 @@
-"""Multi-token prediction (DeepSeek-V3, 2024): blocks after the last one that look further ahead.
+"""Multi-token prediction (DeepSeek-V3, 2024): extra blocks that predict tokens further ahead.
 
-Depth k takes what depth k - 1 made of token i (the model itself is depth 0), joins to it the embedding
-of token i + k, and predicts token i + k + 1 with the model's head. It owns these blocks and their
-losses; labels further ahead are the loader's, embedding and head the model's.
+The model itself is depth 0. Depth k joins the hidden state of depth k - 1 at token i with the embedding of
+token i + k, and predicts token i + k + 1. Embedding and head are shared with the model; the loader supplies
+the labels.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from raymega.parallel.tensor_parallel.vocab_embedding import vocab_embedding
 from raymega.plan.tensor_table import block_name
 
 FutureLabels = tuple[Tensor, Tensor]
-"""Labels and mask further ahead, [depth, B, S/cp] each: int64, and 1 where it counts, else 0."""
+"""Labels (int64) and mask (1 where the label counts, else 0) of each depth, [depth, B, S/cp] each."""
 
 
 class MtpLayer(nn.Module):
-    """The block of one depth: block(join [norm(token), norm(hidden)]), and a last norm."""
+    """Layers of one depth: final_norm(block(join [norm(token), norm(hidden)]))."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MtpLayer(nn.Module):
         self.token_norm = make_norm(factory, f"{name}.token_norm", model)
         self.hidden_norm = make_norm(factory, f"{name}.hidden_norm", model)
         self.join = ReplicatedLinear(factory, f"{name}.join")
-        # By its number, as the model's own are.
+        # Named by its number, as the model's own blocks are, for names of hooks and tensors.
         block = make_block(factory, layer, model, positions, experts)
         self.blocks = nn.ModuleDict({str(layer): block})
         self.final_norm = make_norm(factory, f"{name}.final_norm", model)
@@ -53,17 +53,21 @@ class MtpLayer(nn.Module):
     def forward(
         self, token: Tensor, hidden: Tensor, run: Callable[[nn.Module, Tensor], Tensor]
     ) -> Tensor:
-        """token, hidden: [S/sp, B, D], hidden after its last norm -> the same for the next depth."""
+        """Map token and hidden (after its last norm), [S/sp, B, D] each, to the next depth's hidden."""
         both = torch.cat((self.token_norm(token), self.hidden_norm(hidden)), dim=-1)
         (block,) = self.blocks.values()
         return self.final_norm(run(block, self.join(both)))
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths, and the sum of their losses.
+    """All depths of multi-token prediction, and the sum of their losses.
 
     Args:
-        table: The token embedding's weight.
+        factory: Factory of this stage's parameters.
+        model: Model section of the job.
+        positions: Rotation of queries and keys.
+        experts: Groups of expert parallelism.
+        table: Weight of the token embedding.
     """
 
     def __init__(
@@ -90,18 +94,18 @@ class MultiTokenPrediction(nn.Module):
         later: FutureLabels,
         run: Callable[[nn.Module, Tensor], Tensor],
     ) -> Tensor:
-        """Sum of all depths' token losses, none of them weighed.
+        """Return the unweighted sum of the token losses of all depths.
 
         Args:
-            hidden: [S/sp, B, D], the model's, after its last norm.
-            head: The model's.
-            now: The model's own labels and mask, [B, S/cp] each.
-            later: Those of each depth.
-            run: Runs a block on the stream, as the stage runs its own.
+            hidden: Hidden state of the model after its last norm, [S/sp, B, D].
+            head: Head of the model.
+            now: Labels and mask of the model itself, [B, S/cp] each.
+            later: Labels and mask of each depth.
+            run: Function that runs a block on the residual stream, with the stage's recomputation.
         """
         (labels, mask), total = now, torch.zeros((), device=hidden.device)
         for depth, next_labels, next_mask in zip(self.depths, *later, strict=True):
-            # Where a label does not count it is any number, and then nothing after it counts.
+            # A masked label may be any number; the labels of further depths there are masked too.
             tokens = labels.masked_fill(mask == 0, 0)
             token = vocab_embedding(tokens.t(), self.table, self.sp)
             hidden = depth(token, hidden, run)

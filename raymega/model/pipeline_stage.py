@@ -1,6 +1,6 @@
-"""One pipeline stage of the model: some layers, the embedding before the first, the head last.
+"""Pipeline stage of the model: some blocks, the embedding on the first stage, the head on the last.
 
-It knows which part of the model it is, not how stages talk or in which order they work.
+Transfers between stages are in `pipeline/p2p.py`, the order of passes in `schedule/`.
 """
 
 from __future__ import annotations
@@ -48,26 +48,25 @@ TOKEN_TABLE = "embedding.tokens.weight"
 
 
 class StageModule(nn.Module):
-    """Stage ``stage`` of ``model`` as one rank holds it, with its initial values.
+    """Module of stage ``stage`` on one rank, with initial values.
 
-    Every parameter is a ShardedParameter; together they are plan.tensors' stage_tensors.
-    ``before_use`` is called with the embedding, each block and the head before their weights are
-    used: whoever fills these from other ranks waits there; where they are gone before backward
-    (``are_weights_passing``), also with each block and the head before that uses them again.
-    ``grad_queue`` takes the weight gradients of linear layers when a schedule puts them off.
+    Every parameter is a ShardedParameter; together they are ``stage_tensors`` of `plan/tensor_table.py`.
+    ``before_use`` is called with each unit (embedding, block, head) before forward uses its weights, so
+    that the weight buffer can wait for their all-gather. Under ZeRO-3 (``are_weights_passing``) it is
+    also called before the backward of each block and the head. ``grad_queue`` collects the weight
+    gradients of linear layers where a zero-bubble schedule defers them.
 
     Args:
-        context: The ranks that share the tokens of a sequence; None where there are no others.
-        experts: The ranks that blocks with experts work with; None where there are no others.
-        token_table: The embedding's weight, if this is the last stage and the first one is another
-            on the same rank; a tied head uses it.
-        is_fused: Compile what layers compute between matrix products.
-        precision: Which blocks multiply in fp8, and how; None is no block.
-        is_meta: As ParameterFactory has it.
+        context: Context-parallel group of the sequence; None without context parallelism.
+        experts: Groups of expert parallelism; None without it.
+        token_table: Weight of the embedding on this rank's first stage, for a tied head; else None.
+        is_fused: Whether to compile the operations between matrix products.
+        precision: Precision section, which selects the blocks that multiply in fp8; None selects none.
+        is_meta: Whether parameters are made without memory, on the meta device.
     """
 
     blocks_together = 0
-    """So many blocks in a row are kept as one input and run again in backward; 0 keeps all."""
+    """Number of consecutive blocks that one recomputation repeats in backward; 0 recomputes nothing."""
     are_weights_passing = False
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
@@ -88,6 +87,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context or no_context()
+        # groups, and the factory that makes this stage's parameters
         experts = experts or no_expert_groups(sp)
         is_copied = model.needs_token_table_last and not stage.are_ends_together
         self.grad_queue = WeightGradQueue()
@@ -104,10 +104,12 @@ class StageModule(nn.Module):
             is_fused=is_fused,
             is_meta=is_meta,
         )
+        # which kinds of randomness and routing need keys or ids of tokens
         self.seed, self.tp_stream = seed, sp
         drawn = model.hidden_dropout, model.attention_dropout, model.moe.router_jitter_noise
         self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
+        # embedding, blocks, head
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         precision = precision or PrecisionSection()
         self.fp8 = Fp8(by_row=precision.fp8 == "rowwise", micro=experts.micro, is_fused=is_fused)
@@ -128,6 +130,7 @@ class StageModule(nn.Module):
         self.head: Head | None = None
         if stage.is_last:
             self._make_last(factory, model, experts, token_table)
+        # set by others: the step, the weight buffer, memory.offload
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
         self.offloader: ActivationOffloader | None = None
@@ -139,7 +142,7 @@ class StageModule(nn.Module):
         experts: ExpertGroups,
         table: ShardedParameter | None,
     ) -> None:
-        """Head, and what predicts further ahead; they share the token table where they need it."""
+        """Build the head and multi-token prediction; both share the token table where they need it."""
         if model.needs_token_table_last:
             table = self._token_table(factory, table)
         norm = make_norm(factory, "final_norm", model)
@@ -153,7 +156,7 @@ class StageModule(nn.Module):
 
     @property
     def mtp(self) -> MultiTokenPrediction | None:
-        """What predicts further ahead: a part of the head, with which its weights come and go."""
+        """Multi-token prediction; a part of the head, so that ZeRO-3 gathers its weights with it."""
         further = None if self.head is None else self.head.further
         assert further is None or isinstance(further, MultiTokenPrediction), "the head has no other"
         return further
@@ -161,13 +164,13 @@ class StageModule(nn.Module):
     def _token_table(
         self, factory: ParameterFactory, table: ShardedParameter | None
     ) -> ShardedParameter:
-        """The embedding's when it is on this rank, or a copy of it."""
+        """Return the embedding's weight if it is on this rank, else a new tied copy."""
         if self.embedding is not None:
             return self.embedding.tokens.weight
         return table if table is not None else factory.make(TOKEN_TABLE)
 
     def recompute(self, memory: MemorySection) -> None:
-        """Choose what is made again in backward, and what waits on the host; nothing until then."""
+        """Choose what backward recomputes and what is offloaded to the host; by default nothing."""
         is_away, first = "activations" in memory.offload, next(self.parameters(), None)
         self.offloader = (
             ActivationOffloader(first.device) if is_away and first is not None else None
@@ -177,7 +180,7 @@ class StageModule(nn.Module):
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
 
     def _blocks(self) -> list[TransformerBlock]:
-        """Those of the model and those that predict further ahead."""
+        """Return the blocks of this stage, those of multi-token prediction included."""
         return [module for module in self.modules() if isinstance(module, TransformerBlock)]
 
     def forward(  # noqa: PLR0913  # one micro-batch, part by part
@@ -190,35 +193,38 @@ class StageModule(nn.Module):
         rows: Rows | None = None,
         later: FutureLabels | None = None,
     ) -> Tensor:
-        """Work on one micro-batch.
+        """Run the stage's forward on one micro-batch.
 
         Args:
-            tokens: [B, S/cp] int64; read by the first stage.
-            labels: [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
-            mask: [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage, and where
-                there are experts.
-            hidden: [S/(cp*sp), B, D] from the stage before, None on the first.
-            samples: [B] int64, global sample indices that dropout and jitter go by, or [B, S/cp] for
-                one a token; None drops nothing.
-            rows: What the rows are made of; None is one document each, whole on this rank.
-            later: Labels and mask further ahead, for multi-token prediction; None predicts none.
+            tokens: Input tokens, [B, S/cp] int64; read by the first stage.
+            labels: Next tokens, [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
+            mask: Loss mask, [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage
+                and by routers.
+            hidden: Activation of the previous stage, [S/(cp*sp), B, D]; None on the first.
+            samples: Global sample indices, [B] int64 or [B, S/cp] for one a token, which seed dropout
+                and jitter; None turns both off.
+            rows: Documents in each row; None is one document a row, whole on this rank.
+            later: Labels and mask of multi-token prediction; None predicts the next token only.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
             scalar in max(fp32, dtype) that is equal on all tensor-parallel ranks.
         """
+        # blocks
         token_layout = self._token_layout(
             rows or whole_rows(tokens.shape[1], tokens.device), mask, samples
         )
         x = self._residual_stream(tokens, hidden, token_layout)
         if self.head is None:
             return x
+        # head: the loss of the next token
         self.before_use(self.head)
         if self.mtp is None or later is None:
             return self._used(self.head, self.head.loss_sum(x, labels, mask))
         x = self.head.norm(x)
         loss = self.head.loss_sum_after_norm(x, labels, mask)
         run = partial(self._run_further, token_layout=token_layout)
+        # Multi-token prediction adds its gradient, not its value: the reported loss stays that of the next token.
         further = self.mtp.loss_sum(x, self.head, (labels, mask), later, run)
         self.mtp_loss_sum = self.mtp_loss_sum + further.detach()
         weight = self.mtp.weight
@@ -226,7 +232,7 @@ class StageModule(nn.Module):
         return self._used(self.head, loss)
 
     def units(self) -> Iterator[nn.Module]:
-        """What ``before_use`` is called with, in the order of forward."""
+        """Yield the units that ``before_use`` is called with, in the order of forward."""
         if self.embedding is not None:
             yield self.embedding
         yield from self.layers.values()
@@ -234,7 +240,7 @@ class StageModule(nn.Module):
             yield self.head
 
     def uses(self, *, is_backward: bool) -> Iterator[nn.Module]:
-        """The units in the order in which a forward, or a backward, calls ``before_use``."""
+        """Yield the units in the order in which a forward or backward calls ``before_use``."""
         if not is_backward:
             yield from self.units()
             return
@@ -244,17 +250,18 @@ class StageModule(nn.Module):
         together = self.blocks_together or len(blocks) or 1
         for start in reversed(range(0, len(blocks), together)):
             some = blocks[start : start + together]
+            # recomputation: forward order, then backward in reverse
             yield from some if self.blocks_together else ()
             yield from reversed(some)
 
     def run(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """:meth:`forward` as training calls it."""
+        """Call :meth:`forward` for training."""
         rows = micro_batch.rows
         parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
         return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
 
     def evaluate(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """:meth:`forward` as evaluation calls it: nothing is dropped, and the loss is plain."""
+        """Call :meth:`forward` for evaluation: without dropout, with plain cross entropy."""
         rows = micro_batch.rows
         self.eval()
         try:
@@ -264,7 +271,7 @@ class StageModule(nn.Module):
             self.train()
 
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        """This rank's columns of the logits, [S, B, V/tp], no padding; only on the last stage."""
+        """Return this rank's columns of the logits, [S, B, V/tp], unpadded; last stage only."""
         assert self.head is not None, "only the last stage makes logits"
         rows = whole_rows(tokens.shape[1], tokens.device)
         x = self._residual_stream(
@@ -286,12 +293,12 @@ class StageModule(nn.Module):
         return self._run_layers(x, token_layout)
 
     def take_mtp_loss_sum(self) -> float:
-        """Sum of the losses further ahead of all depths since it was asked last; none is weighed."""
+        """Return and reset the unweighted sum of multi-token prediction losses."""
         taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
         return taken
 
     def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
-        """Everything that all layers need to know of the tokens' places."""
+        """Return what all layers share of a micro-batch: positions, rotations, random keys, token ids."""
         context = rows.context or self.context
         token_layout = make_token_layout(rows, context)
         keys = rotations = token_ids = None
@@ -304,13 +311,14 @@ class StageModule(nn.Module):
         return replace(token_layout, keys=keys, rotations=rotations, token_ids=token_ids)
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
-        """By sample and place in it."""
+        """Return the dropout keys of the tokens, a function of seed, sample and position."""
         at = rows.row_positions
         if at is None:
             at = held_positions(rows.documents, self.context).to(samples.device)
         own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
         if not self.drops_weights:
             return TokenKeys(own=own, rows=None)
+        # Dropout on attention weights needs keys of whole rows: a query's weights span all ranks' keys.
         everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
         return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
 
@@ -320,12 +328,14 @@ class StageModule(nn.Module):
             return self._run_blocks(blocks, x, token_layout)
         for start in range(0, len(blocks), self.blocks_together or 1):
             some = blocks[start : start + (self.blocks_together or 1)]
+            # recomputation: keep the input of the group only
             run = partial(self._run_blocks, some, x, token_layout)
             if self.blocks_together:
                 run = partial(
                     checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False,
                     preserve_rng_state=False,
                 )  # fmt: skip
+            # offload: what remains saved moves to the host
             x = (
                 run()
                 if self.offloader is None
@@ -336,7 +346,7 @@ class StageModule(nn.Module):
         return x
 
     def _staying(self, blocks: Sequence[nn.Module], token_layout: TokenLayout) -> Iterator[Tensor]:
-        """What backward of ``blocks`` reads that is there anyway."""
+        """Yield tensors that backward of ``blocks`` reads and that stay on the device anyway."""
         for block in blocks:
             yield from block.parameters()
         yield from tensors_in(token_layout)
@@ -345,19 +355,19 @@ class StageModule(nn.Module):
         for block in blocks:
             self.before_use(block)
             x = block(x, token_layout)
-            # Where blocks run again in backward, the last of them has just been used when it begins.
+            # Recomputation ends with the last block, so its weights are gathered when its backward begins.
             if not self.blocks_together or block is not blocks[-1]:
                 x = self._used(block, x)
         return x
 
     def _run_further(self, block: nn.Module, x: Tensor, *, token_layout: TokenLayout) -> Tensor:
-        """A block that predicts further ahead; its weights are the head's to wait for."""
+        """Run a block of multi-token prediction; its weights were gathered with the head's."""
         if not self.blocks_together or not torch.is_grad_enabled():
             return block(x, token_layout)
         return checkpoint(block, x, token_layout, use_reentrant=False, preserve_rng_state=False)
 
     def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
-        """A unit has made its output; before its backward it uses its weights again."""
+        """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""
         if self.are_weights_passing and output.requires_grad:
             output.register_hook(lambda _gradient: self.before_use(unit))
         return output

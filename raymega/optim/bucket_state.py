@@ -1,6 +1,6 @@
-"""BucketState: what a rank keeps of a bucket for its update, and the parts of it that are updated apart.
+"""BucketState: masters and optimizer state of the part of a bucket that a rank owns.
 
-It moves nothing; the update is optimizer's, the format of what is kept state_formats'.
+`optimizer.py` makes the update; `state_formats.py` defines the dtypes of state between steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from raymega.plan.memory.optimizer_state import MOST_KINDS, format_of, kinds_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Some elements of one parameter in a bucket's owned part.
+    """Range of one parameter's elements in a bucket's owned part.
 
     Attributes:
-        place: Of what.
-        within: Selects them in a flat tensor of the owned part.
-        param_state: What updates them, with the state of formats that need no opening.
-        kept: Their state between steps, a kind each.
+        place: Place of the elements in the bucket and the parameter.
+        within: Slice of the elements in a flat tensor of the owned part.
+        param_state: Views that the update reads and writes; state only if stored in the masters' dtype.
+        kept: State between steps, one storage a kind.
     """
 
     place: StatePlacement
@@ -39,7 +39,7 @@ class Member:
     kept: tuple[StateStorage, ...]
 
     def open(self) -> ParamState:
-        """The slot with its state opened."""
+        """Return the elements' views, with state converted to the masters' dtype."""
         if self.param_state.state:
             return self.param_state
         return replace(self.param_state, state=tuple(each.open() for each in self.kept))
@@ -47,10 +47,11 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketState:
-    """What is kept for the owned part of a bucket.
+    """Tensors of the owned part of a bucket.
 
-    ``weights``, ``gradient`` and ``master`` are flat and alike; ``weights`` and ``master`` are the same
-    memory where the compute dtype is precise enough. ``members`` are views of them, one an extent.
+    ``weights``, ``gradient`` and ``master`` are flat and of one length. ``weights`` and ``master`` share
+    memory if the compute dtype is float32 or wider. ``members`` are views of them, one for each range of
+    a parameter.
     """
 
     part: Range
@@ -61,14 +62,14 @@ class BucketState:
 
     @property
     def memory(self) -> Iterator[torch.Tensor]:
-        """All that only an update reads."""
+        """Yield the tensors that only an update reads, which may wait on the host."""
         if self.weights.dtype != self.master.dtype:
             yield self.master
         for member in self.members:
             yield from (kept.memory for kept in member.kept)
 
     def blocks(self) -> Iterator[TensorBlock]:
-        """Masters, then state, each kind of all extents in turn."""
+        """Yield the masters of all members, then each kind of state of all members."""
         for member in self.members:
             yield from member.place.blocks("model", member.param_state.master)
         for number in range(MOST_KINDS):
@@ -77,7 +78,7 @@ class BucketState:
                     yield from kept.blocks()
 
     def values(self, name: str) -> Iterator[TensorBlock]:
-        """The same as an update named ``name`` works on it: state in the masters' format."""
+        """Yield masters and state as update ``name`` reads them: state in the masters' dtype."""
         for member in self.members:
             yield from member.place.blocks("model", member.param_state.master)
             kinds = kinds_of(name, member.param_state.param.spec.role)
@@ -92,13 +93,14 @@ def make_bucket_state(
     section: OptimizerSection,
     counts: Iterator[torch.Tensor],
 ) -> BucketState:
-    """Masters that begin as the weights, state of zeros; ``counts`` gives a scalar for each extent."""
+    """Return masters equal to the weights and zero state; ``counts`` yields each member's step scalar."""
     master, members = weights.to(gradient.dtype), []
     for extent in part.extents():
         within, role = extent.within(part.begin), extent.param.spec.role
         place = StatePlacement(part=part, extent=extent, dtype=master.dtype)
         form = format_of(section, role)
         kept = tuple(make_state_storage(form, kind, place) for kind in kinds_of(section.name, role))
+        # State in the masters' dtype is updated in place; other formats are opened for each update.
         param_state = ParamState(
             param=extent.param,
             master=master[within],

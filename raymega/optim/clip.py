@@ -1,6 +1,6 @@
-"""Norms of the whole model from each rank's part: every element counts once, on any layout.
+"""Norms of the whole model from each rank's part; every element counts once, on any layout.
 
-It sums what one rank has; the sum over ranks and the root are train.step's.
+The functions return one rank's sum of squares. `train/step.py` sums over ranks and takes the root.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Shares = Iterable[tuple[GlobalTensor, torch.Tensor]]
 
 
 def local_norm_sq(shares: Shares, device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared norm, a float64 scalar on ``device``; waits for it.
+    """Return this rank's share of the squared norm, a float64 scalar on ``device``; it synchronises.
 
-    Squares of float32 are infinite from 1e19 on: such a sum is taken again with float64 squares.
+    Squares of float32 overflow above 1e19; such a sum is recomputed with float64 squares.
     """
     counted = [values for _, values in shares]
     if not counted:
@@ -34,13 +34,13 @@ def local_norm_sq(shares: Shares, device: torch.device) -> torch.Tensor:
 def local_norm_sq_by_group(
     shares: Shares, groups: Sequence[str], device: torch.device
 ) -> torch.Tensor:
-    """This rank's share of each group's squared norm, float64 [len(groups)].
+    """Return this rank's share of each group's squared norm, float64 [len(groups)].
 
     Args:
-        shares: What this rank counts.
-        groups: Names, such as :func:`tensor_groups` of the whole model, equal on all ranks, so that
-            the results of all ranks can be summed.
-        device: Where the result is.
+        shares: Values that this rank counts.
+        groups: Names of :func:`tensor_groups` of the whole model; equal on all ranks, so that results
+            can be summed.
+        device: Device of the result.
     """
     sums = torch.zeros(len(groups), dtype=torch.float64, device=device)
     for tensor, values in shares:
@@ -49,12 +49,12 @@ def local_norm_sq_by_group(
 
 
 def tensor_groups(tensors: Iterable[GlobalTensor]) -> tuple[str, ...]:
-    """Names of the groups that ``tensors`` belong to, in their order."""
+    """Return the names of the groups that ``tensors`` belong to, in their order."""
     return tuple(dict.fromkeys(tensor_group(tensor.name) for tensor in tensors))
 
 
 def tensor_group(name: str) -> str:
-    """The kind of tensor: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``, ``mtp``."""
+    """Return a tensor's group: ``attention.q`` of ``layers.3.attention.q.weight``, ``final_norm``."""
     parts = name.split(".")[:-1]
     return ".".join(parts[2:] if parts[0] == "layers" else parts[:1])
 
@@ -65,14 +65,15 @@ def clip_factor(norm: float, max_grad_norm: float) -> float:
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
-    """A float64 scalar. Short stretches are summed in the values' own format, and those in float64.
+    """Return the norm, a float64 scalar: stretches in the values' own dtype, their sum in float64.
 
-    Asking torch for a float64 norm of float32 values makes it convert each: ten times as slow.
+    Torch's float64 norm of float32 values converts each value first, which is ten times as slow.
     """
     flat = values.reshape(-1)
     rest = flat.numel() % STRETCH
     if rest == flat.numel():
         return _exact_norm(flat)
+    # The remainder comes first, so that the view of the rest is contiguous.
     stretches = flat[rest:].view(-1, STRETCH)
     norms = torch.linalg.vector_norm(stretches, dim=1).double()
     return torch.linalg.vector_norm(torch.cat((norms, flat[:rest].double())) if rest else norms)

@@ -1,8 +1,8 @@
-"""Masters and state that lie in host memory but for while they are updated, a portion after the other.
+"""Optimizer offloading: masters and state wait in host memory and visit the device in update chunks.
 
-While one portion is updated the next one comes and the one before leaves, so a device holds those of
-three at most. A portion's memory is given back in between; views of it, which updates work on, stay what
-they are. The copies themselves are parallel.host_memory's.
+While one chunk is updated, the next one arrives and the previous one leaves, so a device holds those of
+three at most. Eviction resizes a tensor's storage to 0, so that views of it remain valid.
+`parallel/core/host_copies.py` makes the copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 
 
 class _Piece:
-    """One flat tensor of a device and its place on the host."""
+    """Flat tensor of a device with its copy on the host."""
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
         self.tensor, self.host = tensor, memory.empty_like(tensor)
@@ -26,28 +26,29 @@ class _Piece:
         self.evict()
 
     def prefetch(self) -> None:
-        """Begin to bring it."""
+        """Allocate the device memory and start the copy to it."""
         self.wait()
         self.tensor.untyped_storage().resize_(self.tensor.nbytes)
         self._moving = self._memory.start_in(self.host, self.tensor)
 
     def evict(self) -> None:
-        """Begin to send it away; the device's memory is gone when that is done."""
+        """Start the copy to the host, and free the device memory once it is done."""
         self._moving = self._memory.start_out(self.tensor, self.host)
+        # The copy's stream still reads the storage; HostMemory keeps it from reuse until then.
         self.tensor.untyped_storage().resize_(0)
 
     def wait(self, *, on_host: bool = False) -> None:
-        """Let it arrive, wherever it goes."""
+        """Wait for the pending copy, on the current stream or (``on_host``) on the host."""
         if self._moving is not None:
             self._moving.wait_on_host() if on_host else self._moving.wait()
 
 
 class HostState:
-    """Some portions of flat tensors, each of which is all of its memory; they leave at once.
+    """Set of offloaded tensors, in chunks; the constructor evicts them all.
 
     Args:
-        update_chunks: What is needed together.
-        device: Where they are needed.
+        update_chunks: Flat tensors of each chunk; each must span its whole storage.
+        device: Device of the updates.
     """
 
     def __init__(self, update_chunks: Sequence[Sequence[Tensor]], device: torch.device) -> None:
@@ -55,6 +56,7 @@ class HostState:
         self._update_chunks = [
             [_Piece(tensor, memory) for tensor in some] for some in update_chunks
         ]
+        # Keyed by the storage object: its data address is 0 while the tensor is evicted.
         self._pieces = {
             piece.tensor.untyped_storage()._cdata: piece
             for some in self._update_chunks
@@ -62,8 +64,9 @@ class HostState:
         }
 
     def turns(self) -> Iterator[int]:
-        """Numbers of the portions in order, each while its tensors are on the device."""
+        """Yield each chunk's number while its tensors are on the device."""
         for number, some in enumerate(self._update_chunks):
+            # fetch the next chunk ahead, and at the start the first one too
             for each in self._update_chunks[number + (number > 0) : number + 2]:
                 for piece in each:
                     piece.prefetch()
@@ -74,7 +77,7 @@ class HostState:
                 piece.evict()
 
     def on_host(self, view: Tensor) -> Tensor:
-        """What ``view``, made before, of one of these tensors is on the host; another tensor is itself."""
+        """Return ``view`` in the host copy of its tensor; other tensors are returned as they are."""
         piece = self._pieces.get(view.untyped_storage()._cdata)
         if piece is None:
             return view
@@ -83,7 +86,7 @@ class HostState:
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
-        """All of them on the device at once, for reading."""
+        """Hold all tensors on the device in the body, for reading."""
         for piece in self._pieces.values():
             piece.prefetch()
             piece.wait()

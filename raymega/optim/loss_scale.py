@@ -1,7 +1,7 @@
-"""The loss scale of float16: how backward's gradients are kept inside a format of 5 exponent bits.
+"""Dynamic loss scale for float16, which keeps gradients within its 5 exponent bits.
 
-Pure: what it is after a step is a function of what it was, of the job, and of whether a gradient
-overflowed. Who multiplies with it is the executor, who divides it out again train.step.
+The module is pure: the next scale is a function of the scale, the job and whether a gradient overflowed.
+The executor starts backward from the scale, and `train/step.py` divides it out of the gradients.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from raymega.errors import Fault, NumericsError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """The factor, and what decides about its next change.
+    """Factor and the counts that decide its next change.
 
     Attributes:
-        factor: On the mean loss of a micro-batch.
-        good_steps: Steps without overflow since the last overflow or doubling.
-        overflows: Steps with one since the last doubling.
+        factor: Factor on the mean loss of a micro-batch.
+        good_steps: Number of steps without overflow since the last overflow or doubling.
+        overflows: Number of steps with overflow since the last doubling.
     """
 
     factor: float
@@ -27,35 +27,35 @@ class LossScale:
     overflows: int = 0
 
     def loss_gradient(self, *, micro_batch_tokens: int) -> float:
-        """What backward starts from, the loss being a sum over the tokens of a micro-batch.
+        """Return the gradient that backward starts from, for a loss summed over a micro-batch.
 
-        Divided by their (fixed) number the factor means what it means for a mean loss: the size of
-        gradients in float16 does not grow with the micro-batch, and a factor fits any grid.
+        The division by the (fixed) number of tokens makes it the factor of a mean loss. So float16
+        gradients do not grow with the micro-batch, and one factor fits any grid.
         """
         return self.factor / micro_batch_tokens
 
 
 def first_loss_scale(precision: PrecisionSection) -> LossScale | None:
-    """What a run begins with; None for formats that need none."""
+    """Return the initial loss scale; None unless the dtype is float16."""
     return LossScale(factor=precision.loss_scale) if precision.dtype == "float16" else None
 
 
 def next_loss_scale(
     scale: LossScale | None, precision: PrecisionSection, *, is_overflow: bool
 ) -> LossScale | None:
-    """The scale of the step after.
+    """Return the loss scale of the next step.
 
-    It doubles after ``loss_scale_window`` good steps in a row. Of the overflows since the last
-    doubling the first ``loss_scale_hysteresis`` - 1 are forgiven, and each later one halves it.
+    It doubles after ``loss_scale_window`` consecutive good steps. Since the last doubling, the first
+    ``loss_scale_hysteresis`` - 1 overflows leave it as it is, and each later one halves it.
 
     Raises:
-        NumericsError: There was an overflow at the minimum.
+        NumericsError: A gradient overflowed at ``min_loss_scale``.
     """
     if scale is None:
         return None
     if is_overflow:
         return _after_overflow(scale, precision)
-    # A run that is taken up again with a shorter window may have more of them than that already.
+    # >=, as a run resumed with a shorter window may have more good steps than that already.
     if scale.good_steps + 1 >= precision.loss_scale_window:
         return LossScale(factor=2 * scale.factor)
     return LossScale(
@@ -64,6 +64,7 @@ def next_loss_scale(
 
 
 def _after_overflow(scale: LossScale, precision: PrecisionSection) -> LossScale:
+    # An overflow at the minimum is no transient: the run cannot continue in float16.
     if scale.factor <= precision.min_loss_scale:
         raise NumericsError(
             Fault(

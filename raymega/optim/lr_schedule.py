@@ -1,6 +1,6 @@
-"""The learning rate as a pure function of the update's number: linear warm-up, then a schedule.
+"""Learning-rate schedules as pure functions of the update's number: linear warm-up, then decay.
 
-It keeps no state, so a run that is resumed or replanned needs none.
+They keep no state, so a resumed or replanned run restores none.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from math import cos, pi, sqrt
 from raymega.config.schema import OptimizerSection
 
 Shape = Callable[[OptimizerSection, int, int], float]
-"""From (optimizer, number of the update, end) to a share of the peak, after the warm-up."""
+"""Function of (optimizer, number of the update, last update) to a share of the peak, after warm-up."""
 
 
 def learning_rate(optimizer: OptimizerSection, *, total_steps: int, step: int) -> float:
-    """Learning rate of the update that is made when ``step`` updates are complete.
+    """Return the learning rate of the update that follows ``step`` completed updates.
 
-    Steps without an update (a float16 overflow) do not count. The last update of the warm-up has
-    the peak; from the update number ``lr_decay_steps`` on, schedules that end have the minimum.
+    Steps without an update (a float16 overflow) do not count. The last update of the warm-up has the
+    peak. Decaying schedules have the minimum from update ``lr_decay_steps`` on.
     """
     number, warmup = step + 1, optimizer.lr_warmup_steps
     end = total_steps if optimizer.lr_decay_steps == "steps" else optimizer.lr_decay_steps
@@ -38,13 +38,14 @@ def _linear(optimizer: OptimizerSection, number: int, end: int) -> float:
 
 
 def _wsd(optimizer: OptimizerSection, number: int, end: int) -> float:
-    """Stable, then linear. A run that is cut short cools down as soon as it is warm."""
+    """Return warm-up, stable, decay (WSD): constant, then linear over the last lr_cooldown_steps."""
+    # Where the run is too short for a stable phase, the cool-down follows the warm-up.
     begin = max(end - optimizer.lr_cooldown_steps, optimizer.lr_warmup_steps)
     return _between(optimizer.min_lr_ratio, 1 - _progress(number, begin, end))
 
 
 def _inverse_sqrt(optimizer: OptimizerSection, number: int, _end: int) -> float:
-    """It has no end, but never falls below the minimum."""
+    """Return the inverse square root of the update's number; no end, but never below the minimum."""
     return max(optimizer.min_lr_ratio, sqrt(optimizer.lr_warmup_steps / number))
 
 
@@ -53,12 +54,12 @@ def _constant(_optimizer: OptimizerSection, _number: int, _end: int) -> float:
 
 
 def _progress(number: int, begin: int, end: int) -> float:
-    """The share of the way from update ``begin`` to update ``end`` that is covered: 0 to 1."""
+    """Return the share of the way from update ``begin`` to ``end`` that is covered, 0 to 1."""
     return 1.0 if number >= end else max(0.0, (number - begin) / (end - begin))
 
 
 def _between(low: float, share: float) -> float:
-    """``share`` of the way from ``low`` to exactly 1."""
+    """Return the point at ``share`` of the way from ``low`` to 1, exact at both ends."""
     return 1 - (1 - low) * (1 - share) if share else low
 
 

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024): momentum, made orthogonal matrix by matrix, is the direction.
+"""Muon (Jordan et al. 2024): the update's direction is the momentum, orthogonalised matrix by matrix.
 
-It is scaled as Liu et al. 2025 (Muon is scalable for LLM training) do, so that elements move about as
-far as AdamW moves them and one learning rate fits both. Which rank has a matrix whole is
-parallel.whole_matrices'.
+The scale is that of Liu et al. 2025 (Muon is scalable for LLM training): elements move about as far as
+under AdamW, so one learning rate fits both. `parallel/data_parallel/muon_gather.py` gathers whole
+matrices on ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from raymega.config.schema import OptimizerSection
 from raymega.optim.updates import ParamState
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of Jordan's odd quintic, whose slope at 0 is steep: it sends singular values to 0.7 .. 1.2."""
+"""Coefficients of Jordan's odd quintic, steep at 0: it sends singular values to 0.7 .. 1.2."""
 NORM_EPS = 1e-7
-"""Added to a matrix's norm: one that is zero stays zero."""
+"""Term added to a matrix's norm, so that a zero matrix stays zero."""
 ROOT_MEAN_SQUARE = 0.2
-"""Of an update's elements, as AdamW's are found to have."""
+"""Root mean square of an update's elements, as measured for AdamW by Liu et al."""
 
 
 def begin_muon(
@@ -29,7 +29,7 @@ def begin_muon(
     section: OptimizerSection,
     divisor: torch.Tensor | None,
 ) -> None:
-    """Take the gradients into the momentum; ``directions``, one a slot, are Nesterov's look ahead."""
+    """Add gradients to the momentum, and write Nesterov's look-ahead into ``directions``."""
     gradients, momenta = (
         [param_state.gradient for param_state in param_states],
         [param_state.state[0] for param_state in param_states],
@@ -49,22 +49,23 @@ def end_muon(
     lr: float,
     weight_decay: float,
 ) -> None:
-    """Decay, and step along what the directions have become."""
+    """Apply weight decay, and step along the orthogonalised directions."""
     masters = [param_state.master for param_state in param_states]
     torch._foreach_mul_(masters, 1 - lr * weight_decay)
     torch._foreach_add_(masters, list(directions), alpha=-lr)
 
 
 def orthogonalise(matrices: Sequence[torch.Tensor], num_steps: int) -> list[torch.Tensor]:
-    """Nearly U V^T of each matrix U S V^T, times what makes its elements as large as AdamW's.
+    """Return nearly U V^T of each matrix U S V^T, scaled to elements as large as those of AdamW.
 
-    An orthogonal [m, n] has elements of mean square 1 / max(m, n). Matrices of one shape are worked
-    on together, in the format that they have: float32 or better, like masters.
+    An orthogonal [m, n] matrix has elements of mean square 1 / max(m, n). Matrices of one shape are
+    processed in one batch, in the masters' dtype, float32 or wider.
     """
     results: list[torch.Tensor] = [*matrices]
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[matrix.shape].append(index)
+    # batched GEMMs over matrices of one shape
     for shape, indices in by_shape.items():
         stacked = newton_schulz(torch.stack([matrices[i] for i in indices]), num_steps)
         stacked.mul_(ROOT_MEAN_SQUARE * max(shape) ** 0.5)
@@ -74,8 +75,9 @@ def orthogonalise(matrices: Sequence[torch.Tensor], num_steps: int) -> list[torc
 
 
 def newton_schulz(x: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """x: [N, rows, columns] -> the same, singular values near 1 (Jordan et al. 2024, algorithm 2)."""
+    """Bring the singular values of x [N, rows, columns] near 1 (Jordan et al. 2024, algorithm 2)."""
     a, b, c = COEFFICIENTS
+    # The Gram matrix of the shorter side is smaller.
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + NORM_EPS)

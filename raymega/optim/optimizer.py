@@ -1,8 +1,7 @@
-"""Optimizer: float32 (or float64) masters and state of what this rank owns, and their update.
+"""Optimizer: float32 (or float64) masters and state of the elements that this rank owns.
 
-What it owns is parallel.buckets'; the update is one of updates' or muon's. The gradient comes from
-parallel.grad_buffer; the learning rate and the number of the step from whoever calls, so that
-neither is kept twice.
+`parallel/core/buckets.py` defines which elements a rank owns; `updates.py` and `muon.py` hold the
+updates. Learning rate and step number are arguments, so that neither is stored twice.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from raymega.plan.tensor_table import GlobalTensor
 
 
 class Optimizer:
-    """Masters, the update's state, and the update.
+    """Masters, optimizer state and update of a rank's part of the model.
 
-    Masters have the gradients' dtype. Weights of that dtype are their own masters: what a rank owns
-    of them nobody else writes, and a gather only reads it. Weights of fewer bits have a copy, which
-    the update moves and which is then rounded into them.
+    Masters have the gradients' dtype. Weights of that dtype are their own masters: no other rank writes
+    the part that a rank owns, and an all-gather only reads it. Narrower weights have a separate master,
+    which is updated and then rounded into them.
     """
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
@@ -47,13 +46,14 @@ class Optimizer:
         is_on_host: bool = False,
         log: CommLog | None = None,
     ) -> None:
-        """``states`` are kept beside the masters and not updated here; the rest may lie on the host.
+        """Allocate masters and state for all buckets of ``table``.
 
-        ``log`` sees what ranks send each other for an update.
+        ``states`` are tensors without gradients, saved with the masters but not updated here.
+        ``is_on_host`` offloads masters and state; ``log`` records the update's collectives.
         """
         self._table, self._weights, self._section = table, weights, section
         self._states, self._is_on_host = states, is_on_host
-        # torch reads and raises a count per slot. Views of one vector are set by one write.
+        # torch's fused updates increment one step count a tensor: views of one vector, set by one write.
         num_extents = sum(len(list(table.owned(bucket).extents())) for bucket in table.buckets)
         device = table.buckets[0].spans[0].param.device
         self._num_steps = torch.zeros(num_extents, device=device)
@@ -68,7 +68,7 @@ class Optimizer:
             )
             for bucket in table.buckets
         ]
-        # On all ranks the same buckets are updated together.
+        # Chunks of buckets, equal on all ranks, as some updates communicate within a chunk.
         self._update_chunks = list(
             portions(self._bucket_state, lambda each: each.master.numel(), PORTION_ELEMENTS)
         )
@@ -77,7 +77,7 @@ class Optimizer:
             UpdateChunk(bucket_state, table, section, model, groups, log)
             for bucket_state in self._update_chunks
         ]
-        # Views are made while there is memory.
+        # The views of blocks are made before offloading frees the storages.
         self._blocks = [
             block for bucket_state in self._bucket_state for block in bucket_state.blocks()
         ]
@@ -87,9 +87,9 @@ class Optimizer:
         )
 
     def step(self, *, lr: float, step: int, gradient_factor: float = 1.0) -> None:
-        """Make the update number ``step``, counted from 1, with ``gradient_factor`` times the gradients.
+        """Make update ``step``, counted from 1, with ``gradient_factor`` times the gradients.
 
-        The buffer has the product afterwards.
+        Afterwards the gradient buffer holds that product.
         """
         self._weights.wait_for_all()
         self._num_steps.fill_(step - 1)
@@ -100,9 +100,10 @@ class Optimizer:
         self._weights.mark_updated()
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
-        """What the update divides gradients by on its way; wider ones than that has are scaled here."""
+        """Return the divisor that the fused update applies; scale float64 gradients here instead."""
         if factor == 1.0:
             return None
+        # torch's grad_scale is a float32 scalar, too coarse for float64 gradients.
         if self._table.dtype == torch.float32:
             return torch.tensor(1 / factor, device=self._num_steps.device)
         for bucket_state in self._bucket_state:
@@ -110,33 +111,33 @@ class Optimizer:
         return None
 
     def blocks(self) -> Iterator[TensorBlock]:
-        """What a checkpoint keeps; a load fills the values and then calls :meth:`sync_weights`."""
+        """Yield the blocks of a checkpoint; a load fills them, then calls :meth:`sync_weights`."""
         for state in self._states:
             yield from state.blocks()
         for block in self._blocks:
             yield replace(block, values=self._host.on_host(block.values))
 
     def values(self) -> Iterator[TensorBlock]:
-        """Masters and state, all in the masters' format, whatever the state is kept in."""
+        """Yield masters and state, all in the masters' dtype, whatever the state is stored in."""
         for state in self._states:
             yield from state.blocks()
         with self._host.all_here():
             for bucket_state in self._bucket_state:
                 for block in bucket_state.values(self._section.name):
-                    # numpy forbids for ever to resize what it was shown.
+                    # A storage that numpy has viewed can never be resized, hence the copy.
                     yield replace(
                         block, values=block.values.clone() if self._is_on_host else block.values
                     )
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
-        """Masters that this rank counts, flat, by tensor: over all ranks each element once."""
+        """Yield the flat masters that this rank counts, by tensor; each element counts on one rank."""
         for bucket_state in self._bucket_state:
             part = self._table.share(bucket_state.part.bucket)
             master = self._host.on_host(bucket_state.master).to(bucket_state.weights.device)
             yield from counted(part, master, begin=bucket_state.part.begin)
 
     def sync_weights(self) -> None:
-        """Round the masters into the weights that are not their own masters."""
+        """Round masters into weights of a narrower dtype, and mark weights as changed."""
         self._round(self._bucket_state)
         self._weights.mark_updated()
 

@@ -1,6 +1,6 @@
-"""Which learning rate and weight decay a tensor has, by its role and its place in the model.
+"""Learning rate and weight decay of each tensor, by its role and its layer.
 
-Pure: roles and layers are data of plan.tensors, the numbers the job's. No name is looked at.
+The module is pure. Roles and layers come from `plan/tensor_table.py`, never from a tensor's name.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from raymega.plan.tensor_table import (
 )
 
 WIDTH_POWERS = {"adamw": (-1.0, 0.0), "lion": (-1.0, 0.0), "muon": (-0.5, 0.0), "sgd": (0.0, 1.0)}
-"""muP: with which power of the width's ratio the rates of matrices, and of all others, grow.
+"""muP: powers of the width ratio by which the learning rates of matrices and of all others scale.
 
-Of AdamW and SGD as in table 8 of Yang and Hu et al. 2022; Lion's update is of one size whatever the
-gradient's, as AdamW's is. Muon's has the spectral norm 0.2 sqrt(max(rows, columns)), which must not grow.
+AdamW and SGD follow table 8 of Yang and Hu et al. 2022; Lion's update, like AdamW's, has a size that does
+not depend on the gradient's. Muon's has the spectral norm 0.2 sqrt(max(rows, columns)), which must not grow.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """``lr_scale`` times the step's learning rate, and the weight decay."""
+    """Factor ``lr_scale`` on the step's learning rate, and the weight decay."""
 
     lr_scale: float
     weight_decay: float
 
 
 def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSection) -> Rates:
-    """The rates of ``tensor`` in a model of ``model``'s depth and width.
+    """Return the rates of ``tensor`` in a model of ``model``'s depth and width.
 
-    A norm's weights and all biases are never decayed; tables only when the job says so.
+    Weights of norms and biases never decay; embeddings decay only if the job says so.
     """
     peak = _peak(tensor.role, optimizer)
+    # layer-wise decay, times muP's width factor, times the role's own peak
     layers = optimizer.layer_lr_decay ** _layers_above(tensor, model.num_layers)
     of_matrix, of_other = WIDTH_POWERS[update_of(optimizer.name, tensor.role)]
     width = model.width_ratio ** (of_matrix if tensor.role == "matrix" else of_other)
@@ -49,7 +50,7 @@ def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSect
 
 
 def role_rates(optimizer: OptimizerSection, model: ModelSection) -> dict[Role, float]:
-    """By role: ``lr_scale`` of tables, head and the last block's tensors; empty where all are 1."""
+    """Return ``lr_scale`` by role, for embeddings, head and last block; empty where all are 1."""
     last = layer_tensors(model, model.num_layers - 1)
     tensors = [t for t in (*embedding_tensors(model), *head_tensors(model), *last) if t.is_trained]
     scales = {t.role: rates_of(t, optimizer, model).lr_scale for t in tensors}
@@ -57,7 +58,7 @@ def role_rates(optimizer: OptimizerSection, model: ModelSection) -> dict[Role, f
 
 
 def _peak(role: Role, optimizer: OptimizerSection) -> float | str:
-    """The peak learning rate before what layers change of it."""
+    """Return a role's peak learning rate, before layer-wise decay; "lr" for the common one."""
     match role:
         case "embedding":
             return optimizer.embedding_lr
@@ -78,9 +79,9 @@ def _is_decayed(role: Role, optimizer: OptimizerSection) -> bool:
 
 
 def _layers_above(tensor: GlobalTensor, num_layers: int) -> int:
-    """How often the rate decays on the way down: never at the top, once at the last block.
+    """Return how many times layer-wise decay applies: 0 for the head, 1 for the last block, and so on.
 
-    Blocks that predict further ahead lie behind the last one, with the head.
+    Blocks of multi-token prediction count with the head.
     """
     if tensor.layer >= 0:
         return max(0, num_layers - tensor.layer)

@@ -1,7 +1,8 @@
-"""In which format an optimizer's state is kept between steps: as masters are, or in fewer bits.
+"""Storage formats of optimizer state between steps: the masters' dtype, bfloat16, or 8 bits.
 
-An update works on values of the masters' format, which are made here and kept again. Which tensors have
-fewer bits is optimizer_state's; which of their elements share a scale quantized_blocks'.
+An update reads and writes values of the masters' dtype: ``open`` converts to them, ``close`` back.
+`plan/memory/optimizer_state.py` chooses each tensor's format, `plan/memory/quantized_blocks.py` the
+elements that share a scale.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from raymega.plan.memory.quantized_blocks import BLOCK, ScaleBoxes, scale_boxes,
 from raymega.plan.zero_levels import ZeroLevel
 
 SQUARES = frozenset({"adam.exp_avg_sq"})
-"""State that is never negative, and by whose root an update divides."""
+"""Kinds of state that are never negative, and by whose root an update divides."""
 NUM_EXPONENTS = 7
-"""Of Dettmers' dynamic codes: the smallest is 10^-6 of those that begin with 0.1."""
+"""Number of powers of ten in Dettmers' dynamic codes, from 1 down to 10^-6."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlacement:
-    """Some elements of one parameter, in what a rank owns of a bucket; masters have ``dtype``."""
+    """Range of one parameter's elements in a bucket's owned part; masters have ``dtype``."""
 
     part: Range
     extent: Extent
     dtype: torch.dtype
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        """One value for each element, flat."""
+        """Return a flat zero for each element."""
         size, device = self.extent.last - self.extent.first, self.extent.param.device
         return torch.zeros(size, dtype=dtype, device=device)
 
     def blocks(self, kind: str, values: torch.Tensor) -> Iterator[TensorBlock]:
-        """What a checkpoint keeps of ``values``, flat."""
+        """Yield the blocks of a checkpoint for flat ``values``."""
         is_replicated = self.part.bucket.level == ZeroLevel.NONE
         yield from extent_blocks(kind, self.part, self.extent, values, is_replicated=is_replicated)
 
 
 def make_state_storage(form: Format, kind: str, place: StatePlacement) -> StateStorage:
-    """State that is zero."""
+    """Return zero state in the format ``form``."""
     match form:
         case "master":
             return FloatState(kind, place, place.dtype)
@@ -59,7 +60,7 @@ def make_state_storage(form: Format, kind: str, place: StatePlacement) -> StateS
 
 
 class FloatState:
-    """Kept in a format of its own, rounded to nearest; in the masters' it is always the same memory."""
+    """State in a float dtype, rounded to nearest; in the masters' dtype it is updated in place."""
 
     def __init__(self, kind: str, place: StatePlacement, dtype: torch.dtype) -> None:
         self._kind, self._place, self._values = kind, place, place.zeros(dtype)
@@ -69,24 +70,24 @@ class FloatState:
         return self._values
 
     def open(self) -> torch.Tensor:
-        """The values, flat, in the masters' format."""
+        """Return the flat values in the masters' dtype."""
         return self._values.to(self._place.dtype)
 
     def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
-        """Tell ``shared`` how large they are, before any is closed: here nothing is shared."""
+        """Do nothing: float state has no scales to share, see :class:`Int8State`."""
 
     def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:  # noqa: ARG002
-        """Keep the values, when ``shared`` knows how large those of all ranks are."""
+        """Store the values, rounded to the storage dtype."""
         if values is not self._values:
             self._values.copy_(values)
 
     def blocks(self) -> Iterator[TensorBlock]:
-        """What a checkpoint keeps, and fills."""
+        """Yield the blocks of a checkpoint, which a load fills."""
         yield from self._place.blocks(self._kind, self._values)
 
 
 class _Part(NamedTuple):
-    """A box of a place's elements: where it lies in the flat values, and the scales of its blocks."""
+    """Box of a place's elements, with its offset in the flat values and its scales."""
 
     piece: Piece
     box: Box
@@ -98,16 +99,17 @@ class _Part(NamedTuple):
         return flat[self.at : self.at + self.box.num_elements].view(self.box.shape)
 
     def block_of_columns(self) -> torch.Tensor:
-        """Of each column, which of the part's blocks it is in."""
+        """Return for each column of the box the index of its block among the part's scales."""
         first, size = self.box.offset[-1], self.box.shape[-1]
         columns = torch.arange(first, first + size, device=self.scales.device)
         return columns // BLOCK - self.scale_boxes.all.offset[-1]
 
 
 class Int8State:
-    """Block-wise dynamic quantisation (Dettmers et al. 2021): a code an element, a scale a block.
+    """State in block-wise dynamic quantisation (Dettmers et al. 2021): 8-bit codes and block scales.
 
-    A block's scale is its largest magnitude, over all ranks that hold a part of it.
+    A block's scale is its largest magnitude over all ranks that hold a part of it. So an update first
+    measures all state, then reduces scales over ranks, then closes.
     """
 
     def __init__(self, kind: str, place: StatePlacement) -> None:
@@ -115,7 +117,9 @@ class Int8State:
         self._is_square = kind in SQUARES
         device = place.extent.param.device
         self._table = dynamic_codes(is_signed=not self._is_square).to(device, place.dtype)
+        # Borders between codes: bucketize against them rounds to nearest.
         self._limits = (self._table[1:] + self._table[:-1]) / 2
+        # Every element starts with the code of 0.
         self._codes = place.zeros(torch.uint8) + int((self._table == 0).nonzero())
         self._parts = []
         for piece, box, at in piece_boxes(place.extent):
@@ -132,6 +136,7 @@ class Int8State:
     def measure(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         for part in self._parts:
             sizes, columns = part.of(values).abs(), part.block_of_columns()
+            # largest magnitude of each block of columns
             largest = torch.zeros_like(part.scales)
             largest.scatter_reduce_(-1, columns.expand(sizes.shape), sizes, "amax")
             self._shared_scales(part, shared).copy_(largest)
@@ -139,10 +144,11 @@ class Int8State:
     def close(self, values: torch.Tensor, shared: ScaleReducer) -> None:
         for part in self._parts:
             part.scales.copy_(self._shared_scales(part, shared))
+            # A block of zeros has a scale of 0.
             divisors = part.scales.clamp(min=torch.finfo(values.dtype).tiny)
             shares = part.of(values) / divisors.index_select(-1, part.block_of_columns())
             codes = torch.bucketize(shares, self._limits, out_int32=True)
-            if self._is_square:  # nothing is divided by a zero that was none
+            if self._is_square:  # a nonzero square must not become 0: an update divides by its root
                 codes = torch.maximum(codes, (shares > 0).int())
             part.of(self._codes).copy_(codes)
 
@@ -155,9 +161,10 @@ class Int8State:
         return shared.view(*at)[part.scale_boxes.all.within(shared.box(*at))]
 
     def blocks(self) -> Iterator[TensorBlock]:
-        """Scales of a block are saved by who holds its first element, and read by all who hold some."""
+        """Yield codes, then scales: the holder of a block's first element saves its scale, all read it."""
         for block in self._place.blocks(f"{self._kind}{CODES}", self._codes):
             yield block
+        # scales: blocks that begin here, and one that began on another rank, which is read only
         for part, block in zip(self._parts, self._place.blocks("", self._codes), strict=True):
             everything, begun = part.scale_boxes
             boxes = [(begun, block.is_primary)]
@@ -182,9 +189,10 @@ StateStorage = FloatState | Int8State
 
 @cache
 def dynamic_codes(*, is_signed: bool) -> torch.Tensor:
-    """[256] values from -1 or 0 to 1, in order: a power of ten, and even steps from it to the next.
+    """Return the 256 code values in ascending order, from -1 (signed) or 0 to 1.
 
-    Dettmers et al. 2021, section 2.2: the smaller the power, the fewer the steps.
+    Each power of ten has evenly spaced values up to the next one; smaller powers have fewer (Dettmers et
+    al. 2021, section 2.2).
     """
     num_bits = 7 if is_signed else 8
     found = [torch.tensor([0.0, 1.0], dtype=torch.float64)]

@@ -1,4 +1,4 @@
-"""UpdateChunk: some buckets that are updated together, by one rank's elements and as whole matrices."""
+"""UpdateChunk: buckets updated together, element by element or, under Muon, as whole matrices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, update_of
 
 Opened = Mapping[tuple[str, Rates], Sequence[ParamState]]
-"""Slots of a portion, those that are updated alike together."""
+"""Opened state of a chunk's members, grouped by (update, rates)."""
 
 
 class UpdateChunk:
-    """Opens the state of its members, moves their masters, and closes it again."""
+    """Update of several buckets: open the state of their members, update masters, close the state."""
 
     def __init__(  # the optimizer is the one place that calls it
         self,
@@ -38,10 +38,14 @@ class UpdateChunk:
     ) -> None:
         self._bucket_state, self._section = bucket_state, section
         self._groups: dict[tuple[str, Rates], list[Member]] = defaultdict(list)
+        # group members by update and rates, for torch's multi-tensor kernels
         for member in (member for each in bucket_state for member in each.members):
             spec = member.param_state.param.spec
-            rates = rates_of(spec.pieces[0].tensor, section, model)  # fused ones are alike
+            rates = rates_of(
+                spec.pieces[0].tensor, section, model
+            )  # equal for all pieces of a fused one
             self._groups[update_of(section.name, spec.role), rates].append(member)
+        # Muon: matrices that span ranks are gathered
         buckets = [each.part.bucket for each in bucket_state]
         with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
         self._matrices = None
@@ -51,7 +55,8 @@ class UpdateChunk:
 
     @torch.no_grad()
     def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:
-        """One update at ``lr``, with gradients divided by ``divisor`` in place."""
+        """Make one update at ``lr``; gradients are divided by ``divisor`` in place."""
+        # element-wise updates
         opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
         for (name, rates), param_states in opened.items():
             if name in UPDATES:
@@ -60,6 +65,7 @@ class UpdateChunk:
                     divisor=divisor,
                 )  # fmt: skip
                 UPDATES[name](group, self._section)
+        # Muon: momentum now, step after the orthogonalisation; state is closed in between
         directions = self._directions(opened, divisor)
         self._close(opened)
         if self._matrices is not None:
@@ -67,7 +73,7 @@ class UpdateChunk:
             self._follow(directions, lr=lr)
 
     def _directions(self, opened: Opened, divisor: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """Muon: momentum takes the gradients in. By bucket: where its elements would go, flat."""
+        """Update Muon's momentum, and return the flat direction of each bucket by its index."""
         muon = {key: members for key, members in self._groups.items() if key[0] == "muon"}
         buckets = {m.place.part.bucket.index for members in muon.values() for m in members}
         flats = {
@@ -93,13 +99,14 @@ class UpdateChunk:
                 )
 
     def _close(self, opened: Opened) -> None:
-        """Keep the state; what several ranks hold parts of is measured by all of them first."""
+        """Store the state; scales of blocks that span ranks are reduced over these ranks first."""
         changed = [
             (kept, values)
             for key, members in self._groups.items()
             for member, param_state in zip(members, opened[key], strict=True)
             for kept, values in zip(member.kept, param_state.state, strict=True)
         ]
+        # measure all, reduce over ranks once, then store all
         self._shared.forget()
         for kept, values in changed:
             kept.measure(values, self._shared)
@@ -117,5 +124,5 @@ class UpdateChunk:
 
 
 def _of(members: Sequence[Member], flats: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """The members' elements of what is there of each bucket."""
+    """Return each member's view into the flat tensor of its bucket."""
     return [flats[m.place.part.bucket.index][m.within] for m in members]

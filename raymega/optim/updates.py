@@ -1,7 +1,7 @@
-"""The table of updates: what a job's ``optimizer.name`` does to masters, given gradient and state.
+"""Element-wise updates by ``optimizer.name``: AdamW, SGD and Lion on flat masters.
 
-An update knows no layout: it is handed flat tensors, some elements of one parameter each. Of Muon
-this is the half before a matrix is put together; muon has the other one.
+An update is independent of the layout: each of its flat tensors holds some elements of one parameter.
+`muon.py` has the update that needs whole matrices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamState:
-    """Some elements of one parameter with what updates them; tensors are flat and alike.
+    """Elements of one parameter with their gradient and state; flat tensors of one length.
 
     Attributes:
-        param: The parameter.
-        master: Its values in float32 or better.
-        gradient: Summed over ranks; same dtype.
-        state: One tensor for each kind of the update's; same dtype, zero at the start.
-        num_steps: Scalar, updates made before this one; a float.
+        param: Parameter of the elements.
+        master: Values in float32 or wider.
+        gradient: Gradient summed over ranks, in the master's dtype.
+        state: State tensors, one for each kind of the update, in the master's dtype; initially zero.
+        num_steps: Number of updates made before this one, a float scalar.
     """
 
     param: ShardedParameter
@@ -38,16 +38,16 @@ class ParamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateGroup:
-    """All elements that have one rate and decay, as torch's functions take them: a tensor a slot.
+    """Elements with one learning rate and weight decay, as lists for torch's multi-tensor functions.
 
     Attributes:
-        masters: Moved in place.
-        gradients: Divided by ``divisor`` in place, in the same pass.
-        states: By kind of the update's.
-        num_steps: Updates made before this one.
+        masters: Masters, updated in place.
+        gradients: Gradients, divided by ``divisor`` in place by the same kernel.
+        states: State tensors, one list for each kind.
+        num_steps: Numbers of updates made before this one.
         lr: Learning rate.
-        weight_decay: Of the masters.
-        divisor: A float32 scalar, or None.
+        weight_decay: Weight decay of the masters.
+        divisor: Divisor of the gradients, a float32 scalar; None divides nothing.
     """
 
     masters: list[torch.Tensor]
@@ -62,7 +62,7 @@ class UpdateGroup:
 def make_update_group(
     slots: Sequence[ParamState], *, lr: float, weight_decay: float, divisor: torch.Tensor | None
 ) -> UpdateGroup:
-    """The group of ``slots``, which have as many kinds of state each."""
+    """Return the group of ``slots``, which all have the same kinds of state."""
     return UpdateGroup(
         masters=[slot.master for slot in slots], gradients=[slot.gradient for slot in slots],
         states=[list(kind) for kind in zip(*(slot.state for slot in slots), strict=True)],
@@ -71,7 +71,7 @@ def make_update_group(
 
 
 def apply_adamw(group: UpdateGroup, section: OptimizerSection) -> None:
-    """Loshchilov and Hutter's decoupled weight decay, by torch's fused function."""
+    """Apply AdamW (Loshchilov and Hutter) by torch's fused function."""
     moments, squares = group.states
     # The function, not torch.optim.AdamW: making one imports torch._dynamo, which takes 2 s.
     adamw(
@@ -82,9 +82,9 @@ def apply_adamw(group: UpdateGroup, section: OptimizerSection) -> None:
 
 
 def apply_sgd(group: UpdateGroup, section: OptimizerSection) -> None:
-    """Momentum and, unlike AdamW, the decay as part of the gradient, by torch's fused function.
+    """Apply SGD with momentum by torch's fused function; the decay is part of the gradient.
 
-    A buffer of zeros before the first update makes it the first gradient, as in torch.optim.SGD.
+    A momentum of zero before the first update makes it the first gradient, as in torch.optim.SGD.
     """
     (momenta,) = group.states
     sgd(
@@ -95,18 +95,20 @@ def apply_sgd(group: UpdateGroup, section: OptimizerSection) -> None:
 
 
 def apply_lion(group: UpdateGroup, section: OptimizerSection) -> None:
-    """Chen et al. 2023, program 1: the sign of a moment that is older than the one that is kept."""
+    """Apply Lion (Chen et al. 2023, program 1): step by the sign of an interpolated moment."""
     masters, gradients, (moments,) = group.masters, group.gradients, group.states
     if group.divisor is not None:
         torch._foreach_div_(gradients, group.divisor)
+    # direction: sign of beta1 * moment + (1 - beta1) * gradient
     directions = torch._foreach_lerp(moments, gradients, 1 - section.beta1)
     torch._foreach_sign_(directions)
     torch._foreach_mul_(masters, 1 - group.lr * group.weight_decay)
     torch._foreach_add_(masters, directions, alpha=-group.lr)
+    # The stored moment uses beta2, after the step.
     torch._foreach_lerp_(moments, gradients, 1 - section.beta2)
 
 
 UPDATES: dict[str, Callable[[UpdateGroup, OptimizerSection], None]] = {
     "adamw": apply_adamw, "sgd": apply_sgd, "lion": apply_lion,
 }  # fmt: skip
-"""Of all elements by themselves; Muon's, which goes by whole matrices, is optim.muon's."""
+"""Element-wise updates by name; Muon is in `optim/muon.py`."""

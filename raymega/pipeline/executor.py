@@ -92,7 +92,9 @@ class Executor(Generic[MicroBatch]):
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
         self._deferrals, self._interleaver = deferrals, interleaver
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
+        # An evaluation's list has no backward.
         self._is_training = any(task.op in FREES_ACTIVATIONS for task in schedule)
+        # Facts about each instruction are the same in every step: computed once.
         planned = iter(_plan(schedule))
         self._rounds = [
             tuple(next(planned) for _ in tasks)
@@ -133,6 +135,7 @@ class Executor(Generic[MicroBatch]):
         Raises:
             CommunicationError: A transfer failed; the message has stage, micro-batch and peer.
         """
+        # fresh state of this step
         self._check(micro_batches)
         of_each: Sequence[int | None] = lengths or [None] * len(micro_batches)
         step = _Step(
@@ -180,6 +183,7 @@ class Executor(Generic[MicroBatch]):
     def _carry_out(self, planned: _Planned, step: _Step[MicroBatch]) -> None:
         task = planned.task
         if self._deferrals:
+            # A whole backward computes weight gradients at once; a split one defers them to its weight part.
             self._deferrals[task.chunk].stays_closed = not planned.is_cut
         try:
             planned.act(step, task)
@@ -187,6 +191,7 @@ class Executor(Generic[MicroBatch]):
             error.add_note(f"on pipeline stage {self._p2p.stage(task.chunk)}, at {task}")
             raise
         if planned.is_last:
+            # Free early: a rank's peak memory is its micro-batches in flight.
             step.forget(task)
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -224,6 +229,7 @@ class _Step(Generic[MicroBatch]):
         self._edges: dict[Key, GradientEdge] = {}
         self._gradients: dict[Key, Tensor] = {}
         self._owed: dict[Key, list[DeferredGrad]] = {}
+        # A sum of losses in bfloat16 would lose most micro-batches' digits.
         wide = torch.promote_types(p2p.dtype, torch.float32)
         self.loss_sum = torch.zeros((), dtype=wide, device=p2p.device)
 
@@ -263,6 +269,7 @@ class _Step(Generic[MicroBatch]):
             add_gradients(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
 
     def backward_input(self, task: Instruction) -> None:
+        # Layers queue their weight gradients instead of computing them.
         with self._deferrals[task.chunk].collecting() as owed:
             self.backward(task)
         self._owed[_key(task)] = owed
@@ -271,6 +278,7 @@ class _Step(Generic[MicroBatch]):
         run_deferred(self._owed.pop(_key(task)))
 
     def send_backward(self, task: Instruction) -> None:
+        # Backward left the input's gradient in the leaf tensor of recv_forward.
         gradient = self._inputs.pop(_key(task)).grad
         assert gradient is not None, "a stage's output must depend on its input"
         self._p2p.post_send(gradient, task, length=self._lengths[task.micro_batch])
@@ -314,6 +322,7 @@ ACTIONS: dict[Op, Callable[[_Step[Any], Instruction], None]] = {
 
 def _plan(schedule: Schedule) -> tuple[_Planned, ...]:
     """Compute once the facts about each instruction that are the same in every step."""
+    # Later instructions overwrite earlier ones, so each entry is the last of its key.
     last = {_key(task): task for task in schedule}
     last_backwards = {task.chunk: task for task in schedule if task.op in FREES_ACTIVATIONS}
     cut = {_key(task) for task in schedule if task.op is Op.BACKWARD_INPUT}

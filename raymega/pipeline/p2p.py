@@ -121,11 +121,12 @@ class PointToPoint:
         """
         message = self._message(send)
         self._check(message, tensor, self._shape_of(length))
+        # another chunk of this rank: no transfer
         if message.receiver.rank == self._rank:
             self._own[message] = tensor
             return
         self._drop_finished_sends()
-        tensor = tensor.contiguous()
+        tensor = tensor.contiguous()  # torch.distributed sends contiguous memory only
         try:
             pending = isend(
                 tensor, self._group(message), message.receiver.rank, tag=self._tag(message)
@@ -139,6 +140,7 @@ class PointToPoint:
         message = self._message(receive)
         if message.sender.rank == self._rank:
             return self._own.pop(message)
+        # posted ahead, or post it now
         transfer = self._posted.pop(message, None) or self._post_receive(message, length)
         try:
             transfer.pending.wait(self._timeout_s)
@@ -165,6 +167,7 @@ class PointToPoint:
         if coming:
             message, length = coming.popleft()
             num_bytes = prod(self._shape_of(length)) * self.dtype.itemsize
+            # Left to recv; the messages behind it are posted after it, in the order of sends.
             if self.device.type == "cpu" and num_bytes > AHEAD_BYTES:
                 return
             with suppress(CommunicationError):
@@ -202,6 +205,7 @@ class PointToPoint:
 
     def _drop_finished_sends(self) -> None:
         """Free the tensors of the oldest finished sends, to bound the memory of a step."""
+        # Oldest first: sends to one peer complete in order.
         while self._sends and self._sends[0].pending.is_done():
             self._finish_send()
 

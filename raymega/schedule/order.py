@@ -118,6 +118,7 @@ class Order:
         """Add all weight parts that are owed."""
         self.backward_weight(times=len(self._owed))
 
+    # Both parts of a split backward count as one backward of the chunk.
     def _add(self, op: Op, chunk: int, *, counted_as: Op) -> bool:
         micro_batch = self._done[counted_as, chunk]
         if micro_batch == self._num_micro_batches:

@@ -99,6 +99,7 @@ class Recording:
         """
         events: list[tuple[Event, ...]] = []
         for ranks in self.pipelines:
+            # the recorded order and durations of each rank, without its idle times
             lists = [_tasks(self.rows[rank]) for rank in ranks]
             times = _Recorded(
                 {
@@ -128,6 +129,7 @@ class Recording:
             yield _Before(
                 transfer.sender, transfer.sent.start_s, transfer.receiver, transfer.received.end_s
             )
+        # A reduction ends only after every rank has launched it; compared between ring neighbours.
         for ranks in self.replicas:
             launches = [_collectives(self.rows[rank]) for rank in ranks]
             for here, (a, others) in enumerate(zip(ranks, launches, strict=True)):

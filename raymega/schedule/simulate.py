@@ -132,17 +132,20 @@ def _run(
     receivers = set()
     while not rank.is_finished:
         todo = rank.next
+        # compute: occupy the rank
         if todo.op in COMPUTE:
             rank.carry_out(rank.now + durations.of_task(rank.index, todo))
             continue
         message = placement.message(rank.index, todo)
         is_own = message is not None and message.sender.rank == message.receiver.rank
         handling = 0.0 if is_own else durations.handling
+        # receive: wait for the arrival, or stop until the sender has sent
         if todo.op in RECEIVE:
             if message not in arrivals:
                 break
             rank.carry_out(max(rank.now, arrivals.pop(message)) + handling)
             continue
+        # send: never waits; the message arrives later
         rank.carry_out(rank.now + handling)
         if message is not None and todo.op in SEND:
             arrivals[message] = rank.now + (0.0 if is_own else durations.transfer)

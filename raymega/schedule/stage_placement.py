@@ -65,6 +65,7 @@ class Placement:
         stage = self.stage(*here)
         is_forward = instruction.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         is_send = instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+        # Activations go up the stages and gradients down; a receive comes from the opposite side.
         other = stage + (1 if is_forward == is_send else -1)
         if not 0 <= other < self.num_stages:
             return None

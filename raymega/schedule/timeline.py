@@ -49,7 +49,7 @@ EventTuple = tuple[str, int, int, float, float]
 
 
 class Event(NamedTuple):
-    """One executed instruction; equal to its plain tuple, as which it is sent between processes.
+    """Executed instruction; equal to its plain tuple, as which it is sent between processes.
 
     ``name`` is the op's value. Times are seconds since the step's start, or the simulator's units.
     Collectives are events too: ``name`` is one of COLLECTIVES or WAITS, and ``micro_batch`` the

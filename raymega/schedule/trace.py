@@ -40,6 +40,7 @@ def merge_trace(
         rows: Events by rank, in seconds since a start that all ranks share.
         transfers: Messages between these ranks; each becomes an arrow from its send to its receive.
     """
+    # metadata events name the rows: ranks first, then their concurrent collectives
     names = [_row_name(STEP, rank, f"rank {rank}") for rank in sorted(rows)]
     names += [
         _row_name(process, rank, f"rank {rank}, {title}")

@@ -1,7 +1,7 @@
-"""Steps whose numbers are no good: what counts as such, and what the job wants done about one.
+"""Bad steps: NaN, Inf and spikes in loss or gradient norm, and the action that the job asks for.
 
-Pure: it reads totals that all ranks share, before any of them has changed a weight, so all decide
-alike. To do a step again, to skip it and to end it are train.step's.
+The module is pure. It reads totals that are equal on all ranks, before any rank has changed a weight,
+so all ranks decide alike. `train/step.py` runs the second pass, skips the step or ends the attempt.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from raymega.train.state import TrainState
 
 
 class BadStepAction(StrEnum):
-    """What becomes of a bad step."""
+    """Outcome of a bad step; the value is the text that metrics and events carry."""
 
     SECOND_PASS = "used the second pass"
-    """It was fine: what went wrong was a passing fault of a machine, and left nothing behind."""
+    """The second pass had good numbers: the first one met a transient hardware fault."""
     KEEP = "kept"
-    """It came again, and is what the data give."""
+    """The second pass had the same spike, so it comes from the data; the update is made."""
     SKIP = "left out"
     ROLL_BACK = "rolled back"
     STOP = "stopped"
@@ -29,12 +29,12 @@ class BadStepAction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadNumbers:
-    """Why a step's numbers are not taken as they are.
+    """Fault in a step's loss or gradient norm.
 
     Attributes:
-        kind: ``nan`` or ``spike``.
-        fact: The number and what it is held against.
-        policy: The job's wish for this kind.
+        kind: ``nan`` (NaN or Inf) or ``spike``.
+        fact: The number and the limit that it breaks, for people.
+        policy: The job's ``elastic.on_nan`` or ``elastic.on_spike``.
     """
 
     kind: str
@@ -45,15 +45,18 @@ class BadNumbers:
 def detect_bad_step(
     section: ElasticSection, state: TrainState, *, loss: float, grad_norm: float
 ) -> BadNumbers | None:
-    """What is wrong with a step after ``state``; None when nothing is."""
+    """Return the fault in the numbers of the step that follows ``state``, or None."""
+    # NaN and Inf first: neither compares with a median.
     if not (isfinite(loss) and isfinite(grad_norm)):
         fact = f"loss={loss!r}, gradient norm={grad_norm!r}"
         return BadNumbers(kind="nan", fact=fact, policy=section.on_nan)
+    # Spikes: compare with the median of the last spike_window good steps.
     held_against = (
         ("loss", loss, section.spike_loss, state.losses),
         ("gradient norm", grad_norm, section.spike_grad_norm, state.grad_norms),
     )
     for name, value, ratio, before in held_against:
+        # A ratio of 0 turns the check off; a short history has no reliable median.
         if not ratio or len(before) < section.spike_window:
             continue
         usual = median(before[-section.spike_window :])
@@ -67,7 +70,7 @@ def detect_bad_step(
 
 
 def decide(section: ElasticSection, state: TrainState, numbers: BadNumbers) -> BadStepAction:
-    """What becomes of a step whose second pass has bad ``numbers`` too, or that gets none."""
+    """Return the action for a step whose second pass is bad too, or that gets no second pass."""
     match numbers.policy:
         case "skip" if state.bad_steps < section.max_bad_steps:
             return BadStepAction.SKIP
@@ -75,4 +78,5 @@ def decide(section: ElasticSection, state: TrainState, numbers: BadNumbers) -> B
             return BadStepAction.ROLL_BACK
         case "rerun" if numbers.kind == "spike":
             return BadStepAction.KEEP
+    # All else: policy "stop", a NaN that a rerun repeats, and skip beyond elastic.max_bad_steps.
     return BadStepAction.STOP

@@ -1,6 +1,7 @@
-"""The one assembler: from a plan, a rank and its groups to the parts that a step works with.
+"""Assembly of a rank's training components from the plan, the rank and its process groups.
 
-It opens no process group and restores nothing; entry does.
+This is the only assembler. `train/entry.py` opens the process groups before it and restores a
+checkpoint after it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What evaluation needs beside the training parts."""
+    """Components that only evaluation uses: its batch, loader and forward-only executors."""
 
     batch: BatchPlan
     loader: Loader | DynamicLoader
@@ -56,8 +57,8 @@ class Evaluation:
 class TrainingComponents:
     """Everything one rank trains with; built once per attempt.
 
-    ``executor_for`` is asked by number of micro-batches, and makes each once.
-    ``has_loss`` is true where the last stage is.
+    ``executor_for`` returns the executor for a number of micro-batches, and caches it.
+    ``has_loss`` is true on ranks that hold the last stage.
     """
 
     plan: RunPlan
@@ -76,7 +77,7 @@ class TrainingComponents:
     evaluation: Evaluation | None
 
     def follow_weights(self, executor: Executor) -> None:
-        """Tell the weights in which order ``executor`` will use them."""
+        """Give the weight buffer the order in which ``executor`` uses weights, for ZeRO-3 prefetching."""
         if self.weights.has_parts_only:
             self.weights.follow(
                 unit
@@ -85,7 +86,7 @@ class TrainingComponents:
             )
 
     def lengths(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """S/sp of each micro-batch, in which only packs of dynamic context parallelism differ."""
+        """Return S/sp of each micro-batch; lengths differ only under dynamic context parallelism."""
         degree = self.modules[0].tp_stream.degree
         return [batch.tokens.shape[1] // degree for batch in micro_batches]
 
@@ -98,11 +99,9 @@ def build_parts(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> TrainingComponents:
-    """Assemble rank ``rank`` of ``plan``; parameters get their initial values.
-
-    ``progress`` is called after each portion of a step or an evaluation.
-    """
+    """Assemble a rank's components, with initial parameters; each instruction calls ``progress``."""
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
+    # communication: tensor, context and expert parallelism, with one log of transfers
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
@@ -117,11 +116,13 @@ def build_parts(
         if job.parallel.overlap_moe_expert_parallel_comm
         else None,
     )
+    # model chunks with gradient and weight buffers
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
     )
     modules = model.modules
     _log_attention_weights(job)
+    # pipeline transfers of activations [S/(cp*sp), B, D]
     p2p = PointToPoint(
         groups,
         placement=plan.placement,
@@ -190,6 +191,7 @@ def _build_loader(
     plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
 ) -> Loader | DynamicLoader:
     job, source = plan.job, _open_source(plan, split)
+    # Multi-token prediction needs labels further ahead; evaluation measures the next token only.
     depth = job.model.num_nextn_predict_layers if split == "train" else 0
     if not job.parallel.dynamic_cp:
         return Loader(
@@ -200,6 +202,7 @@ def _build_loader(
             context=make_context(groups, job.parallel, log),
             depth=depth,
         )
+    # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
     assert isinstance(source, PackedSource), "dynamic_cp needs packing"
     parallel = job.parallel
     return DynamicLoader(
@@ -251,10 +254,11 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     log: CommLog,
     progress: Callable[[], None],
 ) -> Evaluation | None:
-    """One pass over the evaluation samples, or None when the job asks for none."""
+    """Return the components of an evaluation, or None when ``run.eval_samples`` is 0."""
     job = plan.job
     if job.run.eval_samples == 0:
         return None
+    # One batch holds all evaluation samples, so that one forward-only schedule covers them.
     loader = _build_loader(plan, "valid", rank=rank, groups=groups, log=log, device=p2p.device)
     batch = make_batch(
         global_batch_size=min(job.run.eval_samples, loader.source.num_windows),

@@ -1,6 +1,6 @@
-"""From a plan and a rank's groups to its model chunks and the buffers that their parameters live in.
+"""Construction of a rank's model chunks and of the buffers that hold their weights and gradients.
 
-It builds no loader, schedule or optimizer: that is build's, the only one to call it.
+Only `train/build.py` calls it; that module builds the loader, the executors and the optimizer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What a rank holds of the model.
+    """Part of the model that one rank holds.
 
     Attributes:
-        modules: Its chunks.
-        states: Tensors in them that no gradient reaches.
-        table: Where everything else lies.
-        gradients: Their sums.
-        weights: Their values.
+        modules: Model chunks, in the order of their stages.
+        states: Tensors without gradients, such as the router's expert bias.
+        table: Bucket and place of each trained parameter.
+        gradients: Buffer of the parameters' summed gradients.
+        weights: Buffer of the parameters' values.
     """
 
     modules: tuple[StageModule, ...]
@@ -60,14 +60,16 @@ def build_model(
     experts: ExpertGroups,
     device: torch.device,
 ) -> Model:
-    """Chunks of ``stages``, their parameters with initial values; ``experts`` has the log of transfers.
+    """Build the chunks of ``stages`` with initial values; ``experts`` carries the log of transfers.
 
-    A parameter gets its memory as a part of its bucket, one bucket after the other, so a rank that
-    keeps parts of weights never has all of them, and nobody has any twice.
+    Modules are made on the meta device. Each bucket is then allocated, filled and, under ZeRO-3,
+    sharded before the next one, so no rank ever holds all weights or a second copy.
     """
+    # modules on the meta device: shapes without memory
     modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
+    # buckets: which parameters share one collective, over which replicas
     table = make_buckets(
         parameters,
         Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies),
@@ -78,6 +80,7 @@ def build_model(
         bucket_bytes=bucket_bytes_for(p for chunk in parameters for p in chunk),
         units=_units(modules),
     )
+    # memory and initial values, bucket by bucket
     fill = partial(initialise, seed=plan.job.run.seed)
     weights = WeightBuffer(table, log=experts.log, fill=fill)
     _hand_out(weights, modules)
@@ -98,7 +101,7 @@ def _build_modules(
     experts: ExpertGroups,
     device: torch.device,
 ) -> list[StageModule]:
-    """The rank's model chunks; a last stage shares a tied table with a first one beside it."""
+    """Return the rank's model chunks; the last stage shares a tied embedding with a first on this rank."""
     job = plan.job
     modules: list[StageModule] = []
     for stage in stages:
@@ -124,7 +127,7 @@ def _build_modules(
 
 
 def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
-    """Modules ask for weights before they use them, and are told when these have changed."""
+    """Connect modules to the weight buffer: wait before use, drop FP8 copies after an update."""
     for module in modules:
         module.before_use = weights.wait_for
         module.are_weights_passing = weights.has_parts_only
@@ -135,10 +138,10 @@ def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
 def _parameters_by_chunk(
     modules: Sequence[StageModule],
 ) -> tuple[list[list[ShardedParameter]], list[ShardedParameter]]:
-    """Parameters of each chunk in forward order, and tensors of state, which no gradient reaches.
+    """Return each chunk's trained parameters in forward order, and the tensors without gradients.
 
-    One that two chunks share belongs to the first: a micro-batch's backward comes there last, so
-    when the first chunk's gradients are complete, the other's are too.
+    A parameter that two chunks share belongs to the first one. Backward reaches that chunk last, so
+    when its gradients are complete, those of the other chunk are too.
     """
     chunks: list[list[ShardedParameter]] = []
     taken: dict[ShardedParameter, None] = {}
@@ -150,7 +153,7 @@ def _parameters_by_chunk(
 
 
 def _units(modules: Sequence[StageModule]) -> dict[ShardedParameter, int]:
-    """In which unit of the rank's model chunks each parameter is first used."""
+    """Return for each parameter the number of the unit (block, embedding, head) that uses it first."""
     places: dict[ShardedParameter, int] = {}
     for number, unit in enumerate(unit for module in modules for unit in module.units()):
         for param in unit.parameters():

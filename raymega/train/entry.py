@@ -1,6 +1,7 @@
-"""What a worker runs, named by string so that the driver never imports torch.
+"""Entry module of a training worker; the driver names it by a string, so it never imports torch.
 
-It opens the world, builds, restores what the driver says, and enters the loop.
+It opens the process groups, builds the components, restores the checkpoint or snapshot that the driver
+names, and enters the loop.
 """
 
 from __future__ import annotations
@@ -55,17 +56,18 @@ from raymega.train.state import TrainState, first_state, state_from
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Signs of life come no closer."""
+"""Least seconds between two signs of life."""
 REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
 MAX_COPIES = 2
-"""Of anything in memory; see plan.replicas."""
+"""Most copies of a snapshot in the memory of nodes; see `plan/snapshot_replicas.py`."""
 
 
 def warm_up(plan_json: str, device: str) -> None:
-    """Load what the first step would: kernels' libraries, the GPU's context, torch's own lazy parts."""
+    """Load ahead what the first step needs: kernel libraries, CUDA context, torch's lazy modules."""
     plan = read_plan(plan_json)
     where = prepare_process(plan, device=device, local_rank=0)
     load_lazy_parts(plan)
+    # a first kernel and a first backward
     loss = torch.ones(1, device=where, requires_grad=True).sum()
     add_gradients(loss, torch.ones_like(loss))
     if where.type == "cuda":
@@ -73,17 +75,17 @@ def warm_up(plan_json: str, device: str) -> None:
 
 
 def host_rendezvous(host: str) -> tuple[str, object]:
-    """Open the store where this attempt's ranks meet, on a fresh port of ``host``."""
+    """Open the rendezvous store of this attempt's ranks, on a free port of ``host``."""
     return world.host_store(host)
 
 
 def abort() -> None:
-    """Fail every collective that this process is stuck in; called from a control thread."""
+    """Abort all pending collectives of this process; called from a control thread."""
     world.abort_world()
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """Train as rank ``start.rank`` until the end, a stop request, or an error (which it raises)."""
+    """Train as rank ``start.rank`` to the last step or a stop request; raise what goes wrong."""
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     try:
@@ -99,7 +101,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         )
         _train(plan, start, channel, device, phases)
     except Exception as error:
-        # Closing would wait for operations under way; peers must be let go of at once.
+        # Closing would wait for pending operations; an abort frees the peers at once.
         world.abort_world()
         refusal = refused_operation(error)
         if refusal:
@@ -113,8 +115,9 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 def _train(
     plan: RunPlan, start: StartWorker, channel: Channel, device: torch.device, phases: _Phases
 ) -> None:
-    """Build, restore and loop, in a world that is open."""
+    """Build, restore and run the loop; the world is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
+    # rendezvous: process groups; NCCL communicators open now rather than in the first step
     groups = world.build_groups(
         plan.grid,
         start.rank,
@@ -127,10 +130,13 @@ def _train(
         open_communicators(groups, device)
     phases.passed("rendezvous")
     progress = ProgressReporter(channel, start.rank)
+    # build
     parts = build_parts(plan, rank=start.rank, groups=groups, device=device, progress=progress)
     phases.passed("built")
+    # restore
     state = _restore(parts, start, progress)
     phases.passed("restored")
+    # savers: checkpoints to the run's store, snapshots to the memory of nodes
     near = _near_store(plan.job)
     writer = CheckpointWriter(
         open_store(start.run_uri),
@@ -148,6 +154,7 @@ def _train(
     save_scheduler = SaveScheduler(
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank
     )
+    # train
     run_loop(
         parts,
         state,
@@ -159,7 +166,7 @@ def _train(
 
 
 def _limits(plan: RunPlan) -> SaveLimits:
-    """Reports are the rarer the more ranks send them: the driver gets some dozens a second."""
+    """Return the limits of a save; the driver gets at most REPORTS_PER_S reports a second in all."""
     section = plan.job.checkpoint
     return SaveLimits(
         file_bytes=section.file_bytes,
@@ -170,7 +177,7 @@ def _limits(plan: RunPlan) -> SaveLimits:
 
 
 def _near_store(job: Job) -> StateStore | None:
-    """The run's folder on this node's own disk, when the job keeps one."""
+    """Return the run's folder in ``checkpoint.local_uri`` on this node's disk; None without."""
     uri = job.checkpoint.local_uri
     return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
 
@@ -182,6 +189,7 @@ def _restore(
     if not start.restore:
         init_from(parts, parts.plan.job.checkpoint, progress=progress)
         return first_state(precision)
+    # A broken copy in memory has a second one; only the last failure ends the attempt.
     *others, last = _stores_to_restore_from(start)
     for store in others:
         try:
@@ -192,7 +200,7 @@ def _restore(
 
 
 def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
-    """The run's store; or keepers, once for each copy to begin with where another was wrong."""
+    """Return the run's store, or snapshot servers in MAX_COPIES orders, each copy first once."""
     replicas = start.replicas
     if not replicas.read_from:
         return [open_store(start.run_uri)]
@@ -216,6 +224,7 @@ def _restore_from(
         store, ReplicatedStore
     ):  # what memory holds needs no disk
         source = CachedReader(local_cache, store, manifest)
+    # fill masters and moments, then round the weights from the masters
     blocks = list(parts.optimizer.blocks())
     load(source, manifest, blocks, expected=_all_names(parts.plan.job), progress=progress)
     parts.optimizer.sync_weights()
@@ -232,12 +241,13 @@ def init_from(
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take another checkpoint's weights, rounded where the masters have fewer digits."""
+    """Load the weights of ``checkpoint.init_from``, rounded where the masters are narrower."""
     if section.init_from == "none":
         return
     store, manifest = open_checkpoint(section.init_from)
     model, seed = parts.plan.job.model, parts.plan.job.run.seed
     weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
+    # A router made by upcycling, or a reinitialised tensor, keeps its initial values.
     upcycling = upcycling_of(manifest, section, model)
     taken = [
         block
@@ -253,12 +263,13 @@ def init_from(
 
 
 def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
-    """Experts made of a dense layer are scaled, and their routers begin alike for parts of a copy."""
+    """Scale experts that copy a dense layer; give routers equal rows for parts of one copy."""
     for block in weights:
         held = block.values.detach()
         if block.tensor.name in upcycling.sources:
             held.mul_(upcycling.factor(block.tensor.name))
         if block.tensor.name in upcycling.routers:
+            # This rank may hold some rows only: draw each by its global number.
             first, *columns = block.box.offset
             for number, row in enumerate(held, first):
                 offset = (upcycling.router_row(number), *columns)
@@ -267,7 +278,7 @@ def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed
 
 
 def _all_names(job: Job) -> set[str]:
-    """Names of everything that the ranks of a run hold together."""
+    """Return ``kind/name`` of every tensor that the ranks of a run hold together."""
     return {
         f"{kind}/{tensor.name}"
         for tensor in model_tensors(job.model)
@@ -280,7 +291,7 @@ def _state_kinds(job: Job, tensor: GlobalTensor) -> tuple[str, ...]:
 
 
 class _Phases:
-    """Reports how long each phase of the start took."""
+    """Reporter of the seconds that each phase of the start took."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self._channel, self._rank, self._since = channel, rank, time.monotonic()
@@ -292,9 +303,9 @@ class _Phases:
 
 
 class ProgressReporter:
-    """A sign of life inside what may take longer than a step should.
+    """Sign of life from inside long operations, such as a load, for the driver's hang detector.
 
-    Called after each portion of work, from any thread; reports at most once in INTERVAL_S.
+    It is called after each portion of work, from any thread, and reports at most once in INTERVAL_S.
     """
 
     def __init__(
@@ -304,7 +315,7 @@ class ProgressReporter:
         self._last_s = clock()
 
     def __call__(self) -> None:
-        """A portion is done."""
+        """Report a sign of life, unless the last one is younger than INTERVAL_S."""
         now_s = self._clock()
         if now_s - self._last_s >= INTERVAL_S:
             self._last_s = now_s

@@ -1,4 +1,4 @@
-"""The worker's process: threads, device, determinism. The only reader of its environment."""
+"""Set-up of the worker's process: threads, device, determinism, gloo's network interface."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
 
     With GPUs, Ray shows a worker only its own, so its index is 0 unless several are visible.
     """
+    # One worker uses the cores that Ray reserved for it, not all of the node's.
     torch.set_num_threads(max(1, int(plan.job.cluster.cpus_per_worker)))
     _repeat_exactly(is_on=plan.job.run.deterministic)
     _sum_in_float32()
@@ -33,9 +34,9 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
 
 
 def load_lazy_parts(plan: RunPlan) -> None:
-    """Load what torch would in the first step only, while nobody waits for it.
+    """Import the modules that torch loads lazily in the first step, while no other rank waits.
 
-    torch.utils.checkpoint loads the compiler when it is first used, 1.5 s of a CPU; kernels take 1.3 s more.
+    torch.utils.checkpoint imports torch._dynamo at first use, 1.5 s of CPU time; Inductor takes 1.3 s more.
     """
     is_compiling = plan.job.run.kernels == "compile"
     if is_compiling or plan.job.memory.recompute == "full":
@@ -45,7 +46,7 @@ def load_lazy_parts(plan: RunPlan) -> None:
 
 
 def refused_operation(error: Exception) -> ConfigError | None:
-    """The user's error in torch's refusal of a kernel under run.deterministic; else None."""
+    """Return a ConfigError where torch refused a kernel under run.deterministic; else None."""
     found = REFUSAL.search(str(error))
     if not found:
         return None
@@ -59,20 +60,20 @@ def refused_operation(error: Exception) -> ConfigError | None:
 
 
 def _repeat_exactly(*, is_on: bool) -> None:
-    """Equal runs on equal machines give equal bits: kernels, cuBLAS' workspaces, NCCL's order."""
+    """Switch bit-exact repetition on or off: kernels, cuBLAS workspaces, NCCL's order of sums."""
     if (
         torch.are_deterministic_algorithms_enabled() != is_on
     ):  # the call loads torch's compiler: 1 s
         torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
     if is_on:
-        # Read when the first handle and the first communicator are made, which is after this.
+        # cuBLAS and NCCL read these at the first handle and communicator, which come after this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def _sum_in_float32() -> None:
-    """By default torch lets a split GEMM add its parts in the format of its output."""
+    """Keep split-K GEMMs summing in float32; torch's default is the dtype of the output."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -80,8 +81,8 @@ def _sum_in_float32() -> None:
 def listen_towards(rendezvous: str) -> None:
     """Let gloo listen on the network card that leads to ``host:port``, unless the user chose one.
 
-    By itself gloo listens where the machine's name leads. On Debian and Ubuntu that is 127.0.1.1,
-    where no other machine reaches it.
+    By default gloo binds to the address of the host's name. On Debian and Ubuntu that is 127.0.1.1,
+    which no other machine reaches.
     """
     host, _, port = rendezvous.rpartition(":")
     card = _card_of(_own_address(host.strip("[]"), int(port)))
@@ -90,7 +91,7 @@ def listen_towards(rendezvous: str) -> None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
+    """Return this machine's address on the route to ``host``; a UDP connect sends nothing."""
     family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -98,14 +99,15 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _card_of(address: str) -> str:
-    """The network card whose first address this is; '' for a second one, IPv6 or another system."""
+    """Return the network card whose first IPv4 address this is; '' if none, or not on Linux."""
     ask_for_address = 0x8915  # SIOCGIFADDR, Linux
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, ask_for_address, struct.pack("256s", name.encode()))
             except OSError:
-                continue  # a card without an address
+                continue  # card without an IPv4 address
+            # struct ifreq: 16 bytes of name, then sockaddr_in, whose address is at 4.
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""

@@ -1,6 +1,7 @@
-"""A pass over micro-batches: a step's, up to gradients summed over all ranks, and the evaluation's.
+"""Passes over micro-batches: forward and backward of a step, and forward of an evaluation.
 
-It decides nothing: what a step's sums are divided by, and whether they are used, is train.step's.
+A pass ends with gradients summed over all ranks. `train/step.py` divides these sums by the token
+count and decides whether they update the weights.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ def forward_backward(
     loss_gradient: float,
     is_recording: bool = False,
 ) -> StepOutput:
-    """Fill ``parts.gradients``, forgetting what was there; backward starts from ``loss_gradient``.
+    """Overwrite ``parts.gradients`` with the batch's; backward starts from ``loss_gradient``.
 
-    Recorded events are those of the pipeline and those of the gradients' and weights' collectives, and
+    Recorded events are those of the pipeline, the collectives of gradients and weights, and the
     transfers between context-parallel ranks.
     """
+    # reset: log, gradients, router sums, losses of multi-token prediction
     parts.comm_log.new_step()
     if is_recording:
         parts.comm_log.start()
         parts.weights.record()
+    # start the first all-gather of sharded weights before the executor waits for it
     parts.weights.start_gather()
     parts.gradients.zero()
     parts.routers.start_step(loss_gradient=loss_gradient)
     for module in parts.modules:
         module.mtp_loss_sum = 0.0
+    # run the schedule; buckets are reduced as soon as the last backward fills them
     executor = parts.executor_for(len(micro_batches))
     parts.follow_weights(executor)
     output = executor.run(
@@ -49,17 +53,18 @@ def forward_backward(
         before_last_backward=parts.gradients.launch_when_full,
         after_backward=parts.gradients.launch,
     )
+    # wait for the remaining reductions, and sum the copies of a tied embedding
     parts.gradients.finish()
     return replace(output, events=parts.comm_log.pause(output.events, began_s=output.began_s))
 
 
 def evaluate(parts: TrainingComponents) -> dict[str, float]:
-    """Held-out loss in nats per token, and its exponential; equal on all ranks, empty when it is off.
+    """Return held-out loss in nats per token and perplexity, equal on all ranks; {} when it is off.
 
-    It reads the first eval_samples windows of the validation split, in their own order.
+    It reads the first ``run.eval_samples`` windows of the validation split, unshuffled.
 
     Raises:
-        DataError: No token that it reads has a label that counts.
+        DataError: All labels of the evaluation are masked.
     """
     if parts.evaluation is None:
         return {}
@@ -70,18 +75,20 @@ def evaluate(parts: TrainingComponents) -> dict[str, float]:
     lengths = parts.lengths(micro_batches)
     parts.follow_weights(executor)
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
+    # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     total_loss, total_tokens = sum_over_world(parts, mine)
     if not total_tokens:
         raise DataError(no_labels("the evaluation"))
+    # exp(700) is near the largest float64; a diverged loss must not raise OverflowError
     loss = total_loss / total_tokens
     return {"eval/loss": loss, "eval/perplexity": exp(min(loss, 700.0))}
 
 
 def no_labels(what: str) -> Fault:
-    """The fault of ``what``, whose loss is a mean over no tokens."""
+    """Return the fault of a batch (``what``) in which no token has an unmasked label."""
     return Fault(
         fact=f"{what} reads no token with a label that counts",
         rule="packed documents of one token, and what is left of longer ones, predict nothing",
@@ -90,6 +97,6 @@ def no_labels(what: str) -> Fault:
 
 
 def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
-    """The sum of each number over all ranks."""
+    """Return the sum of each number over all ranks."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
     return tuple(all_reduce(mine, parts.groups.world).tolist())

@@ -1,6 +1,7 @@
-"""The training loop in plain view: step, report, evaluate, save, and stop when asked.
+"""The training loop: step, report, evaluate, save, and stop when the driver asks.
 
-It decides when; the parts know how. It never retries and never decides to resume.
+The loop decides when each happens. It never retries and never resumes: the driver starts a new
+attempt for that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def run_loop(
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
-    ``skipped_samples`` are ranges of samples that the run is to leave out; see StartWorker.
+    ``skipped_samples`` are ranges (first, end) of global samples to leave out; see StartWorker.
     """
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
@@ -62,23 +63,28 @@ def run_loop(
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
+        # prepare: skip bad samples, decide what to record
         state = state.past(skipped_samples)
         is_recording = _is_due(state.step + 1, job.tracking.timeline_every)
+        # Ranks start together, so that their time lines share a zero.
         if is_recording:
             barrier(parts.groups.world)
         watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
+        # the step itself, with the driver's requests in its all-reduce
         with activations_of(parts, is_due=watches_activations) as activations, work:
             began = time.monotonic()
             requests = channel.requests()
             outcome = train_step(
                 parts,
                 state,
+                # Ranks hear of a save request at different steps; rank 0's alone counts, so it makes one save.
                 replace(requests, save=requests.save and rank == 0),
                 is_recording=is_recording,
                 extra_reductions=save_scheduler.extra_reductions(),
                 before_update=save_scheduler.fence,
             )
             seconds = time.monotonic() - began
+        # metrics of the step; all ranks collect them, as some need collectives
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
         metrics |= (
             _data_metrics(parts)
@@ -86,11 +92,13 @@ def run_loop(
             | _statistics(parts, state, outcome, activations)
         )
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
+        # advance, and check replicas before anything is saved
         state, stopped = outcome.state, outcome.stop
         is_last = stopped or state.step == job.run.steps
         metrics |= save_scheduler.observe(outcome, is_last=is_last)
         is_saving = save_scheduler.is_checkpoint_due(outcome, is_last=is_last)
         metrics |= check.check(state.step, is_saving=is_saving)
+        # report
         _report_step(channel, rank, outcome, metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             own = memory_metrics(parts.device) | work.pop_metrics()
@@ -98,9 +106,11 @@ def run_loop(
             if rank == 0 and outcome.loads:
                 channel.report(expert_loads(outcome.loads, step=state.step))
 
+        # evaluate and save
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
+    # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
     save_scheduler.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
@@ -108,7 +118,7 @@ def run_loop(
 
 
 def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
-    """What activations that travelled in the step took, and what the update sent, where any do."""
+    """Return the bytes sent in the step: by cp, by experts, and by the optimizer's update."""
     parallel, log = parts.plan.job.parallel, parts.comm_log
     metrics: dict[str, float] = {}
     if parallel.cp > 1 or parallel.dynamic_cp:
@@ -121,7 +131,7 @@ def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
 
 
 def _data_metrics(parts: TrainingComponents) -> dict[str, float]:
-    """How well documents are packed, and shared out."""
+    """Return the share of packed tokens that are real, and the balance of dynamic cp."""
     metrics: dict[str, float] = {}
     if parts.plan.job.data.packing != "none":
         metrics["data/packing_efficiency"] = parts.loader.source.efficiency
@@ -140,7 +150,7 @@ def _statistics(
     outcome: StepOutcome,
     activations: Activations | None,
 ) -> dict[str, float]:
-    """What is due; a step that was skipped for an overflow has none worth looking at."""
+    """Return the statistics due at this step; none where the step was skipped."""
     metrics: dict[str, float] = {}
     if outcome.is_skipped:
         return metrics
@@ -157,6 +167,7 @@ def _report_step(
     step = outcome.state.step
     if outcome.events:
         channel.report(RankTimeline(rank=rank, step=step, events=outcome.events))
+    # Other ranks only show that they are alive: metrics are equal on all ranks.
     if rank != 0:
         channel.report(Progress(rank=rank, step=step))
         return
@@ -185,7 +196,7 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
 
 
 def _rates(lr: float, job: Job) -> dict[str, float]:
-    """Of roles that have rates of their own."""
+    """Return the learning rate of each role with its own rate (embeddings, matrices, ...)."""
     scales = role_rates(job.optimizer, job.model)
     return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
 

@@ -1,6 +1,7 @@
-"""Taps: shows what flows through the modules of a stage during a pass, and takes itself off again.
+"""Forward and backward hooks that show a callback the tensors of a stage during one pass.
 
-It looks at nothing itself and changes nothing: what is seen is whoever asked's to judge.
+The hooks change nothing and are removed afterwards. Users are `train/nan_locator.py` and
+`train/train_statistics.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ Kind = Literal["input", "output", "gradient", "weight gradient"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorObservation:
-    """One tensor that passed.
+    """Tensor that a hook saw, with its place in the model and in the batch.
 
     Attributes:
-        kind: What it is; ``gradient`` is by the module's output.
-        name: The module's or the parameter's, such as ``layers.3.attention.qkv``; empty for the
-            stage as a whole.
-        chunk: Which of the rank's modules it is.
-        micro_batch: Number within the pass.
-        samples: The micro-batch's, [B], -1 for a slot without a sample; or one a token.
-        tensor: The values.
+        kind: Place of the tensor; ``gradient`` is the gradient of the module's output.
+        name: Name of the module or parameter, such as ``layers.3.attention.qkv``; empty for the
+            whole stage.
+        chunk: Index of the rank's model chunk.
+        micro_batch: Number of the micro-batch within the pass.
+        samples: Global samples of the micro-batch, [B] or one a token; -1 for padding.
+        tensor: Values, detached from autograd.
     """
 
     kind: Kind
@@ -50,11 +51,11 @@ See = Callable[[TensorObservation], None]
 def hook_modules(
     modules: Sequence[StageModule], see: See, *, only: type[nn.Module] | None = None
 ) -> Iterator[None]:
-    """While it lasts, ``see`` gets what flows through ``modules``.
+    """Call ``see`` with each tensor that flows through ``modules`` in the body.
 
-    Of modules of the type ``only``: outputs and the gradients by them. Without it, of every module
-    and of the stage itself, their inputs and the gradients of parameters too. What recomputation
-    does again is not shown again.
+    With ``only``, these are the outputs of modules of that type and the gradients of these outputs.
+    Without it, every module and the whole stage show their inputs and parameter gradients too.
+    Forward passes that recomputation repeats are not shown again.
     """
     with ExitStack() as stack:
         for chunk, module in enumerate(modules):
@@ -64,7 +65,7 @@ def hook_modules(
 
 
 class _Tap:
-    """The hooks of one stage module; a chunk's forwards come in the order of micro-batches."""
+    """Hooks of one stage module; a chunk's forwards come in the order of micro-batches."""
 
     def __init__(self, module: StageModule, chunk: int, see: See) -> None:
         self._module, self._chunk, self._see = module, chunk, see
@@ -73,6 +74,7 @@ class _Tap:
         self._in_backward = (self._micro_batch, self._samples)
 
     def attach(self, only: type[nn.Module] | None) -> Iterator[RemovableHandle]:
+        # First, so that the micro-batch is counted before any other hook looks at it.
         yield self._module.register_forward_pre_hook(self._begin)
         for name, module in self._module.named_modules():
             if only is None or isinstance(module, only):
@@ -85,14 +87,14 @@ class _Tap:
                     yield param.register_hook(self._on_weight_gradient(param.spec.name))
 
     def _begin(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A micro-batch enters the stage: forward(tokens, labels, mask, hidden, samples, rows)."""
+        """Note the next micro-batch; ``args`` are (tokens, labels, mask, hidden, samples, rows)."""
         self._micro_batch += 1
         self._samples = args[4]
 
     def _on_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
             for tensor in args:
-                # A forward inside a backward makes again what was shown before.
+                # A forward inside a backward is recomputation: shown before.
                 if not is_in_backward() and isinstance(tensor, Tensor):
                     self._show("input", name, tensor)
 
@@ -109,6 +111,7 @@ class _Tap:
         return look
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
+        # Bound at forward: backward of this output runs when later micro-batches have begun.
         micro_batch, samples = self._micro_batch, self._samples
 
         def look(gradient: Tensor) -> None:
@@ -118,7 +121,7 @@ class _Tap:
         return look
 
     def _on_weight_gradient(self, name: str) -> Callable[[Tensor], None]:
-        # The stage's own output has a gradient first, so the micro-batch is known by now.
+        # The stage's own output gets its gradient first, so _in_backward is set by now.
         return lambda gradient: self._show_gradient("weight gradient", name, gradient)
 
     def _show_gradient(self, kind: Kind, name: str, gradient: Tensor) -> None:

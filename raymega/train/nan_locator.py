@@ -1,7 +1,7 @@
-"""Numbers that are not finite: where they come from, and that they end a run before they spread.
+"""NaN and Inf: the search for their origin, and the errors that keep them out of checkpoints.
 
-When a step is lost, a second pass over the same micro-batches looks at every tensor. It changes no
-parameter, and costs nothing while all is well.
+After a bad step, one more pass over the same micro-batches inspects every tensor. It changes no
+parameter, and costs nothing in good steps.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ FORMS = {
 
 
 def refuse_step(fact: str, *, numbers: BadNumbers, roll_back_to: int = -1) -> NumericsError:
-    """The error that ends the attempt at a step whose numbers are no good, as the job wishes.
+    """Return the error that ends the attempt at a bad step.
 
-    With ``roll_back_to``, a sample, the run goes back and passes over the data before it.
+    With ``roll_back_to``, a global sample, the run restores its newest checkpoint and skips the data
+    up to that sample.
     """
     rule = (
         "both must be finite numbers"
@@ -51,10 +52,10 @@ def refuse_step(fact: str, *, numbers: BadNumbers, roll_back_to: int = -1) -> Nu
 
 
 def refuse_non_finite_state(parts: TrainingComponents, step: int) -> None:
-    """Keep parameters or moments that are no finite numbers out of a checkpoint.
+    """Refuse to save a checkpoint with non-finite parameters or moments.
 
     Raises:
-        NumericsError: Some are not; the checkpoint before stays the newest.
+        NumericsError: A tensor holds NaN or Inf; the previous checkpoint stays the newest.
     """
     for block in parts.optimizer.blocks():
         if not _is_finite(block.values):
@@ -70,15 +71,17 @@ def refuse_non_finite_state(parts: TrainingComponents, step: int) -> None:
 def locate_non_finite(
     parts: TrainingComponents, micro_batches: Sequence[MicroBatch], *, loss_gradient: float
 ) -> str:
-    """Where the first number that is not finite arises, in words that are equal on all ranks.
+    """Return where the first non-finite number arises, in words that are equal on all ranks.
 
-    First is by the flow of data: weights, then forward before backward, by micro-batch, stage and
-    order within the stage.
+    The order is that of the data flow: weights, then forward, then backward; within these
+    micro-batch, stage and module.
     """
+    # local search: weights, then a pass under hooks
     search = _Search(parts)
     search.look_at_weights()
     with hook_modules(parts.modules, search.see):
         forward_backward(parts, micro_batches, loss_gradient=loss_gradient)
+    # every rank learns every finding, and picks the same first one
     findings = [finding for finding in _from_all_ranks(search.first, parts) if finding]
     if not findings:
         return "a second pass found every weight, activation and gradient finite on its own"
@@ -87,7 +90,7 @@ def locate_non_finite(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Finding:
-    """``order`` sorts findings by the flow of data: direction, micro-batch, stage, count."""
+    """First non-finite tensor of a rank; ``order`` is (direction, micro-batch, stage, count)."""
 
     order: tuple[int, int, int, int]
     kind: str
@@ -97,7 +100,7 @@ class _Finding:
 
 
 class _Search:
-    """Looks at what passes on one rank and keeps what comes first."""
+    """Search of one rank, which keeps the finding that comes first in the data flow."""
 
     def __init__(self, parts: TrainingComponents) -> None:
         self._parts, self._count = parts, 0
@@ -110,7 +113,7 @@ class _Search:
                 self._keep("weight", block.tensor.name, micro_batch=-1, order=(-1, 0, 0, 0))
 
     def see(self, seen: TensorObservation) -> None:
-        """Every look counts, so that the ranks of one stage count alike."""
+        """Inspect one tensor; finite ones count too, so that ranks of one stage count alike."""
         self._count += 1
         if _is_finite(seen.tensor):
             return
@@ -123,6 +126,7 @@ class _Search:
             order=(
                 int(is_backward),
                 seen.micro_batch,
+                # Backward visits stages in descending order.
                 -stage if is_backward else stage,
                 self._count,
             ),
@@ -142,7 +146,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _from_all_ranks(mine: _Finding | None, parts: TrainingComponents) -> list[_Finding | None]:
-    """Each rank's finding, as text of a fixed length."""
+    """Return each rank's finding; they travel as JSON, padded to FINDING_BYTES."""
     text = json.dumps(asdict(mine) if mine else None).encode().ljust(FINDING_BYTES)
     tensor = torch.tensor(list(text[:FINDING_BYTES]), dtype=torch.uint8, device=parts.device)
     rows = all_gather(tensor, parts.groups.world).view(-1, FINDING_BYTES).cpu()

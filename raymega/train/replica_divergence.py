@@ -1,9 +1,8 @@
-"""Ranks that must hold the same weights, and whether they still have the same bits.
+"""Bitwise comparison of weights between ranks that must hold the same ones.
 
-Replicas make equal updates from equal sums, so nothing ever brings weights back together that a network,
-a memory or a kernel made differ. Each rank takes a digest of what it holds alike with others; one small
-all-gather shows all digests to all ranks, which so decide alike. What is sharded out to one rank alone
-has nobody to be compared with.
+Replicas make equal updates from equal sums, so a difference that a network, memory or kernel fault made
+stays for good. Each rank takes a digest of its replicated weights. One small all-gather shows all digests
+to all ranks, so all decide alike. Weights that are sharded to one rank alone cannot be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from raymega.train.build import TrainingComponents
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**20
-"""Elements that are widened to 64 bits at a time."""
+"""Elements that are widened to 64 bits at a time; bounds the memory of a digest."""
 PRIME = 1_000_003
 
 SHARED = "weights that tensor-parallel ranks share"
@@ -33,7 +32,7 @@ KINDS = (DENSE, EXPERTS, SHARED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Ranks of one group do not have equal digests; ``odd`` are those that most others contradict."""
+    """Group of ranks with unequal digests; ``odd`` are those outside the majority."""
 
     what: str
     group: tuple[int, ...]
@@ -41,25 +40,26 @@ class Difference:
 
 
 class DivergenceCheck:
-    """Looks every ``elastic.replica_check_every`` steps, and before checkpoints; all ranks together."""
+    """Check that all ranks make together, every ``replica_check_every`` steps and before a save."""
 
     def __init__(self, parts: TrainingComponents) -> None:
         self._parts, self._section = parts, parts.plan.job.elastic
         self._every = self._section.replica_check_every
 
     def check(self, step: int, *, is_saving: bool) -> dict[str, float]:
-        """After ``step`` steps, when it is time or a checkpoint is about to be written.
+        """Compare replicas after ``step`` steps, if the check is due or a checkpoint follows.
 
         Returns:
-            Metrics, if it looked.
+            Duration of the check by metric name; empty when none was due.
 
         Raises:
-            NumericsError: Some ranks differ.
+            NumericsError: Replicas differ; RollbackError under ``on_divergence=rollback``.
         """
         if not self._every or not (is_saving or step % self._every == 0):
             return {}
         began_s = time.monotonic()
         device = self._parts.device
+        # One row a rank, one digest a kind of weights.
         mine = torch.stack([digest(held, device) for held in _held_alike(self._parts)])
         rows = all_gather(mine, self._parts.groups.world).view(-1, len(KINDS)).tolist()
         found = find_differences(rows, self._parts.plan.grid)
@@ -82,10 +82,10 @@ class DivergenceCheck:
 
 @torch.no_grad()
 def digest(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """64 bits that any single flipped bit in flat ``tensors`` changes; an int64 scalar on ``device``.
+    """Return a 64-bit digest of flat ``tensors``, an int64 scalar that any flipped bit changes.
 
-    Words are summed with odd factors by their place, modulo 2^64: a flipped bit adds a power of two times
-    an odd number, which is never zero.
+    It is the sum of words times odd factors that depend on their place, modulo 2^64. A flipped bit adds
+    a power of two times an odd number, which is never zero.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for flat in tensors:
@@ -93,12 +93,13 @@ def digest(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
         factors = torch.arange(min(CHUNK, words.numel()), device=device).mul_(2).add_(1)
         for chunk in words.split(CHUNK):
             part = (chunk.long() * factors[: chunk.numel()]).sum()
+            # PRIME makes the order of chunks and tensors count.
             total = total * PRIME + part
     return total
 
 
 def find_differences(rows: Sequence[Sequence[int]], grid: Grid) -> list[Difference]:
-    """Groups whose ranks do not agree; ``rows`` are by rank the digests of KINDS."""
+    """Return the groups whose ranks disagree; ``rows`` holds each rank's digests of KINDS."""
     found = []
     for place, what in enumerate(KINDS):
         for group in _groups(grid, what):
@@ -109,7 +110,8 @@ def find_differences(rows: Sequence[Sequence[int]], grid: Grid) -> list[Differen
 
 
 def describe(found: Sequence[Difference]) -> str:
-    """Who differs, in words: the ranks that most differences have in common, and where they show."""
+    """Describe in words which rank is to blame: the one that occurs in most differences."""
+    # A faulty rank is odd in several of its groups, its innocent peers in one each.
     votes = Counter(rank for each in found for rank in each.odd)
     most = max(votes.values())
     named = sorted(rank for rank, count in votes.items() if count == most)
@@ -123,9 +125,10 @@ def describe(found: Sequence[Difference]) -> str:
 
 
 def _held_alike(parts: TrainingComponents) -> Iterator[list[torch.Tensor]]:
-    """In the order of KINDS."""
+    """Yield flat tensors that this rank holds in common with others, in the order of KINDS."""
     parts.weights.wait_for_all()
     whole = list(parts.weights.whole())
+    # SHARED: uncut over tp, such as norms; a bucket's flat tensor mixes them with cut ones.
     yield [flat for bucket, flat in whole if not bucket.is_expert]
     yield [flat for bucket, flat in whole if bucket.is_expert]
     yield [
@@ -138,7 +141,7 @@ def _held_alike(parts: TrainingComponents) -> Iterator[list[torch.Tensor]]:
 
 
 def _groups(grid: Grid, what: str) -> Iterable[tuple[int, ...]]:
-    """Each once, as ascending ranks."""
+    """Return each group of two or more ranks once, its ranks ascending."""
     found: Mapping[tuple[int, ...], None] = {
         tuple(sorted(_group_of(grid, what, rank))): None for rank in range(grid.world_size)
     }
@@ -152,7 +155,7 @@ def _group_of(grid: Grid, what: str, rank: int) -> tuple[int, ...]:
 
 
 def _odd(group: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """The ranks outside of the majority; all where there is none."""
+    """Return the ranks outside the majority, or all ranks where there is no majority."""
     (value, count), *_ = Counter(values).most_common()
     if 2 * count <= len(group):
         return tuple(group)

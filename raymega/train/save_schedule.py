@@ -1,6 +1,7 @@
-"""When a rank saves its state: checkpoints to the run's store, snapshots to other nodes' memory.
+"""Timing of saves: checkpoints to the run's store, snapshots to the memory of nodes.
 
-How that is done is the writers' in checkpoint; whether a save exists in the end is the driver's.
+The writers in `checkpoint/` copy and write; the driver commits a checkpoint when all ranks have
+written.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome
 
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
-"""As many numbers as with snapshots: how long a vector is may decide the order of its sums."""
+"""As many numbers as with snapshots: the length of an all-reduce may decide its order of sums."""
 
 
 class SaveScheduler:
-    """Both writers of a rank. All ranks do the same at the same step, by what a step summed."""
+    """Scheduler of a rank's two writers; all ranks decide alike, from sums of the step's all-reduce."""
 
     def __init__(
         self,
@@ -42,20 +43,20 @@ class SaveScheduler:
         self._is_shared = snapshots is not None and shares_snapshot(parts.plan.job)
 
     def extra_reductions(self) -> tuple[float, ...]:
-        """What the other ranks must know of this one's saves; goes into the next step's sums."""
+        """Return this rank's state of saves as numbers that the next step sums over all ranks."""
         numbers = self._snapshots.extra_reductions() if self._snapshots else NO_SNAPSHOTS
         return float(self._writer.is_busy), *numbers
 
     def fence(self) -> None:
-        """Call before the tensors change: on a GPU the change then comes behind the copies."""
+        """Make later GPU work wait for pending copies; called before an update changes the tensors."""
         self._writer.fence()
         if self._snapshots:
             self._snapshots.fence()
 
     def observe(self, outcome: StepOutcome, *, is_last: bool = False) -> dict[str, float]:
-        """Learn from a step's sums, before it is reported: a snapshot that must be written by then is.
+        """Read the step's sums, and wait for a snapshot that must be complete before training continues.
 
-        That is one which is late, and one whose memory a checkpoint needs.
+        It waits for a late snapshot, and for one whose buffer the checkpoint of this step needs.
 
         Returns:
             Metrics of snapshots.
@@ -64,9 +65,11 @@ class SaveScheduler:
         self._is_writing = num_writing > 0
         if not self._snapshots:
             return {}
+        # Lent memory: while a checkpoint is read from snapshots' buffers, no snapshot may begin.
         step, is_lent = outcome.state.step, self._is_shared and self._is_writing
         self._snapshots.observe(others, step=step, is_lent=is_lent)
         is_needed = self._is_shared and self.is_checkpoint_due(outcome, is_last=is_last)
+        # All ranks take this branch together, as it has a collective.
         if self._snapshots.is_late or (is_needed and self._snapshots.is_under_way):
             self._snapshots.wait()
             again = sum_over_world(self._parts, self._snapshots.extra_reductions())
@@ -74,13 +77,14 @@ class SaveScheduler:
         return self._snapshots.metrics()
 
     def is_checkpoint_due(self, outcome: StepOutcome, *, is_last: bool) -> bool:
-        """Whether :meth:`save_what_is_due` makes a checkpoint, unless the one before is still written."""
+        """Return whether a checkpoint is due, unless a save still being written makes it skip."""
         every = self._parts.plan.job.checkpoint.every
         return is_last or outcome.save or (every > 0 and outcome.state.step % every == 0)
 
     def save_what_is_due(self, outcome: StepOutcome, *, is_last: bool) -> None:
-        """After a step: a checkpoint when it is time for one, and a snapshot unless it is the last."""
+        """Save a checkpoint and a snapshot after a step, as far as each is due."""
         state, section = outcome.state, self._parts.plan.job.checkpoint
+        # checkpoint: skip it while one is written, unless it was asked for
         is_saving = self.is_checkpoint_due(outcome, is_last=is_last)
         if is_saving:
             is_free_to_skip = not (is_last or outcome.save)
@@ -89,6 +93,7 @@ class SaveScheduler:
                 is_saving = False
             else:
                 refuse_non_finite_state(self._parts, state.step)
+        # snapshot: first, as the checkpoint can be written from its copy
         copy = None
         if self._snapshots and self._snapshots.is_due and not is_last:
             copy = self._snapshots.save(state.step, self._blocks(), state.scalars())
@@ -100,13 +105,13 @@ class SaveScheduler:
         self._writer.wait()
 
     def _save_checkpoint(self, state: TrainState, copy: HostCopy | None) -> None:
-        """From the ``copy`` that is the snapshot of this step, or from one in snapshots' memory, or its own."""
+        """Write a checkpoint from the snapshot's ``copy``, else through snapshot or own memory."""
         save = partial(self._writer.save, state.step, self._blocks(), state.scalars())
         if self._snapshots is None or not self._is_shared:
             save()
         elif copy is not None:
             save(copy=copy)
-        elif self._snapshots.is_under_way:  # this step's, of which this rank has no copy
+        elif self._snapshots.is_under_way:  # this step's snapshot, but this rank failed to copy it
             save()
         else:
             save(into=self._snapshots.lend)
@@ -115,6 +120,6 @@ class SaveScheduler:
         return list(self._parts.optimizer.blocks())
 
     def _report_skip(self, step: int) -> None:
-        """All ranks know that the save is left out; one says so."""
+        """Report from rank 0 alone that a save was skipped; all ranks skip it."""
         if self._rank == 0:
             self._channel.report(SaveSkipped(step=step))

@@ -1,4 +1,4 @@
-"""TrainState: where a run stands. Its sample counter is the only position in the data there is."""
+"""TrainState: progress of a run. Its sample counter is the only position in the data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Scalars = dict[str, int | float | str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """Scalars that all ranks share and every checkpoint carries.
+    """Scalars that are equal on all ranks and part of every checkpoint.
 
     Attributes:
-        step: Completed steps.
-        samples: Sequences consumed; the next step starts at this global sample.
-        tokens: Unmasked tokens consumed.
-        skipped_steps: Completed steps that updated nothing: their gradients overflowed float16, or
-            their batch was left out.
-        bad_steps: How many batches were left out in a row up to here.
-        loss_scale: Scale of the next step; None for formats that need none.
-        losses: Of the newest steps that updated something, oldest first: what is usual.
-        grad_norms: The same.
+        step: Number of completed steps.
+        samples: Number of sequences consumed; the next step starts at this global sample.
+        tokens: Number of unmasked tokens consumed.
+        skipped_steps: Number of completed steps without an update: gradients overflowed float16,
+            or the batch was left out.
+        bad_steps: Number of consecutive batches left out up to here.
+        loss_scale: Loss scale of the next step; None unless the dtype is float16.
+        losses: Losses of the newest steps with an update, oldest first; basis of spike detection.
+        grad_norms: Gradient norms of the same steps.
     """
 
     step: int = 0
@@ -38,7 +38,7 @@ class TrainState:
 
     @property
     def updates(self) -> int:
-        """Updates of the parameters: what learning rate and bias correction go by."""
+        """Number of parameter updates, on which learning rate and bias correction depend."""
         return self.step - self.skipped_steps
 
     def advance(
@@ -49,7 +49,7 @@ class TrainState:
         is_skipped: bool = False,
         loss_scale: LossScale | None = None,
     ) -> TrainState:
-        """The state after one more step, which leaves ``loss_scale`` to the next."""
+        """Return the state after one more step; ``loss_scale`` is that of the next step."""
         return replace(
             self,
             step=self.step + 1,
@@ -60,20 +60,21 @@ class TrainState:
         )
 
     def remember(self, *, loss: float, grad_norm: float, window: int) -> TrainState:
-        """A step was as it should be, or is taken for it; the newest ``window`` steps are kept."""
+        """Return the state with a good step's numbers; the newest ``window`` of them are kept."""
         losses, grad_norms = (*self.losses, loss), (*self.grad_norms, grad_norm)
         return replace(self, bad_steps=0, losses=losses[-window:], grad_norms=grad_norms[-window:])
 
     def past(self, ranges: Iterable[tuple[int, int]]) -> TrainState:
-        """The same, beyond ranges of samples (first, end) that the run is to pass over."""
+        """Return the state moved beyond any range of samples (first, end) that contains it."""
         state = self
         for first, end in sorted(ranges):
+            # Ascending ranges, so that one that ends inside the next one leads beyond both.
             if first <= state.samples < end:
                 state = replace(state, samples=end)
         return state
 
     def scalars(self) -> Scalars:
-        """As a checkpoint's manifest keeps it."""
+        """Return the state as scalars for a checkpoint's manifest."""
         scalars: Scalars = {
             "step": self.step,
             "samples": self.samples,
@@ -93,14 +94,18 @@ class TrainState:
 
 
 def first_state(precision: PrecisionSection) -> TrainState:
-    """The state of a run that has done nothing."""
+    """Return the state of a run before its first step."""
     return TrainState(loss_scale=first_loss_scale(precision))
 
 
 def state_from(scalars: Mapping[str, int | float | str], precision: PrecisionSection) -> TrainState:
-    """Inverse of :meth:`TrainState.scalars`; raises KeyError when one is missing.
+    """Return the state of a manifest's scalars; inverse of :meth:`TrainState.scalars`.
 
-    A run that changes to float16 begins with the job's first scale, one that leaves it has none.
+    A run that changes to float16 begins with the job's initial loss scale; one that leaves it drops
+    the scale.
+
+    Raises:
+        KeyError: ``step``, ``samples``, ``tokens`` or a part of the loss scale is missing.
     """
     step, samples, tokens = (int(scalars[name]) for name in ("step", "samples", "tokens"))
     loss_scale = first_loss_scale(precision)
@@ -114,6 +119,7 @@ def state_from(scalars: Mapping[str, int | float | str], precision: PrecisionSec
         step=step,
         samples=samples,
         tokens=tokens,
+        # Checkpoints of older versions lack these.
         skipped_steps=int(scalars.get("skipped_steps", 0)),
         bad_steps=int(scalars.get("bad_steps", 0)),
         loss_scale=loss_scale,
@@ -123,7 +129,7 @@ def state_from(scalars: Mapping[str, int | float | str], precision: PrecisionSec
 
 
 def _text(numbers: Iterable[float]) -> str:
-    """Every digit, so that reading gives the same bits."""
+    """Return numbers as text with all digits, so that reading restores the same bits."""
     return " ".join(map(repr, numbers))
 
 

@@ -1,7 +1,7 @@
-"""One optimizer step, as the paper would write it; the only place that divides a loss.
+"""Optimizer step: forward, backward, reduce, clip, update; the only place that divides a loss.
 
-The objective is the sum of token losses over the global count of unmasked tokens. Every rank
-learns the same totals from one small all-reduce, so every rank takes the same decisions.
+The objective is the sum of token losses divided by the global count of unmasked tokens. Every rank
+learns the same totals from one small all-reduce, so all ranks take the same decisions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,23 @@ from raymega.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What a step did; equal on all ranks but for ``events``.
+    """Result of a step; equal on all ranks except for ``events``.
 
-    ``state`` is where the run stands after it. ``loss`` is in nats per token, ``mtp_loss`` that of
-    tokens further ahead, mean of depths, by the same count; None without them. ``grad_norm`` is the
-    global norm before clipping, not finite when the step ``is_skipped`` for an overflow. ``stop`` and
-    ``save`` are true when the driver asked any rank for it. ``extra_reductions`` is what the ranks gave to be
-    summed, ``loads`` by layer what the routing of all tokens was. ``bad_step`` says what was wrong with
-    the step's first pass, if anything was.
+    Attributes:
+        state: State of the run after the step.
+        loss: Mean loss in nats per token.
+        mtp_loss: Mean loss of multi-token prediction over its depths, per token; None without it.
+        grad_norm: Global gradient norm before clipping; non-finite after a float16 overflow.
+        lr: Learning rate of the update.
+        samples: Number of sequences in the global batch.
+        tokens: Number of unmasked tokens in the global batch.
+        is_skipped: Whether the step updated nothing.
+        stop: Whether the driver asked any rank to stop.
+        save: Whether the driver asked for a save.
+        extra_reductions: Sums over all ranks of the numbers given to :func:`train_step`.
+        loads: Routing of all tokens, by layer with experts.
+        events: Recorded events of this rank; empty unless the step was recorded.
+        bad_step: Fault of the step's first pass, if it had one.
     """
 
     state: TrainState
@@ -72,30 +81,37 @@ def train_step(
     extra_reductions: Sequence[float] = (),
     before_update: Callable[[], None] = _do_nothing,
 ) -> StepOutcome:
-    """Forward, backward, reduce, clip, update.
+    """Run forward, backward, gradient reduction, clipping and update.
 
-    ``extra_reductions`` are numbers of this rank whose sums over all ranks it asks for beside; they leave with
-    the totals, before the update.
+    A float16 overflow shows in the global norm, hence on every rank: the step then updates nothing and
+    lowers the loss scale. A bad step is run once more, then treated as ``elastic.on_nan`` or
+    ``elastic.on_spike`` says.
 
-    A float16 gradient that overflows shows in the norm, hence on every rank: the step updates
-    nothing, and the loss scale sinks. A step whose numbers are no good is done once more, and then is
-    what the job says of it. ``before_update`` is called when masters and moments are about to change.
+    Args:
+        parts: Components of this rank.
+        state: State of the run before the step.
+        requests: Requests of the driver to this rank.
+        is_recording: Whether to record the events of the step's time line.
+        extra_reductions: Numbers of this rank to be summed over all ranks in the step's all-reduce.
+        before_update: Callback before masters and moments change.
 
     Raises:
-        NumericsError: The loss or the gradient norm is no good, and the job has the run end or go back
-            for it; parameters are untouched.
-        DataError: No token of the batch has a label that counts; the same.
+        NumericsError: The step is bad and the job ends or rolls back; parameters are unchanged.
+        DataError: All labels of the batch are masked; parameters are unchanged.
     """
+    # forward and backward; gradients and totals summed over all ranks
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     micro_batches = parts.loader.micro_batches(batch, state.samples)
     scale = loss_gradient(parts.plan, state)
     asked = (requests.stop, requests.save, *extra_reductions)
     do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
     seen, bad_step = do_pass(is_recording=is_recording), None
+    # check the totals before any weight changes; a bad step gets a second pass
     numbers = _bad_numbers(parts, state, seen)
     if numbers:
         seen, bad_step = _settle(parts, state, numbers, seen, do_pass, micro_batches)
     totals = seen.totals
+    # update: clip, undo the loss scale and divide by tokens in one factor
     lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
     is_left_out = bad_step is not None and bad_step.action == BadStepAction.SKIP
     events = list(seen.events)
@@ -107,7 +123,7 @@ def train_step(
             parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
         events += in_update
         parts.routers.update(totals.loads)
-        parts.weights.start_gather()  # goes on beside reports, saves and the next step's data
+        parts.weights.start_gather()  # overlaps with reports, saves and loading of the next batch
     return StepOutcome(
         state=_state_after(parts, state, seen, is_left_out=is_left_out),
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
@@ -119,7 +135,7 @@ def train_step(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """One forward and backward over a step's micro-batches, summed over all ranks."""
+    """Result of a forward and backward over a step's micro-batches, summed over all ranks."""
 
     loss: float
     mtp_loss: float | None
@@ -138,11 +154,12 @@ def _do_pass(
     *,
     is_recording: bool,
 ) -> _Pass:
-    """What was ``asked`` for is summed beside."""
+    """Run one pass and sum its totals; ``asked`` is summed in the same all-reduce."""
     output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
     totals = _totals_of(parts, output.loss_sum, micro_batches, asked)
     if not totals.tokens:
         raise DataError(no_labels(f"step {state.step + 1}"))
+    # Gradients are those of the scaled sum of losses, so the norm is divided by both.
     loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
     depth = parts.plan.job.model.num_nextn_predict_layers
     return _Pass(
@@ -156,6 +173,7 @@ def _do_pass(
 
 
 def _bad_numbers(parts: TrainingComponents, state: TrainState, seen: _Pass) -> BadNumbers | None:
+    # A float16 overflow is routine: the loss scale handles it.
     if seen.is_overflow:
         return None
     section = parts.plan.job.elastic
@@ -170,12 +188,13 @@ def _settle(  # all of a step
     do_pass: Callable[..., _Pass],
     micro_batches: Sequence[MicroBatch],
 ) -> tuple[_Pass, BadStep]:
-    """Do the step once more, and what the job says if that leaves bad numbers too.
+    """Run a bad step's second pass, and act by the job's policy if that pass is bad too.
 
-    No weight has changed, and a pass depends on weights and samples alone: the second one has the
-    bits that the first would have had without a fault.
+    No weight has changed, and a pass depends on weights and samples alone. So the second pass has the
+    bits that the first would have had without a hardware fault.
     """
     settled = partial(BadStep, step=state.step + 1)
+    # second pass
     if numbers.policy != "stop":
         seen = replace(do_pass(is_recording=False), events=seen.events)
         left = _bad_numbers(parts, state, seen)
@@ -183,10 +202,12 @@ def _settle(  # all of a step
             action = BadStepAction.SECOND_PASS
             return seen, settled(kind=numbers.kind, fact=numbers.fact, action=action.value)
         numbers = left
+    # locate: one more pass, under hooks
     where = ""
     if numbers.kind == "nan":
         scale = loss_gradient(parts.plan, state)
         where = locate_non_finite(parts, micro_batches, loss_gradient=scale)
+    # act: the errors end the attempt on every rank
     action = decide(parts.plan.job.elastic, state, numbers)
     fact = f"step {state.step + 1}: {numbers.fact}" + (f"; {where}" if where else "")
     if action is BadStepAction.STOP:
@@ -209,6 +230,7 @@ def _state_after(
         if is_left_out
         else next_loss_scale(state.loss_scale, job.precision, is_overflow=seen.is_overflow),
     )
+    # Bad numbers are not remembered: they would move the median that finds spikes.
     if is_left_out:
         return replace(after, bad_steps=state.bad_steps + 1)
     if seen.is_overflow:
@@ -218,7 +240,7 @@ def _state_after(
 
 
 def loss_gradient(plan: RunPlan, state: TrainState) -> float:
-    """What backward starts from: 1, but for float16's scale."""
+    """Return the gradient of the loss that backward starts from: 1, or float16's loss scale."""
     if state.loss_scale is None:
         return 1.0
     tokens = plan.batch.micro_batch_size * plan.job.data.seq_len
@@ -243,13 +265,15 @@ def _totals_of(
     micro_batches: Sequence[MicroBatch],
     others: Sequence[float],
 ) -> _Totals:
-    """Sum what each rank knows: each loss once (tp rank 0), each gradient by who counts it, each
-    token's routing by who routed it.
+    """Sum each rank's numbers over the world in one all-reduce.
+
+    Tensor-parallel rank 0 counts the loss. Of each gradient element exactly one rank counts the square.
     """
     here = parts.coords
     counts_loss = parts.has_loss and here.tp == 0
     tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
     norm_sq = local_norm_sq(parts.gradients.shares(), parts.device)
+    # order as in _Totals below: four sums of the step, then ``asked``
     mine = [
         float(loss_sum) if counts_loss else 0.0,
         sum(module.take_mtp_loss_sum() for module in parts.modules) if counts_loss else 0.0,
@@ -258,6 +282,7 @@ def _totals_of(
         *others,
     ]
     routing = parts.routers.take_sums()
+    # float64, so that counts of tokens are exact
     scalars = torch.tensor(mine, dtype=torch.float64, device=parts.device)
     everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)
     total = everything[: len(mine)].tolist()

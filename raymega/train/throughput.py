@@ -1,4 +1,4 @@
-"""What a worker measures of itself beside the loss: speed, and memory in use."""
+"""Measurements of a worker: tokens per second, MFU, busy time and memory in use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STATM = Path("/proc/self/statm")
 
 
 class ThroughputMeter:
-    """Turns tokens and seconds of a step into speeds of the run and of one worker."""
+    """Conversion of a step's tokens and seconds into speeds of the run and of one worker."""
 
     def __init__(self, plan: RunPlan, device: torch.device, *, context: float) -> None:
-        """Look the device up; one that is not in the table has no MFU.
+        """Look up the device's peak; a device that is not in the table has no MFU.
 
-        ``context`` is the length of what a token stands in, S where nothing is packed.
+        ``context`` is the mean length of a document that a token attends in; S without packing.
         """
         self._world_size = plan.grid.world_size
         self._flops = flops_per_token(plan.job.model, seq_len=context)
@@ -31,7 +31,7 @@ class ThroughputMeter:
         self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
 
     def metrics(self, *, tokens: int, seconds: float) -> dict[str, float]:
-        """By the names of tracking.names; ``train/mfu`` only where the peak is known."""
+        """Return the step's speeds by metric name; ``train/mfu`` only where the peak is known."""
         per_worker = tokens / seconds / self._world_size
         flops = per_worker * self._flops
         speeds = {
@@ -44,9 +44,9 @@ class ThroughputMeter:
 
 
 class BusyTimeMeter:
-    """How long a rank works in a step itself: wall time less its waits for other ranks.
+    """Meter of a rank's own work in a step: wall time less its waits for other ranks.
 
-    It reads the host's time, so on a GPU, whose work the host only queues, there is nothing to say.
+    It measures host time, so it reports nothing on a GPU, whose work the host only queues.
     """
 
     def __init__(self, device: torch.device, waited: WaitTimer) -> None:
@@ -55,42 +55,43 @@ class BusyTimeMeter:
         self._num_steps = 0
 
     def __enter__(self) -> None:
-        """A step begins."""
+        """Start the clock at the begin of a step."""
         self._began_s, self._waited_s = time.monotonic(), self._waited.seconds
 
     def __exit__(self, *_: object) -> None:
-        """It is over."""
+        """Add the step's work, without the waits that the groups' timer counted meanwhile."""
         wall_s = time.monotonic() - self._began_s
         self._work_s += wall_s - (self._waited.seconds - self._waited_s)
         self._num_steps += 1
 
     def pop_metrics(self) -> dict[str, float]:
-        """Mean of the steps since the last call."""
+        """Return the mean work in seconds of the steps since the last call; empty on a GPU."""
         mean_s = self._work_s / max(1, self._num_steps)
         self._work_s, self._num_steps = 0.0, 0
         return {"worker/work_s": mean_s} if self._is_host else {}
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Count the peak from here; a process on CPUs cannot forget its own."""
+    """Restart the GPU's peak count; the peak of a CPU process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Of this rank: on a GPU what torch's allocator holds, on a CPU what the process occupies."""
+    """Return bytes in use and their peak: of torch's allocator on a GPU, else of the process."""
     if device.type == "cuda":
         return {
             "memory/peak_bytes": float(torch.cuda.max_memory_allocated(device)),
             "memory/allocated_bytes": float(torch.cuda.memory_allocated(device)),
         }
+    # ru_maxrss is in bytes on macOS, in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"memory/peak_bytes": float(peak)} | _resident()
 
 
 def _resident() -> dict[str, float]:
-    """What the process occupies now, where the system says so."""
+    """Return the process's resident bytes; empty on systems without /proc."""
     if not STATM.exists():
         return {}
     pages = int(STATM.read_text().split()[1])

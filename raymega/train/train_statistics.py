@@ -1,7 +1,7 @@
-"""Statistics for whoever looks for trouble: norms by group of tensors, activations by block, routing.
+"""Training statistics: norms by group of tensors, activations by block, expert routing.
 
-All are over the whole model and the whole batch, so they are equal on any layout, to rounding. Each
-costs a look at every value and one small all-reduce in the steps in which it is due.
+All are over the whole model and the whole batch, so they are equal on any layout, up to rounding. Each
+reads every value once and makes one small all-reduce, in steps in which it is due.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Metrics = dict[str, float]
 
 @contextmanager
 def activations_of(parts: TrainingComponents, *, is_due: bool) -> Iterator[Activations | None]:
-    """While it lasts, a step's activations are added up; None when they are not due."""
+    """Yield the accumulator of activations that the body's step fills; None when not due."""
     if not is_due:
         yield None
         return
@@ -39,7 +39,7 @@ def activations_of(parts: TrainingComponents, *, is_due: bool) -> Iterator[Activ
 
 
 class Activations:
-    """Moments of each block's output and of the loss's gradient by it, over one step."""
+    """Moments of each block's output, and of the loss's gradient by that output, over one step."""
 
     def __init__(self, parts: TrainingComponents) -> None:
         self._parts = parts
@@ -49,10 +49,10 @@ class Activations:
         self._peaks = torch.zeros(*shape, **at)  # type: ignore[call-overload]  # largest magnitudes
 
     def see(self, seen: TensorObservation) -> None:
-        """Add x: [S/sp, B, D] but for slots of the batch's tail that hold no sample."""
+        """Add a tensor [S/sp, B, D], without the slots of a partial batch that hold no sample."""
         where, _, layer = seen.name.rpartition(".")
         if where != "layers":
-            return  # it predicts further ahead
+            return  # a block of multi-token prediction
         is_sample = seen.samples >= 0
         x = seen.tensor if bool(is_sample.all()) else seen.tensor[:, is_sample]
         if x.numel() == 0:
@@ -65,20 +65,21 @@ class Activations:
         self._peaks[place] = torch.maximum(self._peaks[place], x.abs().max())
 
     def metrics(self, before: TrainState, outcome: StepOutcome) -> Metrics:
-        """Mean, standard deviation and largest magnitude by layer; all ranks call it together.
+        """Return mean, standard deviation and largest magnitude by layer; a collective call.
 
-        None of a step whose second pass was used: the bad numbers of the first were seen as well.
+        A step that used its second pass has none: the first pass's bad numbers were added too.
         """
         if outcome.bad_step is not None and outcome.bad_step.action == BadStepAction.SECOND_PASS:
             return {}
         parallel, here = self._parts.plan.job.parallel, self._parts.coords
         if here.tp > 0 and not parallel.sequence_parallel:
-            self._sums.zero_()  # tp ranks hold the same stream
+            self._sums.zero_()  # tp ranks hold the same stream: count it once
         sums = all_reduce(self._sums, self._parts.groups.world)
         peaks = all_reduce(self._peaks, self._parts.groups.world, op="max")
-        # What backward saw is the gradient of the scaled sum of losses; this is that of the loss.
+        # Backward saw the gradient of the scaled sum of losses; report that of the mean loss.
         unit = torch.ones_like(peaks)
         unit[:, 1] = 1 / (loss_gradient(self._parts.plan, before) * outcome.tokens)
+        # Rounding can make a variance of zero negative, hence the clamp.
         count, total, squares = sums.unbind(-1)
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
@@ -92,7 +93,7 @@ class Activations:
 
 
 def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
-    """Norms of weights after the step and of gradients before clipping, by group of tensors."""
+    """Return norms of weights after the step and gradients before clipping, by tensor group."""
     job = parts.plan.job
     groups = tensor_groups(model_tensors(job.model))
     mine = torch.stack(
@@ -102,6 +103,7 @@ def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
         ]
     )
     weights, gradients = all_reduce(mine, parts.groups.world).sqrt().tolist()
+    # The update scaled the gradients in place: undo the clipping.
     factor = clip_factor(outcome.grad_norm, job.optimizer.max_grad_norm)
     metrics = {
         f"train/group_weight_norm/{group}": norm
@@ -114,7 +116,7 @@ def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
 
 
 def expert_metrics(loads: Mapping[int, Load]) -> Metrics:
-    """Metrics of every layer with experts; of none that saw no token."""
+    """Return routing metrics of every layer with experts that saw a token."""
     metrics: Metrics = {}
     for layer, load in loads.items():
         counts = load.counts.tolist()
@@ -130,6 +132,6 @@ def expert_metrics(loads: Mapping[int, Load]) -> Metrics:
 
 
 def expert_loads(loads: Mapping[int, Load], *, step: int) -> ExpertLoads:
-    """Tokens by layer and expert."""
+    """Return the event with the number of tokens by layer and expert."""
     tokens = {layer: tuple(load.counts.tolist()) for layer, load in loads.items()}
     return ExpertLoads(step=step, tokens=tokens)

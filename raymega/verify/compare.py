@@ -1,9 +1,9 @@
-"""Deviations of one run from the reference run, and the first one that is too large.
+"""Deviations of a layout's run from the reference run, and the first one above the limit.
 
-It knows arrays and numbers only. Loss and gradient norm deviate relatively; a weight by
-max|a - b| / (max|b| + sum of its learning rates so far), because a value that starts at zero is as
-large as what the optimizer has added; what the optimizer keeps (``kind/weight``) by
-max|a - b| / max|b over all weights|, because the moments of a gradient that is zero are noise.
+Loss and gradient norm deviate relatively. A weight deviates by max|a - b| / (max|b| + sum of its learning
+rates so far), because a weight that starts at zero is only as large as its updates. Optimizer state
+(``kind/weight``) deviates by max|a - b| / max|b over all weights|, because the moments of a zero gradient
+are rounding noise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from raymega.messages import Box
 Array = npt.NDArray[np.float64]
 LIMIT = 1e-9
 SIZELESS_KINDS = frozenset({"lion.exp_avg", "adam.exp_avg"})
-"""State of which an update takes the direction but not the size, so that noise moves a weight too."""
+"""Kinds of state whose size an update divides away, so that rounding noise moves a weight too."""
 NOISE = 1e-12
-"""A share of the largest of its kind: what a moment has at the most whose gradient is zero but for
-rounding."""
+"""Upper bound on a moment of rounding noise alone, as a share of the largest moment of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepValues:
-    """Scalars of one step as one rank has them."""
+    """Loss, gradient norm and learning rate of one step on one rank."""
 
     loss: float
     grad_norm: float
@@ -38,7 +37,7 @@ class StepValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedBlock:
-    """A rank's part of a tensor after step ``step`` (from 1)."""
+    """Part of a tensor that a rank holds after step ``step`` (from 1)."""
 
     step: int
     name: str
@@ -48,9 +47,14 @@ class ComparedBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What one rank brings back; ``router_margin`` is by how much its closest choice of an expert was
-    won, ``fp8_margin`` how near a number came to another rounding, infinite where there was none.
-    ``lr_scales`` has for each weight what its learning rate is of the step's; 1 where it is silent.
+    """Result of one rank.
+
+    Attributes:
+        curve: Scalars by step.
+        blocks: Parts of tensors that the rank holds.
+        lr_scales: Factor of each weight's learning rate on the step's; 1 for weights left out.
+        router_margin: Least margin of a routing decision; infinite without experts.
+        fp8_margin: Least distance of a number to another fp8 rounding; infinite without fp8.
     """
 
     curve: tuple[StepValues, ...]
@@ -62,9 +66,11 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """The run on one rank: scalars by step, tensors by (step, name), and what a kind of optimizer
-    state has as its largest value. Weights that are ``undecided`` may differ by what noise can have
-    moved them: their gradient is zero but for rounding, because the loss does not depend on them.
+    """Result of the run on one rank, which all layouts are compared with.
+
+    ``tensors`` are by (step, name); ``state_sizes`` has the largest value of each kind of optimizer state.
+    ``undecided`` weights have a gradient of rounding noise, because the loss does not depend on them, so
+    they may differ by as much as noise can move them.
     """
 
     curve: tuple[StepValues, ...]
@@ -76,19 +82,21 @@ class Reference:
     fp8_margin: float = inf
 
     def deviation(self, step: int, name: str, off: float) -> float:
-        """What ``off``, the largest difference of the tensor after ``step``, is of its scale."""
+        """Return ``off``, the largest difference of a tensor after ``step``, as a share of its scale."""
         kind, slash, _ = name.partition("/")
         if slash:
             return _share(off, self.state_sizes[kind])
         moved = sum(values.lr for values in self.curve[:step]) * self.lr_scales.get(name, 1.0)
-        if name in self.undecided:  # one way here, the other way there; rounding comes on top
+        if (
+            name in self.undecided
+        ):  # noise may move one run up and the other down, by ``moved`` each
             off = 0.0 if off <= 2 * moved else off - 2 * moved
         return _share(off, float(np.abs(self.tensors[step, name]).max()) + moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """How far ``quantity`` (``loss``, ``grad_norm`` or a tensor's name) is off after ``step``."""
+    """Deviation of ``quantity`` (``loss``, ``grad_norm`` or a tensor's name) after ``step``."""
 
     step: int
     quantity: str
@@ -97,7 +105,7 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutComparison:
-    """The largest deviation of each kind, and the first above the limit, if any is."""
+    """Largest deviation of each kind, and the first one above the limit, if any."""
 
     loss: Deviation
     grad_norm: Deviation
@@ -106,13 +114,14 @@ class LayoutComparison:
 
     @property
     def largest(self) -> Deviation:
-        """The worst of all."""
+        """Largest deviation of all kinds."""
         return max((self.loss, self.grad_norm, self.tensor), key=lambda found: found.value)
 
 
 def make_reference(result: RankResult) -> Reference:
-    """The reference from its only rank."""
+    """Return the reference of the one-rank run's result."""
     tensors = _put_together(result.blocks)
+    # largest value of each kind of optimizer state, over all weights and steps
     sizes: dict[str, float] = defaultdict(float)
     for (_, name), values in tensors.items():
         kind, slash, _ = name.partition("/")
@@ -128,7 +137,8 @@ def make_reference(result: RankResult) -> Reference:
 def compare(
     results: Sequence[RankResult], reference: Reference, *, limit: float
 ) -> LayoutComparison:
-    """Hold every rank's scalars and blocks, replicas included, against the reference."""
+    """Compare every rank's scalars and blocks, replicas included, with the reference."""
+    # scalars on every rank, tensors over all ranks
     curves = [deviation for result in results for deviation in _curve_deviations(result, reference)]
     tensors = _tensor_deviations(results, reference)
     return LayoutComparison(
@@ -142,6 +152,7 @@ def compare(
 def _undecided(
     tensors: Mapping[tuple[int, str], Array], state_sizes: Mapping[str, float]
 ) -> frozenset[str]:
+    # A weight is undecided if its moment is rounding noise.
     kinds = {key: key[1].partition("/") for key in tensors}
     return frozenset(
         name
@@ -151,7 +162,7 @@ def _undecided(
 
 
 def relative(value: float, wanted: float) -> float:
-    """|value - wanted| / |wanted|; infinite when it is not a number."""
+    """Return |value - wanted| / |wanted|; infinite if that is NaN."""
     return 0.0 if value == wanted else _share(abs(value - wanted), abs(wanted))
 
 
@@ -170,7 +181,8 @@ def _curve_deviations(result: RankResult, reference: Reference) -> list[Deviatio
 
 
 def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> list[Deviation]:
-    """One a step and tensor: the worst block, infinite when no rank holds some element."""
+    """Return the worst block's deviation of each step and tensor; infinite if an element is missing."""
+    # each tensor must be covered: a layout that loses a shard must not pass
     worst = dict.fromkeys(reference.tensors, 0.0)
     is_held = {key: np.zeros(values.shape, dtype=bool) for key, values in reference.tensors.items()}
     for block in (block for result in results for block in result.blocks):
@@ -185,12 +197,13 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
 
 
 def _put_together(blocks: Iterable[ComparedBlock]) -> dict[tuple[int, str], Array]:
-    """Whole tensors from all their blocks; one that is stacked with others comes in several."""
+    """Assemble whole tensors from blocks; a tensor that is part of a fused one has several."""
     parts: dict[tuple[int, str], list[ComparedBlock]] = defaultdict(list)
     for block in blocks:
         parts[block.step, block.name].append(block)
     tensors = {}
     for key, found in parts.items():
+        # The global shape is the largest end of any block along each dim.
         ends = [[o + n for o, n in zip(b.box.offset, b.box.shape, strict=True)] for b in found]
         tensors[key] = np.full([max(dims) for dims in zip(*ends, strict=True)], np.nan)
         for block in found:
@@ -207,12 +220,13 @@ def _worst(deviations: Iterable[Deviation]) -> Deviation:
 
 
 def _first(deviations: Sequence[Deviation], limit: float) -> Deviation | None:
-    """Of the first step that has any, the largest."""
+    """Return the largest deviation above ``limit`` of the first step that has any."""
     too_large = [found for found in deviations if found.value > limit]
     return min(too_large, key=lambda found: (found.step, -found.value), default=None)
 
 
 def _share(off: float, scale: float) -> float:
+    # 0 / 0 is no deviation; any difference from a zero scale is infinite.
     if off == 0:
         return 0.0
     return off / scale if scale and not isnan(off / scale) else inf

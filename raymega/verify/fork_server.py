@@ -1,7 +1,8 @@
-"""A process that has torch loaded and forks the ranks of one layout after the other.
+"""Fork server: a process that has imported torch and forks the ranks of one layout at a time.
 
-A forked rank costs milliseconds where a fresh one takes seconds to import torch. It takes one JSON
-request a line and answers with one; its parent is launch.Nursery. It ends when its input does.
+A forked rank starts in milliseconds, where a new process takes seconds to import torch. The server
+reads one JSON request a line and answers each with one line. Its parent is `launch.py`'s ForkServer;
+it ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from raymega.verify.results import failure_path
 from raymega.verify.worker import train_rank
 
 GRACE_S = 2.0
-"""How long the others may go on after a rank has failed, so that they can tell what they saw."""
+"""Seconds that other ranks get after one has failed, to report their own errors."""
 TURN_S = 0.01
 COLLECTIVE_SHARE = 0.75
 
 
 def main(folder: str) -> None:
-    """Serve requests from stdin until it closes; what libraries print goes to stderr.
+    """Serve requests from stdin until it closes; output of libraries goes to stderr.
 
-    The parent removes ``folder``, unless it was killed.
+    The parent removes ``folder``; the server does so if the parent was killed.
     """
     parent = os.getppid()
     try:
@@ -43,9 +44,12 @@ def main(folder: str) -> None:
 
 
 def _serve() -> None:
+    # Answers use a copy of stdout; descriptor 1 becomes stderr, so that no print breaks the protocol.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    requests = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered, so that select tells
+    requests = os.fdopen(
+        0, "rb", buffering=0, closefd=False
+    )  # unbuffered, so that select sees all input
     while line := requests.readline():
         reply = {"late": _run_layout(json.loads(line))}
         answers.write(json.dumps(reply) + "\n")
@@ -53,11 +57,13 @@ def _serve() -> None:
 
 
 def _run_layout(request: Mapping[str, Any]) -> list[int]:
-    """Run all ranks of a request to their end; the ranks that had to be killed."""
+    """Run all ranks of a request to their end; return the ranks that had to be killed."""
     load_lazy_parts(read_plan(request["plan"]))  # once here, and not in each rank
+    # fork one process a rank
     ranks = {_fork(rank, request): rank for rank in range(request["world_size"])}
     deadline = time.monotonic() + request["timeout_s"]
     try:
+        # wait; a failure shortens the deadline
         while ranks and time.monotonic() < deadline:
             if _reap(ranks):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -74,6 +80,7 @@ def _fork(rank: int, request: Mapping[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # in the child: die with the server, train, and leave by os._exit without the parent's clean-up
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     folder, code = Path(request["folder"]), 1
     try:
@@ -92,13 +99,13 @@ def _fork(rank: int, request: Mapping[str, Any]) -> int:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What it is and says, then its notes, which end a traceback."""
+    """Return an error's class, text and notes in one line."""
     said = (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()))
     return " ".join("; ".join(said).split())
 
 
 def _reap(ranks: dict[int, int]) -> bool:
-    """Take out the ranks that ended; whether any of them failed."""
+    """Remove the ranks that ended, and return whether any of them failed."""
     is_any_failed = False
     for pid in list(ranks):
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -109,7 +116,7 @@ def _reap(ranks: dict[int, int]) -> bool:
 
 
 def _leave_if_alone() -> None:
-    """Wait one turn; input while ranks run can only be its end, so the parent is gone."""
+    """Wait TURN_S; exit if stdin is readable, which while ranks run means that the parent is gone."""
     readable, _, _ = select.select([0], [], [], TURN_S)
     if readable:
         raise SystemExit(1)

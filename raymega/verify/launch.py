@@ -1,6 +1,6 @@
-"""Runs layouts in real processes on this machine, without loading torch here.
+"""Client of the fork server: runs layouts in processes of this machine without importing torch here.
 
-It owns the nursery's life and the folder of results; what a rank computes is worker's.
+`fork_server.py` is the server and `worker.py` the code of a rank.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ STOP_TIMEOUT_S = 5.0
 
 
 class LayoutFailedError(Exception):
-    """Ranks of a layout raised, died or took too long; the text says which, and the first cause."""
+    """Failure of a layout: ranks raised, died or timed out; the text names the first cause."""
 
 
 class ForkServer:
-    """Runs one layout at a time; made by :func:`open_fork_server`."""
+    """Handle of the fork server, which runs one layout at a time; made by :func:`open_fork_server`."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path, *, timeout_s: float) -> None:
         self._process, self._folder, self._timeout_s = process, folder, timeout_s
 
     @property
     def pid(self) -> int:
-        """Of the process that forks the ranks."""
+        """Process id of the fork server."""
         return self._process.pid
 
     @contextmanager
     def run(self, job: Job, layout: Layout, *, steps: int) -> Iterator[list[RankResult]]:
-        """Train ``steps`` steps on ``layout``; the results by rank, readable in the body only.
+        """Train ``steps`` steps on ``layout``; yield the results by rank, readable in the body only.
 
         Raises:
-            LayoutFailedError: Ranks raised, died or took longer than the timeout.
+            LayoutFailedError: A rank raised, died or took longer than the timeout.
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
@@ -68,6 +68,7 @@ class ForkServer:
             "timeout_s": self._timeout_s,
         }
         wait_s = self._timeout_s + START_TIMEOUT_S
+        # A server that died shows below, as a missing answer.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -92,12 +93,12 @@ class ForkServer:
 
 @contextmanager
 def open_fork_server(*, timeout_s: float) -> Iterator[ForkServer]:
-    """Start the process that forks ranks; afterwards it, the ranks and their files are gone.
+    """Start the fork server; end it, its ranks and their files after the body.
 
     Args:
-        timeout_s: Longest time of one layout.
+        timeout_s: Longest seconds of one layout.
     """
-    # Its modules are this process's, wherever they came from.
+    # The server imports the same modules as this process, wherever they came from.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         "from raymega.verify.fork_server import main; main(sys.argv[1])"
@@ -110,7 +111,7 @@ def open_fork_server(*, timeout_s: float) -> Iterator[ForkServer]:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # an interrupt is the driver's to handle
+                start_new_session=True,  # a Ctrl-C reaches this process alone
             )
         try:
             yield ForkServer(process, Path(folder), timeout_s=timeout_s)
@@ -119,7 +120,7 @@ def open_fork_server(*, timeout_s: float) -> Iterator[ForkServer]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Close its input, which ends it and its ranks; kill it when that does not help."""
+    """Close the server's stdin, which ends it and its ranks; kill it after STOP_TIMEOUT_S."""
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(BrokenPipeError):
             if pipe:
@@ -132,6 +133,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: float) -> None:
+    # one line a rank that left no result
     texts = {}
     for rank in range(world_size):
         if failure_path(folder, rank).is_file():
@@ -141,13 +143,14 @@ def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: f
             texts[rank] = "killed while it waited" if rank in late else "died without a word"
     if not texts:
         return
+    # All ranks late is a deadlock; else the first rank with an error of its own is the cause.
     if len(late) == world_size:
         raise LayoutFailedError(f"no rank ended within {timeout_s:g} s")
     raise LayoutFailedError(_first_cause(texts))
 
 
 def _first_cause(texts: dict[int, str]) -> str:
-    """One line: a rank that raised something of its own before one that lost its peers."""
+    """Return the likely cause in a line: own errors before lost peers, these before killed ranks."""
 
     def weight(rank: int) -> tuple[bool, bool, int]:
         text = texts[rank]

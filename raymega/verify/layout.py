@@ -1,6 +1,6 @@
-"""Layout: one way to run a job, as values, and the options that it is made of.
+"""Layout: degrees and options with which a job runs, and the table of these options.
 
-Which of them are legal for a job is raymega.verify.legal_layouts's to say.
+`legal_layouts.py` decides which layouts are legal for a job.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SIMPLEST_SCHEDULE = "gpipe"
 SIMPLEST_STAGES = "even"
 FEW_RANKS = 2
-"""Layouts of at most so many ranks try compiled kernels."""
+"""Largest number of ranks with which a layout tries compiled kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Degrees of the axes, and what else may not change a run's numbers: see OPTIONS."""
+    """Degrees of the axes, and all options that must not change a run's numbers: see OPTIONS."""
 
     tp: int = 1
     cp: int = 1
@@ -66,36 +66,38 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     def degree(self, axis: str) -> int:
-        """Size of ``axis``."""
+        """Return the degree of ``axis``."""
         return int(getattr(self, axis))
 
     def value(self, option: Option) -> Any:
-        """What the layout has for ``option``."""
+        """Return the layout's value of ``option``."""
         return getattr(self, option.name)
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline rank, over which experts are shared out."""
+        """Number of ranks of one pipeline rank, over which experts are distributed."""
         return self.tp * self.cp * self.dp
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pp * self.chunks
 
     def with_value(self, name: str, value: object) -> Layout:
-        """The same but for one degree or option.
+        """Return the layout with one degree or option changed.
 
-        Chunks follow the schedule, and stages that were set by hand for another number of them go, as
-        do options that would have nothing to say.
+        Chunks are adapted to the schedule. Stages set by hand are reset if their number changes, and so
+        are options that no longer matter.
         """
         change: dict[str, Any] = {name: value}
+        # adapt chunks and stages to the change
         if name == "schedule":
             kind = SCHEDULES[str(value)]
             change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
         changed = replace(self, **change)
         if changed.num_stages != self.num_stages:
             changed = changed.without_stages_by_hand()
+        # A job is refused if it sets a field that nothing reads.
         unread: dict[str, Any] = {
             option.name: option.simplest
             for option in OPTIONS
@@ -104,27 +106,27 @@ class Layout:
         return replace(changed, **unread)
 
     def without_stages_by_hand(self) -> Layout:
-        """The same, no stage told how many layers it has."""
+        """Return the layout without layer counts of single stages."""
         kind = self.stages if self.stages in KINDS else SIMPLEST_STAGES
         return replace(self, stages=kind, first_stage_layers="even", last_stage_layers="even")
 
     def reads(self, setting: str) -> bool:
-        """Whether the schedule goes by this field of its section."""
+        """Return whether the schedule reads this field of its section."""
         least = SCHEDULES[self.schedule].reads.get(setting, MANY)
         return self.pp > 1 and self.chunks >= least
 
     @property
     def is_split_evenly(self) -> bool:
-        """There are stages, and layers are shared out over them by ``even``."""
+        """True where there are several stages, and ``even`` distributes the layers."""
         return self.num_stages > 1 and self.stages == SIMPLEST_STAGES
 
     def grid(self) -> str:
-        """Short form of the degrees, such as ``tp2-pp2``."""
+        """Return the degrees in short form, such as ``tp2-pp2``."""
         parts = [f"{axis}{self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1]
         return "-".join(parts) or "one-rank"
 
     def extras(self) -> str:
-        """Options that are not the simplest, the schedule apart; empty when all are."""
+        """Return the options that are not the simplest, except the schedule, as text."""
         found = [
             (option.name.replace("_", " "), self.value(option))
             for option in OPTIONS
@@ -135,12 +137,12 @@ class Layout:
         )
 
     def describe(self) -> str:
-        """Everything that differs from the plainest layout of these degrees, and the schedule."""
+        """Return the layout as text: degrees, schedule, micro-batch size, and options not simplest."""
         extras = f", {self.extras()}" if self.extras() else ""
         return f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}{extras}"
 
     def overrides(self) -> tuple[str, ...]:
-        """The ``--set`` texts that give a job this layout."""
+        """Return the ``--set`` texts that give a job this layout."""
         return (
             *(f"parallel.{axis}={self.degree(axis)}" for axis in DEGREES),
             f"schedule.micro_batch_size={self.micro_batch_size}",
@@ -150,14 +152,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A field of the job that may differ between layouts of one run.
+    """Field of the job that may differ between layouts of one run.
 
     Attributes:
-        name: Its name in Layout.
-        path: Its dotted path in the job.
-        values: What may be drawn, the simplest first.
-        others: What may be drawn besides, of a job and a layout that has its degrees and chunks.
-        matters: Whether it changes anything on a layout; where it does not, the simplest is drawn.
+        name: Name of the field in Layout.
+        path: Dotted path of the field in the job.
+        values: Values that may be drawn, the simplest first.
+        others: Function to further values, of a job and a layout with its degrees and chunks.
+        matters: Function to whether the field has an effect on a layout; else the simplest is drawn.
     """
 
     name: str
@@ -168,7 +170,7 @@ class Option:
 
     @property
     def simplest(self) -> Any:
-        """The value of the plainest layout."""
+        """Simplest value."""
         return self.values[0]
 
 
@@ -179,7 +181,7 @@ def _option(
     others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: (),
     matters: Callable[[Layout], bool] = lambda _layout: True,
 ) -> Option:
-    """The option of a field; ``values`` only where the job file's schema lists none."""
+    """Return the option of a field; ``values`` only where the job's schema lists none."""
     section, _, field = path.partition(".")
     kind = Job.model_fields[section].annotation
     allowed = kind.model_fields[field].annotation  # type: ignore[union-attr]  # a section's
@@ -190,7 +192,7 @@ def _option(
 
 
 def _expert_degrees(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Into how many parts experts may be cut on a layout."""
+    """Return the degrees of expert parallelism that a layout may have."""
     if not job.model.moe.num_experts:
         return ()
     ranks = layout.stage_size
@@ -198,8 +200,9 @@ def _expert_degrees(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def _stage_texts(job: Job, layout: Layout) -> tuple[str, ...]:
-    """Uneven placements: all layers but one a stage on the first; ends and middles without any."""
+    """Return uneven placements: nearly all layers on the first stage, or none on an end or middle."""
     layers, stages = job.model.num_layers, layout.num_stages
+    # at most one layer on each stage but the first
     others = [min(1, max(0, layers - stage)) for stage in range(1, stages)]
     counts = [
         [layers - sum(others), *others],
@@ -214,7 +217,7 @@ def _stage_texts(job: Job, layout: Layout) -> tuple[str, ...]:
 
 
 def _end_counts(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Layers of the first or the last stage: none, one, and two more than evenly."""
+    """Return layer counts of an end stage: none, one, and two more than an even split."""
     layers = job.model.num_layers
     return tuple(sorted({0, min(1, layers), min(layers, layers // layout.num_stages + 2)}))
 
@@ -232,6 +235,7 @@ def _cuts_experts(layout: Layout) -> bool:
 
 
 OPTIONS = (
+    # pipeline: schedule and chunks, then the fields that only some schedules read
     _option(
         "schedule.name",
         *sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name)),
@@ -257,6 +261,7 @@ OPTIONS = (
         0.5,
         matters=_is_read("wgrad_activation_fraction"),
     ),
+    # placement of layers on stages
     _option(
         "parallel.stages",
         SIMPLEST_STAGES,
@@ -277,6 +282,7 @@ OPTIONS = (
         _option(f"parallel.is_{end}_a_layer", matters=lambda layout: layout.is_split_evenly)
         for end in ("embedding", "loss")
     ),
+    # rank order, and expert parallelism
     _option(
         "parallel.order",
         DEFAULT_ORDER,
@@ -293,6 +299,7 @@ OPTIONS = (
     ),
     _option("parallel.moe_token_dispatcher_type", matters=_cuts_experts),
     _option("parallel.overlap_moe_expert_parallel_comm", matters=_cuts_experts),
+    # sharding of state, sequence and context parallelism
     _option("parallel.sharding", matters=_has_replicas),
     _option(
         "parallel.data_parallel_shard_degree",
@@ -310,6 +317,7 @@ OPTIONS = (
         matters=lambda layout: layout.cp > 1 and layout.cp_method == "hybrid",
     ),
     _option("parallel.dynamic_cp", matters=_has_replicas),
+    # memory and kernels
     _option("memory.recompute"),
     _option(
         "memory.recompute_parts",
@@ -319,10 +327,10 @@ OPTIONS = (
     ),
     _option("memory.recompute_every", 1, 2, matters=lambda layout: layout.recompute == "full"),
     _option("memory.offload", (), ("activations", "optimizer")),
-    # Every rank compiles for itself, for seconds, and nothing of it depends on how many there are.
+    # Every rank compiles for itself, for seconds, whatever the number of ranks: few are enough.
     _option("run.kernels", matters=lambda layout: layout.world_size <= FEW_RANKS),
 )
-"""Fields whose values may not change a run's numbers."""
+"""Options of the job whose values must not change a run's numbers."""
 
 
 REFUSED_UNREAD = frozenset(
@@ -332,11 +340,11 @@ REFUSED_UNREAD = frozenset(
         *(f"schedule.{field}" for kind in SCHEDULES.values() for field in kind.reads),
     }
 )
-"""Paths of fields that a job must not set where nothing goes by them."""
+"""Paths of fields that a job must not set where nothing reads them."""
 
 
 def _text(value: object) -> str:
-    """A value as a ``--set`` takes it."""
+    """Return a value in the syntax of ``--set``."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -1,6 +1,6 @@
-"""Draws layouts by seed, so that few of them meet every axis and option that exists.
+"""Sampling of layouts, so that a few of them cover every axis and option.
 
-It is pure: the same job, number, bound and seed give the same layouts.
+It is pure: the same job, count, bound and seed give the same layouts.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from raymega.verify.legal_layouts import fixed_size, legal_shapes, legality
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
 SHAPES = 10
-"""Choices of degrees that each pick looks at: so many that add most, and as many by chance;"""
+"""Number of degree choices that a pick considers: SHAPES with the largest gain, SHAPES at random."""
 DRESSES = 3
-"""choices of options that are tried on each."""
+"""Number of random option sets tried on each choice of degrees."""
 WEIGHTS = {
     "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12,
     "ep": 20, "etp": 20, "microbatch_group_size_per_vp_stage": 4, "max_in_flight_microbatches": 4, "wgrad_activation_fraction": 4,
 }  # fmt: skip
-"""An axis that was not met yet outweighs any number of options that were not; two axes together,
-a schedule and what only it goes by, a size of micro-batches, a cut of experts and compiled kernels,
-which few layouts may have, some of them. All else weighs 1."""
+"""Gain of covering a feature for the first time; 1 where none is given. A new axis outweighs any number of
+new options. Weights in between favour features that few layouts can have, such as compiled kernels."""
 
 
 def draw_layouts(
     job: Job, *, own: Layout, count: int, max_ranks: int, seed: int
 ) -> tuple[Layout, ...]:
-    """At most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
+    """Return at most ``count`` distinct legal layouts of 2 to ``max_ranks`` ranks.
 
-    ``own``, which is the unshrunk job's, comes first when it is among them, with stages of its own if
-    the layers are still as many. Then each pick is the one that adds most that was not met yet: first
-    axes, then two axes together, schedules, sizes, orders, degrees that are no power of two.
+    ``own``, the layout of the unshrunk job, comes first if it is legal, with its hand-set stages if they
+    still fit. Each further pick is the candidate with the largest gain in features not yet covered, by
+    WEIGHTS.
     """
     random, shapes, can_run = Random(seed), list(legal_shapes(job, max_ranks)), legality(job)
+    # the job's own layout
     own = own if can_run(own) else own.without_stages_by_hand()
     is_own_possible = 1 < own.world_size <= max_ranks and can_run(own)
     chosen = [own] if is_own_possible else []
+    # greedy cover of features
     while shapes and len(chosen) < count:
         met = set().union(*map(features, chosen)) if chosen else set()
         random.shuffle(shapes)
@@ -56,8 +57,9 @@ def draw_layouts(
 
 
 def features(layout: Layout) -> frozenset[tuple[object, ...]]:
-    """What a layout exercises; the unit in which draws are spread."""
+    """Return the features that a layout covers: axes, pairs of axes, option values."""
     axes = [axis for axis in DEGREES if layout.degree(axis) > 1]
+    # axes alone and in pairs, odd degrees, then options with an effect
     found: set[tuple[object, ...]] = {("axis", axis) for axis in axes}
     found |= {("pair", a, b) for a in axes for b in axes if a < b}
     found |= {("uneven", axis) for axis in axes if not is_power_of_two(layout.degree(axis))}
@@ -67,14 +69,16 @@ def features(layout: Layout) -> frozenset[tuple[object, ...]]:
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether ``number``, at least 1, is one."""
+    """Return whether ``number``, at least 1, is a power of two."""
     return number & (number - 1) == 0
 
 
 def _met(option: Option, layout: Layout) -> tuple[object, ...]:
-    """An option's value; of the many rank orders only which axis is the fastest, of the many texts
-    that place layers only whether a stage has none; of numbers that ``pp`` stands for only whether
-    they are below it."""
+    """Return an option's value as a feature, with the many values of some options merged into few.
+
+    Rank orders are merged by their fastest axis, placements by whether a stage is empty, and numbers in
+    place of ``pp`` by whether they are below it.
+    """
     value = layout.value(option)
     if option.name == "order":
         value = value.split("-")[0]
@@ -86,11 +90,12 @@ def _met(option: Option, layout: Layout) -> tuple[object, ...]:
 
 
 def _dress(job: Job, shape: Layout, random: Random, can_run: Callable[[Layout], bool]) -> Layout:
-    """The shape with random options; those that are not legal together are left out."""
+    """Return the shape with random options, dropping those that are not legal together."""
     sizes = [size for size in MICRO_BATCH_SIZES if size <= job.data.global_batch_size]
     size = fixed_size(job) or random.choice([*sizes, job.schedule.micro_batch_size])
     dressed = replace(shape, micro_batch_size=size)
     for option in OPTIONS:
+        # The draw is made even where it has no effect, so that later draws do not depend on that.
         value = random.choice([*option.values, *option.others(job, dressed)])
         if option.matters(dressed) and value != dressed.value(option):
             candidate = dressed.with_value(option.name, value)

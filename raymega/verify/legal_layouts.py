@@ -1,7 +1,4 @@
-"""The job on a layout, the layout of a job, and which layouts a job can have.
-
-It draws and runs none.
-"""
+"""Legality of layouts: a job's own layout, the job on another layout, and which of these are legal."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from raymega.verify.layout import DEGREES, OPTIONS, Layout
 
 
 def layout_of(job: Job) -> Layout:
-    """The layout that the job asks for."""
+    """Return the layout that the job asks for."""
     values: dict[str, Any] = {axis: getattr(job.parallel, axis) for axis in DEGREES}
     values["micro_batch_size"] = job.schedule.micro_batch_size
     values |= {option.name: job_values(job)[option.path] for option in OPTIONS}
@@ -25,20 +22,20 @@ def layout_of(job: Job) -> Layout:
 
 
 def reference_layout(job: Job) -> Layout:
-    """One rank that takes the whole batch at once: nothing is cut, sent or accumulated.
+    """Return the layout of one rank that takes the whole batch at once: no sharding, no accumulation.
 
-    Where routing or scales go by the tokens of a micro-batch, the batch is in micro-batches as the job says.
+    Where routing or fp8 scales depend on the tokens of a micro-batch, the job's micro-batch size is kept.
     """
     return Layout(micro_batch_size=fixed_size(job) or job.data.global_batch_size)
 
 
 def fixed_size(job: Job) -> int:
-    """Samples of a micro-batch where another number would be another run, else 0."""
+    """Return the micro-batch size if another one would change the run's numbers, else 0."""
     return job.schedule.micro_batch_size if goes_by_micro_batch(job) else 0
 
 
 def with_layout(job: Job, layout: Layout) -> Job:
-    """The job on ``layout``; whether that is legal is :func:`is_legal`'s to say."""
+    """Return the job with ``layout``, which :func:`is_legal` may refuse."""
     values = job.model_dump()
     for path, value in _values(layout).items():
         section, _, field = path.partition(".")
@@ -47,12 +44,12 @@ def with_layout(job: Job, layout: Layout) -> Job:
 
 
 def is_legal(job: Job, layout: Layout) -> bool:
-    """Whether the job can run so, with a sample for every data-parallel rank."""
+    """Return whether the job can run on ``layout``, with a sample for every data-parallel rank."""
     return legality(job)(layout)
 
 
 def legality(job: Job) -> Callable[[Layout], bool]:
-    """:func:`is_legal` for many layouts of one job."""
+    """Return :func:`is_legal` as a function of the layout, fast for many layouts of one job."""
     values, size = job_values(job), fixed_size(job)
 
     def can_run(layout: Layout) -> bool:
@@ -64,7 +61,7 @@ def legality(job: Job) -> Callable[[Layout], bool]:
 
 
 def _values(layout: Layout) -> dict[str, Any]:
-    """Dotted path in a job to the layout's value, of everything that it decides."""
+    """Return the layout's values by their dotted paths in a job."""
     values: dict[str, Any] = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
     values["schedule.micro_batch_size"] = layout.micro_batch_size
     values |= {option.path: layout.value(option) for option in OPTIONS}
@@ -72,7 +69,7 @@ def _values(layout: Layout) -> dict[str, Any]:
 
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
-    """Every legal choice of degrees with 2 to ``max_ranks`` ranks; the rest is the plainest."""
+    """Yield each legal choice of degrees with 2 to ``max_ranks`` ranks, all options simplest."""
     can_run = legality(job)
     for degrees in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
         tp, cp, pp, dp = degrees

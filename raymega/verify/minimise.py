@@ -1,6 +1,6 @@
-"""Shrinks a layout that fails to the smallest that still fails; pure but for the question it asks.
+"""Minimisation of a failing layout: simplify it step by step while it still fails.
 
-It knows what is simpler, not what fails: that is the caller's ``is_failing``.
+The caller's ``is_failing`` runs a layout; this module only decides what is simpler.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from raymega.verify.legal_layouts import is_legal, reference_layout
 
 
 def minimise(job: Job, layout: Layout, is_failing: Callable[[Layout], bool]) -> Layout:
-    """Take the first simpler layout that fails, again and again, until none does.
+    """Return a failing layout of which no simpler one fails, found by greedy descent.
 
     Args:
-        job: What runs.
-        layout: One that fails.
-        is_failing: Runs a layout; asked at most once about each.
+        job: Job that runs.
+        layout: Layout that fails.
+        is_failing: Function that runs a layout; called at most once for each.
     """
     asked = {layout, reference_layout(job)}
     current: Layout | None = layout
     while current is not None:
         layout, current = current, None
+        # Take the first simpler layout that fails, and start over from there.
         for simpler in simpler_layouts(job, layout):
             if simpler in asked:
                 continue
@@ -36,13 +37,14 @@ def minimise(job: Job, layout: Layout, is_failing: Callable[[Layout], bool]) -> 
 
 
 def simpler_layouts(job: Job, layout: Layout) -> Iterator[Layout]:
-    """Legal layouts that are one change simpler, the boldest change first."""
+    """Yield legal layouts that are one change simpler, the largest change first."""
     for candidate in _changed(job, layout):
         if candidate != layout and is_legal(job, candidate):
             yield candidate
 
 
 def _changed(job: Job, layout: Layout) -> Iterator[Layout]:
+    # smaller degrees, then simpler options
     for axis in DEGREES:
         for degree in range(1, layout.degree(axis)):
             yield layout.with_value(axis, degree)

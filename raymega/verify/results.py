@@ -1,4 +1,4 @@
-"""Where ranks leave their numbers and their failures, and how those are read again."""
+"""Result files of ranks: numbers of a finished rank, traceback of a failed one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raymega.verify.compare import ComparedBlock, RankResult, StepValues
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """The numbers of a rank."""
+    """Return the path of a rank's numbers."""
     return folder / f"rank{rank}.npz"
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """The traceback of a rank that raised; its last line says what it raised."""
+    """Return the path of a failed rank's traceback; its last line names the error."""
     return folder / f"rank{rank}.failure"
 
 
 def read_result(folder: Path, rank: int) -> RankResult:
-    """What rank ``rank`` left; its blocks are read from the file each time they are iterated."""
+    """Return the result of rank ``rank``; its blocks are read from the file at each iteration."""
     path = result_path(folder, rank)
     with np.load(path) as arrays:
         index: dict[str, Any] = json.loads(str(arrays["index"]))
@@ -45,6 +45,7 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[ComparedBlock]:
         with np.load(self.path) as arrays:
+            # npz arrays load lazily: one block is in memory at a time
             for place, entry in enumerate(self.index):
                 box = {key: tuple(numbers) for key, numbers in entry["box"].items()}
                 yield ComparedBlock(

@@ -1,6 +1,6 @@
-"""The proof: shrink the job, train it on one rank and on drawn layouts, compare, explain failures.
+"""Verification of a job: shrink it, train it on one rank and on sampled layouts, and compare.
 
-It decides what runs and what the verdict is; it prints nothing.
+`cli/verify.py` prints the report.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from raymega.verify.shrink import Shrunk, shrink_job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How thorough a proof is.
+    """Options that set how thorough a verification is.
 
     Attributes:
-        layouts: How many are drawn.
-        max_ranks: Processes of the largest one.
-        seed: Of the draw.
-        steps: Optimizer steps that each trains.
-        max_params: Parameters of the model, which is shrunk to that.
+        layouts: Number of layouts that are sampled.
+        max_ranks: Largest number of ranks of a layout.
+        seed: Seed of the sampling.
+        steps: Number of optimizer steps that each layout trains.
+        max_params: Largest number of parameters of the shrunk model.
         limit: Largest deviation that passes.
-        timeout_s: Longest time of one layout.
+        timeout_s: Longest time of one layout in seconds.
     """
 
     layouts: int = 8
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one layout; without a comparison when its ranks failed."""
+    """Outcome of one layout; ``comparison`` is None where its ranks failed."""
 
     layout: Layout
     comparison: LayoutComparison | None
@@ -56,18 +56,18 @@ class Outcome:
 
     @property
     def is_same(self) -> bool:
-        """The layout trained the reference's run."""
+        """True where the layout trained the same run as the reference."""
         return self.comparison is not None and self.comparison.first is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The verdict and what it rests on.
+    """Verdict of a verification, with its evidence.
 
-    ``smallest`` is the smallest layout found to fail. ``router_margin`` is by how much the closest
-    choice of an expert was won on one rank: below rounding, a layout may choose another one. Infinite
-    without experts. ``fp8_margin`` is the same of roundings to 8 bits. Weights that are ``undecided``
-    may differ by what noise can move them: see Reference.
+    ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
+    decision on one rank, infinite without experts: if it is below rounding errors, a layout may choose
+    another expert. ``fp8_margin`` is the same for roundings to fp8. ``undecided`` weights may differ by
+    noise, see Reference.
     """
 
     shrunk: Shrunk
@@ -81,34 +81,35 @@ class Report:
 
     @property
     def is_same(self) -> bool:
-        """Every layout trained the reference's run."""
+        """True where every layout trained the same run as the reference."""
         return all(outcome.is_same for outcome in self.outcomes)
 
 
 class Watcher:
-    """What a caller may want to see while it lasts; does nothing by itself."""
+    """Callbacks of a verification's progress; this base class ignores them."""
 
     def on_start(self, shrunk: Shrunk, num_layouts: int) -> None:
-        """Once, before the first process."""
+        """Note the shrunk job, once, before the first process."""
 
     def on_reference(self) -> None:
-        """The run on one rank is done."""
+        """Note that the run on one rank is done."""
 
     def on_layout(self, outcome: Outcome) -> None:
-        """A drawn layout is done."""
+        """Note that a sampled layout is done."""
 
     def on_shrinking(self) -> None:
-        """After a failure: a simpler layout is about to run."""
+        """Note that a simpler layout runs next, after a failure."""
 
 
 def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
-    """Prove that ``job`` trains the same run on any layout, or find one on which it does not.
+    """Test that ``job`` trains the same run on sampled layouts, or find one where it does not.
 
     Raises:
-        ConfigError: The job cannot be made small enough, or has no layout to draw.
-        WorkerError: The run on one rank failed, so that there is nothing to compare with.
+        ConfigError: The job cannot be made small enough, or has no other layout.
+        WorkerError: The run on one rank failed, so there is no reference.
     """
     began = time.monotonic()
+    # shrink, and sample layouts
     shrunk = shrink_job(
         job,
         steps=options.steps,
@@ -118,7 +119,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
     )
     layouts = draw_layouts(
         shrunk.job,
-        # Shrinking leaves the grid to the layouts, and takes a micro-batch that fits the batch.
+        # The shrunk job has a grid of one rank and a smaller micro-batch: take the grid from ``job``.
         own=replace(layout_of(job), micro_batch_size=shrunk.job.schedule.micro_batch_size),
         count=options.layouts,
         max_ranks=options.max_ranks,
@@ -127,6 +128,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
     if not layouts:
         raise ConfigError(_no_layouts(options))
     watcher.on_start(shrunk, len(layouts))
+    # train the reference, then each layout, and compare
     with open_fork_server(timeout_s=options.timeout_s) as fork_server:
         reference = _train_reference(fork_server, shrunk.job, options.steps)
         watcher.on_reference()
@@ -137,6 +139,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         for layout in layouts:
             outcomes.append(trial.run(layout))
             watcher.on_layout(outcomes[-1])
+        # minimise a failure
         failed = [outcome for outcome in outcomes if not outcome.is_same]
         smallest = _find_smallest(trial, failed, watcher.on_shrinking) if failed else None
     return Report(
@@ -159,7 +162,7 @@ class _Trial:
     options: Options
 
     def run(self, layout: Layout) -> Outcome:
-        """Train a layout and hold it against the reference; a failure of its ranks is a value."""
+        """Train a layout and compare it; a failure of its ranks is part of the outcome."""
         began, comparison, failure = time.monotonic(), None, ""
         try:
             with self.fork_server.run(self.job, layout, steps=self.options.steps) as results:
@@ -191,7 +194,7 @@ def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference
 def _find_smallest(
     trial: _Trial, failed: list[Outcome], on_shrinking: Callable[[], None]
 ) -> Outcome:
-    """Shrink the failed layout that has the fewest ranks."""
+    """Minimise the failed layout that has the fewest ranks."""
     start = min(failed, key=lambda outcome: outcome.layout.world_size)
     seen = {start.layout: start}
 

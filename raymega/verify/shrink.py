@@ -1,8 +1,7 @@
-"""Makes a job small enough to train in float64 on this machine, features and ratios kept.
+"""Shrinking of a job to a size that trains in float64 on this machine, with its features kept.
 
-It is pure. Kept are the family, heads per key-value head, the parity of a head's width, FFN to
-width, depth's parity, ties, biases, norms, the optimizer but for the length of its warm-up, and
-which tensor-parallel degrees up to 8 are legal.
+Kept are the family, ties, biases, norms, the optimizer and the legal tensor-parallel degrees up to 8. Kept
+too are query heads per key-value head, the parities of head width and depth, and the ratio of FFN to width.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One field that is not as the job has it; ``why`` may be empty."""
+    """Field whose value differs from the job's; ``why`` may be empty."""
 
     field: str
     old: object
@@ -52,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shrunk:
-    """The small job, how it differs, and what its proof does not cover."""
+    """Small job, its differences from the original, and what its verification does not cover."""
 
     job: Job
     changes: tuple[Change, ...]
@@ -62,17 +61,17 @@ class Shrunk:
 def shrink_job(
     job: Job, *, steps: int, max_params: int, max_ranks: int, is_data_there: bool
 ) -> Shrunk:
-    """The job in small.
+    """Return the job in small.
 
     Args:
-        job: Checked.
-        steps: Optimizer steps that will be trained.
-        max_params: Parameters that the small model may have.
-        max_ranks: Largest world that will be drawn; only for telling what is not covered.
-        is_data_there: ``data.path`` can be read on this machine.
+        job: Valid job.
+        steps: Number of optimizer steps that will be trained.
+        max_params: Largest number of parameters of the small model.
+        max_ranks: Largest number of ranks that will be drawn, for the list of what is not covered.
+        is_data_there: Whether ``data.path`` can be read on this machine.
 
     Raises:
-        ConfigError: No small model has so few parameters and this job's features.
+        ConfigError: The smallest model with this job's features has more parameters.
     """
     draft = _Draft(job)
     _shorten(draft, steps)
@@ -91,7 +90,7 @@ def shrink_job(
 
 
 class _Draft:
-    """A job's values under change; remembers which fields a reader should know about."""
+    """Values of a job being shrunk, with the changes that the report lists."""
 
     def __init__(self, job: Job) -> None:
         self.values: dict[str, dict[str, Any]] = job.model_dump()
@@ -117,7 +116,7 @@ class _Draft:
 
 
 def _section_of(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """The section that ``field`` stands in, by its dotted path, and its name there."""
+    """Return the section of the dotted path ``field``, and the field's name in it."""
     *sections, name = field.split(".")
     for section in sections:
         values = values[section]
@@ -125,7 +124,7 @@ def _section_of(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str
 
 
 def _shorten(draft: _Draft, steps: int) -> None:
-    """Everything but the model: length, batch, number format; and what a proof has no use for."""
+    """Shrink all but the model: sequence, batch, dtype; reset what a verification does not use."""
     job = draft.job()
     draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
     draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
@@ -150,7 +149,7 @@ def _shorten(draft: _Draft, steps: int) -> None:
 
 
 def _free_stages(draft: _Draft) -> None:
-    """What is set by hand for the job's own stages fits no layout with other ones."""
+    """Reset settings for the job's own stages, which fit no layout with other stages."""
     why, parallel = "layouts have other stages", draft.job().parallel
     if parallel.stages not in KINDS:
         draft.set("parallel.stages", "even", why)
@@ -161,7 +160,7 @@ def _free_stages(draft: _Draft) -> None:
 
 
 def _narrow(draft: _Draft, max_params: int) -> None:
-    """Cut positions, vocabulary, depth, heads and head width, in turn, until the model fits."""
+    """Cut positions, vocabulary, experts, depth, heads and head width in turn until the model fits."""
     cuts: tuple[Callable[[_Draft], None], ...] = (
         _cut_positions,
         _cut_vocabulary,
@@ -191,7 +190,7 @@ def _cut_positions(draft: _Draft) -> None:
 
 
 def _cut_vocabulary(draft: _Draft) -> None:
-    """Fewer rows that the same degrees divide, with padding if the job has it."""
+    """Cut the vocabulary to rows that the same degrees divide, with padding if the job has it."""
     model = draft.job().model
     rows = _like(model.table_rows, min(model.table_rows, MAX_VOCAB))
     if rows == model.table_rows:
@@ -206,9 +205,9 @@ def _cut_vocabulary(draft: _Draft) -> None:
 
 
 def _cut_experts(draft: _Draft) -> None:
-    """Fewer experts that the same degrees divide, in fewer groups if they have any, and fewer choices.
+    """Cut experts, their groups and top_k; the same degrees divide the number of experts.
 
-    A choice among experts stays one: some are left out, and groups of several are not single ones.
+    Routing stays a choice: top_k stays below the number of experts, and groups keep several experts.
     """
     moe = draft.job().model.moe
     if not moe.num_experts:
@@ -236,7 +235,7 @@ def _cut_experts(draft: _Draft) -> None:
 
 
 def _groups_of(experts: int, most: int) -> int:
-    """Into how many groups, MAX_GROUPS or nearly, ``experts`` can be shared out; ``most`` at most."""
+    """Return a number of groups that divides ``experts``, near MAX_GROUPS and at most ``most``."""
     few = range(min(most, MAX_GROUPS), 1, -1)
     return next((n for n in (*few, *range(MAX_GROUPS + 1, most + 1)) if experts % n == 0), 1)
 
@@ -246,13 +245,13 @@ def _cut_depth(draft: _Draft) -> None:
 
 
 def _cut_depth_of_experts(draft: _Draft) -> None:
-    """Blocks with experts are many times as large: where nothing else helps, half as many."""
+    """Halve the depth of models with experts, as the last resort: their blocks are large."""
     if draft.job().model.moe.num_experts:
         _keep_layers(draft, MAX_LAYERS // 2)
 
 
 def _keep_layers(draft: _Draft, most: int) -> None:
-    """At most so many, odd or even as they are, and some with experts if any are."""
+    """Keep at most ``most`` layers, of the same parity, some with experts if any had them."""
     model = draft.job().model
     layers = min(model.num_layers, most - model.num_layers % 2)
     draft.set("model.num_layers", layers)
@@ -276,7 +275,7 @@ def _cut_heads(draft: _Draft) -> None:
 
 
 def _head_degrees(kv_heads: int, ratio: int) -> list[int]:
-    """Degrees of tp that can cut so many key and value heads with ``ratio`` query heads each."""
+    """Return the tp degrees that divide ``kv_heads`` heads with ``ratio`` query heads each."""
     return [
         tp
         for tp in range(1, MAX_TP + 1)
@@ -294,7 +293,7 @@ def _cut_head_width(width: int) -> Callable[[_Draft], None]:
 
 
 def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
-    """Set heads and width, and feed-forward layers so that they keep their ratio to the width."""
+    """Set heads and width, and scale feed-forward layers with the width."""
     model = draft.job().model
     width = max(
         1, round(model.hidden_size * heads * head_width / (model.num_heads * model.head_width))
@@ -322,7 +321,7 @@ def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> Non
 
 
 def _width_for_ffn(ffn_hidden_size: int, width: int, *, near: int) -> int:
-    """With latents heads do not bind the width: one at which the FFN keeps its ratio to it best."""
+    """Return the width near ``near`` that best keeps the FFN's ratio, for latent attention."""
 
     def drift(small: int) -> float:
         return abs(
@@ -339,7 +338,7 @@ def _width_for_ffn(ffn_hidden_size: int, width: int, *, near: int) -> int:
 def _resize_latents(
     draft: _Draft, mla: MlaSection, share_of_head: float, share_of_width: float
 ) -> None:
-    """Parts of heads keep their ratios to each other, and latents theirs to the width."""
+    """Scale the parts of a head with the head, and latents with the width."""
     rope = max(2, 2 * round(mla.qk_rope_head_dim * share_of_head / 2))
     nope = max(1, round(mla.qk_nope_head_dim * share_of_head)) if mla.qk_nope_head_dim else 0
     values = max(1, round(mla.v_head_dim * share_of_head))
@@ -355,13 +354,13 @@ def _resize_latents(
 
 
 def _like(number: int, near: int, holds: Callable[[int], bool] = lambda _number: True) -> int:
-    """The number nearest to ``near``, not above if it can be, that the same degrees divide.
+    """Return the number nearest to ``near``, preferably below, that the same degrees as ``number`` divide.
 
-    ``holds`` is what else it must fulfil; ``number`` itself is taken where none does.
+    ``holds`` is a further condition; if nothing fulfils it, return ``number`` itself.
     """
     degrees = range(2, MAX_TP + 1)
     wanted = [number % degree == 0 for degree in degrees]
-    span = 840  # the least number that all degrees up to 8 divide
+    span = 840  # least common multiple of the degrees 2 to 8: any pattern recurs within it
     nearest = sorted(
         range(max(1, near - span), near + span), key=lambda n: (n > near, abs(n - near))
     )
@@ -370,7 +369,7 @@ def _like(number: int, near: int, holds: Callable[[int], bool] = lambda _number:
 
 
 def _small_batch(size: int) -> int:
-    """At most MAX_BATCH; a power of two, odd, or neither, as ``size`` is."""
+    """Return a batch of at most MAX_BATCH; a power of two, odd, or neither, as ``size`` is."""
     if size <= MAX_BATCH:
         return size
     if is_power_of_two(size):
@@ -379,7 +378,7 @@ def _small_batch(size: int) -> int:
 
 
 def _short_ramp(job: Job) -> tuple[dict[str, int], ...]:
-    """One step with half the batch when the job has a ramp, so that the size does change."""
+    """Return a ramp of one step with half the batch if the job has a ramp, so that the size changes."""
     half = job.data.global_batch_size // 2
     if not job.data.batch_ramp or half == 0:
         return ()

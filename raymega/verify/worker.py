@@ -1,7 +1,7 @@
-"""What one rank of a layout does: trains some steps and leaves its numbers in a file.
+"""Rank of a verified layout: trains some steps and writes its numbers to a file.
 
-It is the only module here that loads torch. It builds with train.build as a real run does; it
-compares nothing.
+It assembles its components with `train/build.py`, as a real run does. Only this module and the fork
+server import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from raymega.verify.results import result_path
 
 
 def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s: float) -> None:
-    """Train rank ``rank`` of the plan in a world of its own and save what it computed."""
+    """Train rank ``rank`` of the plan in a world of its own, and save its numbers."""
+    # All ranks share this machine's cores.
     torch.set_num_threads(1)
     plan, cpu = read_plan(plan_json), torch.device("cpu")
     world_size = plan.grid.world_size
@@ -50,8 +51,10 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
         is_nested=parallel.dynamic_cp,
         sharers=data_parallel_shard_size(parallel),
     )
+    # build, train, save
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     for module in parts.modules:
+        # Margins of fp8 roundings matter for the reference alone.
         module.fp8.margin.is_watched = world_size == 1
     _train(parts, steps, folder, rank)
     parts.weights.wait_for_all()
@@ -66,6 +69,7 @@ def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> No
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
         curve.append(StepValues(loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr))
+        # Weights after every step find the first deviation; state after the last is enough.
         for name, box, values in _blocks(parts, with_state=step == steps):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
@@ -85,7 +89,7 @@ def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> No
 
 
 def _blocks(parts: TrainingComponents, *, with_state: bool) -> list[tuple[str, Box, np.ndarray]]:
-    """This rank's masters, and what the optimizer keeps beside them."""
+    """Return this rank's masters, and ``with_state`` its optimizer state too, by name."""
     return [
         (block.name if block.kind != "model" else block.tensor.name, block.box, _copy(block.values))
         for block in parts.optimizer.values()

@@ -1,7 +1,7 @@
-"""Attention between heads that are made already: this rank's, with dropout on the weights or without.
+"""Attention core: softmax(q k^T) v of this rank's heads, with or without dropout on the weights.
 
-How attention without dropout reaches tokens on other context-parallel ranks, and by which kernel, is
-parallel.context_attention's.
+`parallel/context_parallel/attention.py` chooses the kernel and reaches tokens on other context-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(K)) v over earlier positions of the same document."""
+    """Causal attention within a document: softmax(q k^T / sqrt(K)) v."""
 
     head_keys: Tensor
 
@@ -30,22 +30,24 @@ class CoreAttention(nn.Module):
         self.dropout = model.attention_dropout
         num_heads = model.num_heads // factory.tp.size
         first = factory.tp.index * num_heads
+        # One key a global head, so that dropout masks do not depend on tp.
         heads = range(first, first + num_heads)
         keys = [place_key(factory.seed, f"{name}.weights.{head}") for head in heads]
         head_keys = torch.tensor(keys, device=factory.device)
         self.register_buffer("head_keys", head_keys, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, token_layout: TokenLayout) -> Tensor:
-        """q: [S/cp, B, H/tp, K], k: [S/cp, B, G/tp, K], v: like k or narrower -> [S/cp, B, H/tp * V]."""
+        """Map q [S/cp, B, H/tp, K], k [S/cp, B, G/tp, K], v [..., V], V <= K, to [S/cp, B, H/tp * V]."""
         is_dropped = token_layout.keys is not None and token_layout.keys.rows is not None
         drop = partial(self._drop, token_layout=token_layout) if is_dropped else None
         return attend(q, k, v, token_layout, on_whole_rows=drop).flatten(2)
 
     def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Tensor:
-        """Over whole rows with dropout on the weights. q: [S, B, h, K], some heads of this tp rank."""
+        """Attend over whole rows with dropout on the weights; q: [S, B, h, K], some of the tp rank's heads."""
         assert token_layout.keys is not None and token_layout.keys.rows is not None, (
             "there is dropout"
         )
+        # Ulysses: this rank has all positions of some of the heads.
         first = token_layout.context.inner.index * q.shape[2]
         heads = self.head_keys[first : first + q.shape[2]]
         rows = token_layout.keys.rows.t()[:, None] + heads[:, None]
@@ -55,17 +57,18 @@ class CoreAttention(nn.Module):
 
 
 def dropped_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, *, rate: float) -> Tensor:
-    """dropout(softmax(q k^T / sqrt(K))) v over earlier positions, step by step.
+    """Return dropout(softmax(q k^T / sqrt(K))) v, causal and unfused.
 
-    No kernel has our masks. So the S x S weights of every head, their mask and the dropped weights are
-    kept: the 5 as^2b bytes of bf16 that fused attention does without.
+    No fused kernel takes masks from our random keys. So backward keeps the S x S weights of every head,
+    their mask and the dropped weights: the 5 as^2b bytes of bf16 that fused attention saves (Korthikanti
+    et al. 2022).
 
     Args:
-        q: [B, H, S, K].
-        k: [B, G, S, K]; H / G neighbouring query heads read one key head.
-        v: [B, G, S, K].
-        keys: [B, H, S] int64, keys of the queries' rows of weights.
-        rate: Of the dropout.
+        q: Queries, [B, H, S, K].
+        k: Keys, [B, G, S, K]; H / G neighbouring query heads read one key head.
+        v: Values, [B, G, S, K].
+        keys: Random keys of the queries' rows of weights, [B, H, S] int64.
+        rate: Dropout rate.
 
     Returns:
         [B, H, S, K].
@@ -73,20 +76,20 @@ def dropped_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, *, rate: fl
     groups = k.shape[1]
     weights = _CausalWeights.apply(q.unflatten(1, (groups, -1)), k)
     kept = dropout(weights, keys.unflatten(1, (groups, -1)), rate=rate)
-    # One product a key head: a broadcast k or v would be copied, and kept, once a query head.
+    # One GEMM a key head: a broadcast v would be copied and saved once a query head.
     return _Product.apply(kept.flatten(2, 3), v).unflatten(2, kept.shape[2:4]).flatten(1, 2)
 
 
 class _CausalWeights(torch.autograd.Function):
-    """softmax(q k^T / sqrt(K)), keeping q, k and the weights only: neither scores nor a mask."""
+    """Causal softmax(q k^T / sqrt(K)) that saves q, k and the weights, but no scores and no mask."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
-        """q: [B, G, R, S, K], k: [B, G, S, K] -> [B, G, R, S, S]."""
+        """Map q [B, G, R, S, K] and k [B, G, S, K] to weights [B, G, R, S, S]; R = H / G."""
         ctx.scale = q.shape[-1] ** -0.5
         scores = (q.flatten(2, 3) @ k.mT).mul_(ctx.scale).unflatten(2, q.shape[2:4])
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        # In a narrow format the kernel still exponentiates and sums in fp32.
+        # For narrow dtypes the softmax kernel still exponentiates and sums in fp32.
         weights = scores.masked_fill_(later, float("-inf")).softmax(-1)
         ctx.save_for_backward(q, k, weights)
         return weights
@@ -101,7 +104,7 @@ class _CausalWeights(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """a @ b, keeping both as they are: torch's would keep a copy of a b that is cut out of qkv."""
+    """Product a @ b that saves both inputs; torch's matmul saves a copy of a strided b (a view of qkv)."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

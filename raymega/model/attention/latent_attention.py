@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024), its heads cut over the tensor-parallel ranks.
+"""Multi-head latent attention (DeepSeek-V2, 2024), with heads sharded over the tensor-parallel ranks.
 
-A token's keys and values of all heads are made of one latent of kv_lora_rank features, its queries of one
-of q_lora_rank. Latents belong to the stream: every rank makes those of the positions that it holds there,
-and each makes its own heads of all of them. What happens between the heads is core_attention's.
+All heads' keys and values of a token are projections of one latent of kv_lora_rank features, its queries
+of one of q_lora_rank. Every rank computes the latents of its own positions of the residual stream, and
+its own heads of all positions. `core_attention.py` attends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from raymega.parallel.tensor_parallel.layers import (
 
 
 class LatentAttention(nn.Module):
-    """softmax(scale * q k^T) v, where a head of q and k is a part without position and a turned one.
+    """Attention softmax(scale * q k^T) v, whose q and k have a part without position and a rotary one.
 
-    The turned part of k is made of the stream and shared by all heads. With ``is_remade`` backward
-    makes all that lies between the linears that make heads and the last one again.
+    The rotary part of k comes straight from the residual stream and is shared by all heads. With
+    ``is_remade`` backward recomputes everything between the up-projections and the output projection.
     """
 
     is_remade = False
@@ -62,11 +62,14 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(factory, f"{name}.out")
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
+        """Map x [S/sp, B, D] to the same shape; without a layout each row is one document on this rank."""
+        # down-projections: latents of this rank's positions
         q_latent, kv_latent, k_turned = recompute_input(self.down, x).split(self.latents, dim=-1)
+        # up-projections: this rank's heads of all positions
         q = self.q(self.q_norm(q_latent)) if self.q_norm is not None else recompute_input(self.q, x)
         kv = self.kv(self.kv_norm(kv_latent))
         k_turned = self.sp.enter(k_turned)
+        # attention and output projection
         rows = whole_rows(q.shape[0], q.device)
         inside = partial(
             self._attend, token_layout=token_layout or make_token_layout(rows, no_context())
@@ -78,13 +81,13 @@ class LatentAttention(nn.Module):
     def _attend(
         self, q: Tensor, kv: Tensor, k_turned: Tensor, *, token_layout: TokenLayout
     ) -> Tensor:
-        """Heads from what the linears made of the latents, and attention between them.
+        """Assemble heads from the projections, and attend.
 
         Args:
-            q: [S/cp, B, H/tp * (N + R)], of each head N features without position and R turned ones.
-            kv: [S/cp, B, H/tp * (N + V)], of each head the key's N and the value's V.
-            k_turned: [S/cp, B, R].
-            token_layout: Where these tokens lie.
+            q: Queries, [S/cp, B, H/tp * (N + R)]; each head has N features without position, R rotary.
+            kv: Keys and values, [S/cp, B, H/tp * (N + V)]; each head has N features of the key, V of the value.
+            k_turned: Rotary part of the keys, [S/cp, B, R].
+            token_layout: Positions and rotations of these tokens.
 
         Returns:
             [S/cp, B, H/tp * V].
@@ -92,11 +95,13 @@ class LatentAttention(nn.Module):
         H = self.num_heads
         q_plain, q_turned = q.unflatten(-1, (H, -1)).split(self.q_parts, dim=-1)
         k_plain, v = kv.unflatten(-1, (H, -1)).split(self.kv_parts, dim=-1)
+        # rotate; the one rotary key is expanded to all heads
         q_turned = self.positions(q_turned, token_layout.rotations)
         k_turned = self.positions(k_turned.unsqueeze(2), token_layout.rotations).expand(
             -1, -1, H, -1
         )
         q_SBHK = torch.cat((q_plain, q_turned), dim=-1)
+        # YaRN scales whole scores: here through q, in place of a larger softmax scale.
         if self.score_scale != 1:
             q_SBHK = q_SBHK.mul_(self.score_scale)
         k_SBHK = torch.cat((k_plain, k_turned), dim=-1)

@@ -1,8 +1,8 @@
-"""Rotary position embedding (RoPE), by halves as in Llama or by neighbours as in DeepSeek.
+"""Rotary position embedding (RoPE), by halves as in Llama or interleaved as in DeepSeek.
 
-Feature i of K turned ones is paired with feature i + K/2, or 2i with 2i + 1; pair i at position s
-turns by the angle s / base^(2i/K), or slower where the wave lengths are scaled. It owns the table of
-angles, one for all layers of a stage.
+Feature i of K rotary features is paired with feature i + K/2, or 2i with 2i + 1. Pair i at position s
+rotates by the angle s / base^(2i/K), or less under Llama 3.1 or YaRN scaling. All layers of a stage
+share one table of angles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HeadParts = tuple[Tensor, Tensor, Tensor]
 
 
 class Rope(nn.Module):
-    """Turns the feature pairs of each head by its position; no parameters."""
+    """Rotation of the feature pairs of each head by the token's position; no parameters."""
 
     cos: Tensor
     sin: Tensor
@@ -45,29 +45,30 @@ class Rope(nn.Module):
         scale = _yarn_scale(model, model.rope_mscale) / score_scale(model) ** 0.5
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, (table * scale).to(wide)[:, None, None], persistent=False)
+        # DeepSeek's latent attention interleaves pairs.
         self.is_by_neighbours = model.mla.kv_lora_rank > 0
 
     def rotations(self, positions: Tensor) -> Turns:
-        """Cosines and sines for tokens at ``positions`` [S, B] or [S, 1]; for all layers of a stage."""
+        """Return cosines and sines for ``positions`` [S, B] or [S, 1], for all layers of a stage."""
         return self.cos[positions, 0], self.sin[positions, 0]
 
     def forward(self, x: Tensor, rotations: Turns | None = None) -> Tensor:
-        """x: [S, B, heads, K] -> the same, at ``rotations`` or 0 to S - 1; computed in max(fp32, dtype)."""
+        """Rotate x [S, B, heads, K] by ``rotations``, or by positions 0 to S - 1, in max(fp32, dtype)."""
         if self.is_by_neighbours:
-            # Queries and keys in another order of features have the same products.
+            # Permuting features of queries and keys alike leaves their products as they are.
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
         return _Turn.apply(x, rotations or self._first(x.shape[0]), self.is_fused)
 
     def split(self, qkv: Tensor, rotations: Turns | None, *, sizes: tuple[int, int]) -> HeadParts:
-        """Queries, keys and values, the first two turned as in :meth:`forward`.
+        """Split into queries, keys and values, the first two rotated as in :meth:`forward`.
 
         Args:
-            qkv: [S, B, H + 2 G, K], not kept.
-            rotations: See there.
-            sizes: H and G.
+            qkv: Fused heads, [S, B, H + 2 G, K]; not saved for backward.
+            rotations: Cosines and sines, as for :meth:`forward`.
+            sizes: Numbers of heads, (H, G).
 
         Returns:
-            [S, B, H, K], and [S, B, G, K] twice.
+            Queries [S, B, H, K], keys and values [S, B, G, K].
         """
         return _Split.apply(qkv, rotations or self._first(qkv.shape[0]), sizes, self.is_fused)
 
@@ -76,7 +77,7 @@ class Rope(nn.Module):
 
 
 class _Turn(torch.autograd.Function):
-    """Backward turns the other way, so nothing of x is kept; autograd's own takes twice as long."""
+    """Rotation whose backward rotates back, so it saves no x; autograd's own takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotations: Turns, is_fused: bool) -> Tensor:  # noqa: FBT001
@@ -91,7 +92,7 @@ class _Turn(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Each part is written once in either direction; autograd's own split would copy gradients."""
+    """Split that writes each part once in either direction; autograd's split would copy gradients."""
 
     @staticmethod
     def forward(
@@ -106,7 +107,7 @@ class _Split(torch.autograd.Function):
         if is_fused:
             return fused(_split, is_on=True)(qkv.detach(), *rotations, H, G)
         q, k, v = qkv.split((H, G, G), dim=2)
-        # A copy of v, or it would keep q and k too as they were before they were turned.
+        # Copy v: a view would keep the unrotated q and k alive with it.
         return _turn_in_steps(q, *rotations), _turn_in_steps(k, *rotations), v.contiguous()
 
     @staticmethod
@@ -133,24 +134,24 @@ def _turn_heads(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tenso
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [S, B, heads, K], cos and sin: Turns in the format of the computation."""
+    """Rotate x [S, B, heads, K]; the dtype of ``cos`` is that of the computation."""
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def _split(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> HeadParts:
-    """See Rope.split."""
+    """Compute :meth:`Rope.split` in a form that torch.compile fuses into one kernel."""
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return _turn(q, cos, sin), _turn(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
 def _join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The parts in one tensor, the first two turned."""
+    """Concatenate the parts [S, B, heads, K], the first two rotated."""
     return torch.cat((_turn(q, cos, sin), _turn(k, cos, sin), v), 2)
 
 
 def _turn_in_steps(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """What _turn does, by the fewest of torch's own kernels; into ``out`` of x's shape and format."""
+    """Rotate as ``_turn`` does in the fewest eager kernels; into ``out`` of x's shape and dtype."""
     wide = x.to(cos.dtype)
     y = out
     if y is None or y.dtype != wide.dtype:
@@ -164,19 +165,19 @@ def _turn_in_steps(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = Non
 
 
 def score_scale(model: ModelSection) -> float:
-    """By what YaRN multiplies the scores of whole heads, beside 1 / sqrt(K)."""
+    """Return YaRN's factor on attention scores, in addition to 1 / sqrt(K)."""
     return _yarn_scale(model, model.rope_mscale_all_dim) ** 2
 
 
 def _yarn_scale(model: ModelSection, mscale: float) -> float:
-    """Peng et al. 2023, equation 22, with DeepSeek's weight ``mscale``."""
+    """Return YaRN's scale (Peng et al. 2023, equation 22), with DeepSeek's weight ``mscale``."""
     if model.rope_scaling != "yarn" or model.rope_factor <= 1:
         return 1.0
     return 1.0 + 0.1 * mscale * log(model.rope_factor)
 
 
 def _frequencies(model: ModelSection) -> Tensor:
-    """Angle per position of each pair of features, [K/2], float64."""
+    """Return the angle per position of each feature pair, [K/2] float64."""
     width = model.turned_width
     plain = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     if model.rope_scaling == "none":
@@ -184,7 +185,8 @@ def _frequencies(model: ModelSection) -> Tensor:
     if model.rope_scaling == "yarn":
         share = _kept_by_yarn(model)
     else:
-        # Llama 3.1: how often a pair turns within the original length decides: plain, slow, between.
+        # Llama 3.1: pairs with many turns within the original length keep their frequency, those with
+        # few are slowed by the factor, and those between are interpolated.
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
         rotations = model.rope_original_positions * plain / (2 * pi)
         share = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -192,9 +194,11 @@ def _frequencies(model: ModelSection) -> Tensor:
 
 
 def _kept_by_yarn(model: ModelSection) -> Tensor:
-    """Share of the plain frequency of each pair, [K/2]: 1 before the first pair that turns less than
-    ``rope_beta_fast`` times within the original length, 0 after the last one that turns
-    ``rope_beta_slow`` times."""
+    """Return each pair's share of the unscaled frequency, [K/2] in [0, 1], by YaRN's ramp.
+
+    It is 1 up to the pair that turns ``rope_beta_fast`` times within the original length, and 0 from
+    the pair that turns ``rope_beta_slow`` times.
+    """
     width = model.turned_width
 
     def pair(rotations: float) -> float:
@@ -204,5 +208,5 @@ def _kept_by_yarn(model: ModelSection) -> Tensor:
     first = max(floor(pair(model.rope_beta_fast)), 0)
     last = min(ceil(pair(model.rope_beta_slow)), width - 1)
     pairs = torch.arange(width // 2, dtype=torch.float64)
-    # No step function where both are the same pair, as in the authors' code.
+    # 0.001 avoids a division by zero where both are the same pair, as in the authors' code.
     return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)

@@ -1,8 +1,8 @@
-"""Causal self-attention with the heads cut over the tensor-parallel ranks.
+"""Causal self-attention with heads sharded over the tensor-parallel ranks.
 
-Each rank keeps H/tp query heads and the key and value heads that they read: G/tp of them, or one
-that it shares with its neighbours when G < tp. So tp needs no communication here. What happens
-between the heads is core_attention's.
+Each rank holds H/tp query heads and the key and value heads that they read: G/tp of them, or one that
+neighbouring ranks replicate when G < tp. So tp needs no communication between the two projections.
+`core_attention.py` attends.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from raymega.parallel.tensor_parallel.layers import (
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(K)) v over earlier positions; G < H is grouped-query attention.
+    """Causal self-attention; G < H is grouped-query attention.
 
-    With ``is_remade`` backward makes all that lies between the two linears again.
+    With ``is_remade`` backward recomputes everything between the two projections.
     """
 
     is_remade = False
@@ -42,6 +42,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = model.num_heads // factory.tp.size
+        # G < tp: one key and value head, replicated on neighbouring ranks
         self.num_kv_heads = max(1, model.kv_heads // factory.tp.size)
         self.norms = (
             HeadNorms(factory, name, model.norm_eps)
@@ -54,34 +55,39 @@ class Attention(nn.Module):
         self.core = CoreAttention(factory, name, model)
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; without places rows are documents, whole on this rank."""
+        """Map x [S/sp, B, D] to the same shape; without a layout each row is one document on this rank."""
+        # fused projection to this rank's heads
         qkv = recompute_input(self.qkv, x)
         rows = whole_rows(qkv.shape[0], qkv.device)
         inside = partial(
             self._attend, token_layout=token_layout or make_token_layout(rows, no_context())
         )
+        # attention and output projection, with or without recomputation
         if not self.is_remade:
             return self.out(inside(qkv))
         params = () if self.norms is None else tuple(self.norms.parameters())
         return recompute_input(self.out, checkpoint_output(inside, qkv, params=params))
 
     def _attend(self, qkv: Tensor, token_layout: TokenLayout) -> Tensor:
-        """qkv: [S/cp, B, (H + 2 G)/tp * K] -> [S/cp, B, H/tp * K]."""
+        """Map qkv [S/cp, B, (H + 2 G)/tp * K] to attention outputs [S/cp, B, H/tp * K]."""
         q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, token_layout)
         return self.core(q_SBHK, k_SBGK, v_SBGK, token_layout)
 
     def _heads(self, qkv: Tensor, token_layout: TokenLayout) -> HeadParts:
-        """Queries [S/cp, B, H/tp, K], keys and values [S/cp, B, G/tp, K], normalised and turned."""
+        """Return q [S/cp, B, H/tp, K], k and v [S/cp, B, G/tp, K]; q and k normalised and rotated."""
         H, G = self.num_heads, self.num_kv_heads
         qkv_SBhK = qkv.unflatten(-1, (H + 2 * G, -1))
+        # without head norms: split and rotate in one pass
         if self.norms is None:
             if isinstance(self.positions, Rope):
                 return self.positions.split(qkv_SBhK, token_layout.rotations, sizes=(H, G))
             q_SBHK, k_SBGK, v_SBGK = qkv_SBhK.split((H, G, G), dim=2)
             return q_SBHK, k_SBGK, v_SBGK
+        # with head norms: normalise, then rotate
         qk_SBhK, v_SBGK = qkv_SBhK.split((H + G, G), dim=2)
         if not token_layout.is_whole:
-            # Attention keeps copies then, and the norms what they read: alone, or v is kept twice.
+            # Attention saves its own copies of a cp shard, and the norms their input: copy the parts, or
+            # the saved view would hold v a second time.
             qk_SBhK, v_SBGK = qk_SBhK.contiguous(), v_SBGK.contiguous()
         qk_SBhK = self.norms(qk_SBhK, num_heads=H)
         if isinstance(self.positions, Rope):

@@ -1,8 +1,8 @@
-"""Activations that wait in host memory between a micro-batch's forward and its backward.
+"""Activation offloading: tensors saved for backward wait in host memory until backward needs them.
 
-What a unit (a block, or blocks that run again together) saves for backward leaves for the host while the
-next unit works, and comes back while the one after it is in backward: so a device holds those of two units
-at most. Bits are those that were saved. The copies themselves are parallel.host_memory's.
+A unit is a block, or blocks that are recomputed together. Its saved tensors leave while the next unit
+runs forward, and return while the next unit runs backward. So a device holds those of two units at most.
+`parallel/core/host_copies.py` makes the copies, which are bit-exact.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 
 LEAST_BYTES = 1024
-"""Less than that stays where it is."""
+"""Smallest storage that is offloaded; below it a copy costs more than the memory is worth."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Piece:
-    """One memory, of which autograd saved some views."""
+    """Host copy of one storage, of which autograd saved one or more views."""
 
     host: Tensor
     leaving: AsyncCopy
@@ -32,7 +32,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """Stands for a saved tensor that lies in a piece."""
+    """Placeholder that autograd holds for a saved tensor; a view into a piece."""
 
     piece: _Piece
     dtype: torch.dtype
@@ -43,10 +43,10 @@ class _Ticket:
 
 @dataclass(kw_only=True, slots=True)
 class _Unit:
-    """What one unit saved in one forward, and the unit before it.
+    """Saved storages of one unit in one forward, and the unit before it.
 
-    Memory stays ``held`` while the unit runs: what came free and was given out again would otherwise
-    pass for memory that was seen.
+    Tensors stay ``held`` while the unit runs. Otherwise the allocator could reuse a freed address, and
+    the new storage would be taken for the one already copied.
     """
 
     before: _Unit | None
@@ -55,10 +55,10 @@ class _Unit:
 
 
 class ActivationOffloader:
-    """The activations of a stage that are on the host.
+    """Offloader of a stage's saved activations.
 
     Args:
-        device: Where the stage computes.
+        device: Device of the stage.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,11 +66,11 @@ class ActivationOffloader:
         self._last: _Unit | None = None
 
     def end(self) -> None:
-        """A micro-batch's forward through the stage is over: no unit follows the last one."""
+        """Mark the end of a micro-batch's forward, so that its last unit has no successor."""
         self._last = None
 
     def run(self, unit: Callable[[], Tensor], staying: Iterable[Tensor]) -> Tensor:
-        """``unit()``, whose saved tensors leave, but for parameters and memory of ``staying``."""
+        """Return ``unit()``; offload its saved tensors, except parameters and ``staying`` ones."""
         here = {tensor.untyped_storage().data_ptr() for tensor in staying}
         saved = self._last = _Unit(before=self._last)
 
@@ -84,15 +84,18 @@ class ActivationOffloader:
                 return tensor
             return self._leave(saved, tensor)
 
+        # forward: autograd saves tickets in place of tensors
         with saved_tensors_hooks(pack, self._unpack):
             output = unit()
         saved.held.clear()
+        # backward of this unit begins with the gradient of its output: fetch then
         output.register_hook(lambda _gradient: self._return(saved))
         return output
 
     def _leave(self, unit: _Unit, tensor: Tensor) -> _Ticket:
-        """Begin to copy its memory, once for all views of it."""
+        """Start the copy of the tensor's storage, once for all its views, and return a ticket."""
         storage = tensor.untyped_storage()
+        # The version tells apart contents before and after an in-place write.
         key = storage.data_ptr(), tensor._version
         if key not in unit.pieces:
             whole = _bytes_of(storage, tensor.device)
@@ -104,9 +107,9 @@ class ActivationOffloader:
         return _Ticket(unit.pieces[key], tensor.dtype, *place)
 
     def _return(self, unit: _Unit) -> None:
-        """The unit's backward begins: what it saved must be here, and what the one before saved comes.
+        """Fetch the storages of this unit and, ahead of need, of the one before it.
 
-        From now on only autograd holds the unit's memory, as long as it needs it.
+        Afterwards autograd alone keeps this unit's storages alive.
         """
         for each in (unit, unit.before):
             for piece in each.pieces.values() if each is not None else ():
@@ -127,12 +130,13 @@ class ActivationOffloader:
         self._fetch(piece)
         assert piece.back is not None and piece.coming is not None, "it was fetched"
         piece.coming.wait()
+        # Rebuild the view with its shape and strides, so that views of one storage share it again.
         values = torch.empty(0, dtype=saved.dtype, device=self._device)
         return values.set_(piece.back.untyped_storage(), saved.offset, saved.shape, saved.stride)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Those of a dataclass, and of what is inside it."""
+    """Yield the tensors in a value: itself, or those in a tuple's items or a dataclass's fields."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -144,5 +148,5 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """All of a memory, flat."""
+    """Return a storage as a flat tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

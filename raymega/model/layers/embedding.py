@@ -1,4 +1,4 @@
-"""From tokens to the residual stream."""
+"""Embedding layer: tokens to the residual stream."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Embedding(nn.Module):
         self.positions = factory.make_if_any("embedding.positions.weight")
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """From tokens to the stream.
+        """Embed tokens into the residual stream.
 
         Args:
-            tokens: [B, S] int64.
-            positions: [S, B] or [S, 1] int64, in their documents; None is 0 to S - 1.
+            tokens: Input tokens, [B, S] int64.
+            positions: Positions within documents, [S, B] or [S, 1] int64; None is 0 to S - 1.
 
         Returns:
             [S/sp, B, D].
@@ -34,4 +34,5 @@ class Embedding(nn.Module):
             return x
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        # self.sp.own: the tokens' sum is scattered over tp already under sequence parallelism
         return x + embedding(self.sp.own(positions), self.positions)

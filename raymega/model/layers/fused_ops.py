@@ -1,7 +1,7 @@
-"""Functions whose backward needs less than autograd would keep for them, each computed as written.
+"""RMSNorm, SwiGLU and biased GELU as autograd functions that save less than torch's composition.
 
-They own their derivatives and know nothing of layers or layouts. A weight's gradient is a sum over rows, in
-float32 or wider, and is added to the run's sums as it is: a narrow format may not hold it.
+Each derives its own backward. A weight's gradient is a sum over rows in float32 or wider. It goes into the
+gradient buffer in that dtype, because a narrow dtype would round it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raymega.parallel.core.compile import fused
 from raymega.parallel.core.weight_grads import ComputedTerm, accumulate_grad
 
 GELU_FACTOR, GELU_CUBE = sqrt(2 / pi), 0.044715
-"""Of the tanh form's u(x) = factor (x + cube x^3), by Hendrycks and Gimpel 2016."""
+"""Constants of the tanh form's u(x) = factor (x + cube x^3), by Hendrycks and Gimpel 2016."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_fused: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; x: [..., N], weight: x's last dims."""
-    # Torch has one kernel for this on GPUs only. Elsewhere it is a chain of operations that keeps
-    # 10 bytes an element of bf16, where x alone would do.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; weight has x's last dims."""
+    # Torch has one kernel for this on GPUs only. On a CPU it is a chain of operations that saves
+    # 10 bytes a bf16 element, where x alone would do.
     if x.is_cuda:
         if weight.dim() == 1:
             return torch_rms_norm(x, weight.shape, weight, eps)
@@ -34,17 +34,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_fused: bool = False) -
 
 
 def swiglu(gate_up: Tensor, *, is_fused: bool = False) -> Tensor:
-    """silu(gate) * up. gate_up: [..., 2 N], gate first -> [..., N]."""
+    """Return silu(gate) * up, [..., N], of gate_up [..., 2 N], gate first."""
     return _Swiglu.apply(gate_up, is_fused)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU of x + bias in its tanh form, fused. x: [..., N], bias: [N] -> [..., N]."""
+    """Return the fused tanh-form GELU of x + bias; x: [..., N], bias: [N]."""
     return _BiasGelu.apply(x, bias)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps x and 1 / rms(x), one number a row; computed in max(fp32, dtype)."""
+    """RMSNorm that saves x and one 1 / rms(x) a row; computed in max(fp32, dtype)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_fused: bool) -> Tensor:  # noqa: FBT001
@@ -58,6 +58,7 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
+        # The LayerNorm kernel takes one dtype and a flat weight.
         is_narrow = x.dtype != inverse.dtype or weight.dim() > 1
         if not ctx.is_fused and not is_narrow:
             return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None
@@ -67,14 +68,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / rms(x) [..., 1] in max(fp32, dtype)."""
+    """Return the norm, and 1 / rms(x) [..., 1] in max(fp32, dtype); a form to compile."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse).mul_(weight).to(x.dtype), inverse
 
 
 def _rms_norm_in_steps(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The same by the fewest of torch's own kernels."""
+    """Return the same in the fewest eager kernels."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -84,7 +85,7 @@ def _rms_norm_in_steps(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 def _rms_norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """With n = x / rms(x): dx = (g w - n mean(g w n)) / rms(x), dw = sum of g n over rows, in float32 or wider."""
+    """Return dx = (g w - n mean(g w n)) / rms(x) and dw = sum over rows of g n, with n = x / rms(x)."""
     normal = x.to(inverse.dtype) * inverse
     grad = grad.to(inverse.dtype)
     product = grad * normal
@@ -97,20 +98,21 @@ def _rms_norm_gradients(
 def _rms_norm_gradients_in_steps(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for one weight and one format, by torch's kernel for LayerNorm.
+    """Return the same for a flat weight and one dtype, by torch's LayerNorm backward kernel.
 
-    With a mean of 0 it differs in what it takes out of dx: the mean of g w over a row.
+    Called with a mean of 0, that kernel subtracts one term too much from dx: the row mean of g w.
     """
     size = weight.shape[0]
     grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
         grad, x, [size], torch.zeros_like(inverse), inverse, weight, None, [True, True, False]
     )
+    # Add the subtracted term back: mean(g w) / rms(x).
     taken = (grad @ weight).unsqueeze(-1).mul_(inverse).div_(size)
     return grad_x.add_(taken), grad_weight
 
 
 class _Swiglu(torch.autograd.Function):
-    """Keeps gate and up; silu(gate), as large as either, is made again from gate."""
+    """SwiGLU that saves gate and up; backward recomputes silu(gate) from gate."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, is_fused: bool) -> Tensor:  # noqa: FBT001
@@ -128,14 +130,14 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu_values(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """:func:`swiglu`, of which autograd is not told; into ``out`` [..., N] where there is one."""
+    """Compute :func:`swiglu` outside autograd; into ``out`` [..., N] if given."""
     gate, up = gate_up.chunk(2, dim=-1)
     share = silu(gate) if out is None else torch.ops.aten.silu.out(gate, out=out)
     return share.mul_(up)
 
 
 def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """With s = sigmoid(gate): d up = g gate s, d gate = g up s (1 + gate (1 - s))."""
+    """Return d gate = g up s (1 + gate (1 - s)) and d up = g gate s, with s = sigmoid(gate)."""
     gate, up = gate_up.chunk(2, dim=-1)
     share = gate.sigmoid()
     grad_gate = grad * up * share * (1 + gate * (1 - share))
@@ -143,7 +145,7 @@ def _swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Backward of :func:`swiglu` by the fewest of torch's own kernels, each of which writes where its result belongs."""
+    """Return the gradient of :func:`swiglu` in the fewest eager kernels, written in place."""
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate_up = torch.empty_like(gate_up) if out is None else out
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
@@ -155,7 +157,7 @@ def swiglu_gradient(grad: Tensor, gate_up: Tensor, *, out: Tensor | None = None)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """Keeps x, without the bias."""
+    """Biased GELU that saves x without the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -172,13 +174,13 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def _gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """0.5 x (1 + tanh(u)) is x sigmoid(2 u), which takes one exponential."""
+    """Return 0.5 x (1 + tanh(u)) as x sigmoid(2 u), which takes one exponential."""
     wide = (x + bias).to(torch.promote_types(x.dtype, torch.float32))
     return (wide * _gelu_share(wide)).to(x.dtype)
 
 
 def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """With s = sigmoid(2 u(x)): dx = g (s + x s (1 - s) 2 u'(x)); the bias's is its sum, in float32 or wider."""
+    """Return dx = g (s + x s (1 - s) 2 u'(x)), with s = sigmoid(2 u(x)), and its sum over rows."""
     wide = (x + bias).to(torch.promote_types(x.dtype, torch.float32))
     share = _gelu_share(wide)
     slope = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBE * wide.square())

@@ -1,6 +1,6 @@
-"""From the residual stream to logits and to the loss.
+"""Language-model head: residual stream to logits, and to the sum of token losses.
 
-It sums the losses of tokens; what the sum is divided by is the step's business.
+`train/step.py` divides the sum.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raymega.parallel.workarounds.output_cache import CpuOutputCache
 
 
 class Head(nn.Module):
-    """Final norm and the projection to the vocabulary, whose rows are cut over tp.
+    """Final norm and projection to the vocabulary, sharded over tp by rows of the vocabulary.
 
-    The weight is handed in because it may be the token embedding's. In evaluation (``eval()``) the
-    loss is plain cross entropy, without label smoothing and z-loss. ``further`` is what the stage
-    predicts further ahead with.
+    The weight is an argument because it may be the token embedding's. In evaluation (``eval()``) the
+    loss is plain cross entropy, without label smoothing and z-loss. ``further`` is the stage's
+    multi-token prediction, if any.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Head(nn.Module):
         self.kept = CpuOutputCache()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> logits [S, B, V/tp] of this rank's tokens, padding left out."""
+        """Map x [S/sp, B, D] to logits [S, B, V/tp] of this rank's vocabulary, without padding."""
         logits = self._padded_logits(self.norm(x))
         tp, vocab_size = self.sp.tp, self.plain_terms.vocab_size
         return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        """Sum of the token losses where ``mask`` is 1.
+        """Return the sum of the token losses where ``mask`` is 1.
 
         Args:
-            x: [S/sp, B, D].
-            labels: [B, S] int64; any number where ``mask`` is 0.
-            mask: [B, S], 0 or 1.
+            x: Residual stream, [S/sp, B, D].
+            labels: Next tokens, [B, S] int64; any number where ``mask`` is 0.
+            mask: Loss mask, [B, S], 0 or 1.
 
         Returns:
             A scalar in max(fp32, dtype), equal on all tensor-parallel ranks.
@@ -68,7 +68,7 @@ class Head(nn.Module):
         return self.loss_sum_after_norm(self.norm(x), labels, mask)
 
     def loss_sum_after_norm(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        """:meth:`loss_sum` of what has its last norm behind it."""
+        """Return :meth:`loss_sum` of an x that has passed the final norm."""
         terms = self.training_terms if self.training else self.plain_terms
         logits = self._padded_logits(x)
         losses = vocab_parallel_cross_entropy(

@@ -1,4 +1,4 @@
-"""Feed-forward layers with the F hidden features cut over the tensor-parallel ranks."""
+"""Feed-forward layers, with the F hidden features sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from raymega.parallel.tensor_parallel.layers import (
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), with the tanh form of GELU, as in GPT-2.
+    """Feed-forward layer down(gelu(up(x))) with the tanh form of GELU, as in GPT-2.
 
-    With ``is_remade`` backward makes gelu(up(x)) again.
+    With ``is_remade`` backward recomputes gelu(up(x)).
     """
 
     is_remade = False
@@ -28,19 +28,20 @@ class GeluMlp(nn.Module):
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
         self.is_fused = factory.is_fused
+        # When fused, the bias is added in the kernel of GELU.
         self.up = ColumnParallelLinear(factory, f"{name}.up", adds_bias=not factory.is_fused)
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        """Map x [S/sp, B, D] to the same shape, each token independently."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, F/tp], before the nonlinearity and, when fused, the bias."""
+        """Map x [S/sp, B, D] to [S, B, F/tp], before the nonlinearity and, when fused, the bias."""
         return recompute_input(self.up, x)
 
     def finish(self, up: Tensor) -> Tensor:
-        """[S, B, F/tp] -> [S/sp, B, D]."""
+        """Apply the nonlinearity and the down-projection: [S, B, F/tp] -> [S/sp, B, D]."""
         bias = self.up.bias if self.is_fused else None
         inside = gelu_tanh if bias is None else partial(bias_gelu, bias=bias)
         if not self.is_remade:
@@ -51,9 +52,9 @@ class GeluMlp(nn.Module):
 
 
 class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), as in Llama; gate and up are one GEMM.
+    """Feed-forward layer down(silu(gate(x)) * up(x)), as in Llama; gate and up are one GEMM.
 
-    With ``is_remade`` backward makes silu(gate(x)) * up(x) again.
+    With ``is_remade`` backward recomputes silu(gate(x)) * up(x).
     """
 
     is_remade = False
@@ -65,15 +66,15 @@ class SwigluMlp(nn.Module):
         self.down = RowParallelLinear(factory, f"{name}.down")
 
     def forward(self, x: Tensor, _token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; each token by itself, wherever it lies."""
+        """Map x [S/sp, B, D] to the same shape, each token independently."""
         return self.finish(self.start(x))
 
     def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, 2 F/tp], gate and up before the nonlinearity."""
+        """Map x [S/sp, B, D] to gate and up, [S, B, 2 F/tp], before the nonlinearity."""
         return recompute_input(self.gate_up, x)
 
     def finish(self, gate_up: Tensor) -> Tensor:
-        """[S, B, 2 F/tp] -> [S/sp, B, D]."""
+        """Apply SwiGLU and the down-projection: [S, B, 2 F/tp] -> [S/sp, B, D]."""
         inside = self.inside
         return recompute_input(
             self.down, checkpoint_output(inside, gate_up) if self.is_remade else inside(gate_up)
@@ -81,5 +82,5 @@ class SwigluMlp(nn.Module):
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form."""
+    """Return GELU in its tanh form."""
     return gelu(x, approximate="tanh")

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over the features of the residual stream, and RMSNorm over those of a head.
+"""LayerNorm and RMSNorm over the residual stream's features, and RMSNorm over those of a head.
 
-Torch's kernels take the statistics in fp32 when x is narrower. Every tensor-parallel rank holds the
-whole parameters; with sequence parallelism their gradients are its positions' terms of a sum.
+Torch's kernels compute statistics in fp32 when x is narrower. Every tensor-parallel rank holds the whole
+parameters. Under sequence parallelism their gradients are partial sums over its own positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+    """LayerNorm: (x - mean) / sqrt(variance + eps) * weight + bias."""
 
     def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class LayerNorm(nn.Module):
         self.bias = factory.make(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        """Normalise x [S/sp, B, D] over its features."""
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight."""
 
     def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class RmsNorm(nn.Module):
         self.weight = factory.make(f"{name}.weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]."""
+        """Normalise x [S/sp, B, D] over its features."""
         return rms_norm(x, self.weight, self.eps, is_fused=self.is_fused)
 
 
 class HeadNorms(nn.Module):
-    """RMSNorm of each query and key head; all query heads share a weight, and all key heads."""
+    """RMSNorm of each query and key head; query heads share one weight, key heads another."""
 
     def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class HeadNorms(nn.Module):
         self.k_weight = factory.make(f"{name}.k_norm.weight")
 
     def forward(self, qk: Tensor, *, num_heads: int) -> Tensor:
-        """qk: [S, B, H/tp + G/tp, K], of which the first ``num_heads`` are queries -> the same."""
+        """Normalise heads [S, B, H/tp + G/tp, K], of which the first ``num_heads`` are queries."""
+        # one kernel for both: a weight for each head
         weights = (
             self.q_weight.expand(num_heads, -1),
             self.k_weight.expand(qk.shape[2] - num_heads, -1),

@@ -1,7 +1,8 @@
-"""The transformer block: attention, then a feed-forward layer, each added to the residual stream.
+"""Transformer block: attention, then a feed-forward layer, each added to the residual stream.
 
-It knows neither the family nor the layout: parts are handed in, and each part is cut over the
-tensor-parallel ranks in itself. Between parts a rank holds the stream as parallel.stream says.
+The block is independent of family and layout: its parts are arguments, and each part is itself sharded
+over the tensor-parallel ranks. Between parts a rank holds the residual stream as
+`parallel/tensor_parallel/sequence_parallel.py` defines it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from raymega.parallel.core.dropout import TokenKeys, dropout, place_key
 
 
 class BlockPart(Protocol):
-    """What a block adds to the stream; with ``is_remade`` backward makes its inside again."""
+    """Part of a block, added to the residual stream; ``is_remade`` turns its recomputation on."""
 
     is_remade: bool
     __call__: Callable[..., Tensor]
 
 
 class ResidualDropout(nn.Module):
-    """Drops features of what ``place`` adds to the stream."""
+    """Dropout on the output of the layer ``place``, before it is added to the residual stream."""
 
     def __init__(self, seed: int, place: str, rate: float) -> None:
         super().__init__()
@@ -32,14 +33,14 @@ class ResidualDropout(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor, keys: TokenKeys | None) -> Tensor:
-        """x: [S/sp, B, D] -> the same; x itself without keys, as in evaluation."""
+        """Drop features of x [S/sp, B, D]; without keys, as in evaluation, return x itself."""
         if keys is None or not self.rate:
             return x
         return dropout(x, keys.own + self.place_key, rate=self.rate)
 
 
 class TransformerBlock(nn.Module):
-    """Norm before each part, dropout after it, nothing after the sum (pre-norm)."""
+    """Pre-norm block: norm before each part, dropout after it, nothing after the sum."""
 
     is_norm_remade = False
 
@@ -62,13 +63,13 @@ class TransformerBlock(nn.Module):
         self.mlp_dropout = mlp_dropout
 
     def remake(self, parts: Collection[str]) -> None:
-        """Choose what backward makes again: memory.recompute_parts of the job."""
+        """Choose what backward recomputes, by the job's memory.recompute_parts."""
         self.is_norm_remade = "norm" in parts
         self.attention.is_remade = "attention" in parts
         self.mlp.is_remade = "activation" in parts
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/sp, B, D] -> [S/sp, B, D]; without places nothing is dropped, and none is elsewhere."""
+        """Map x [S/sp, B, D] to the same shape; without a layout there is no dropout and no cp."""
         keys = None if token_layout is None else token_layout.keys
         y = self.attention(self._normal(self.attention_norm, x), token_layout)
         x = x + self.attention_dropout(y, keys)

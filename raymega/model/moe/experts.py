@@ -1,4 +1,4 @@
-"""The experts of one block that this rank holds, and the shared expert that sees every token."""
+"""Routed experts of one block that this rank holds, and the shared expert of all tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
 
 class Experts(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, each row by its expert.
+    """Experts down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, on sorted rows.
 
-    Gate and up are one product: of each expert they lie one after the other, [E/ep, 2 F/etp, D].
-    E/ep experts, of each F/etp features: what comes out are terms of a sum over etp. With
-    ``is_remade`` backward makes what lies between the products again. ``etp`` are the ranks that have
-    other features of these experts, which scales of products in fp8 ask.
+    The rank holds E/ep experts, F/etp features of each, so outputs are partial sums over etp. Gate and
+    up are one tensor, [E/ep, 2 F/etp, D], and one grouped GEMM. With ``is_remade`` backward recomputes
+    the nonlinearity. ``etp`` is the group with the other features of these experts, over which fp8
+    scales are reduced.
     """
 
     is_remade = False
@@ -40,13 +40,13 @@ class Experts(nn.Module):
 
     @property
     def can_be_one_node(self) -> bool:
-        """Both products and what lies between them may be a single node of autograd."""
+        """True where both grouped GEMMs and SwiGLU may run as one autograd node."""
         return self.inside is swiglu and not self.is_remade and self.up_place is None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows: [R, D] by expert, counts: [E/ep] int64 -> [R, D]."""
+        """Map rows [R, D], sorted by expert with ``counts`` [E/ep] int64, to outputs [R, D]."""
         sizes, grad_queue = group_sizes(rows, counts, inner=self.down.shape[2]), self.grad_queue
-        # Where no cache is won, several nodes let go of more on their way back.
+        # One node gains from a CPU's cache; on a GPU several nodes free memory earlier in backward.
         if self.can_be_one_node and rows.device.type == "cpu":
             return gated_experts(rows, self.up, self.down, sizes, grad_queue)
         up = expert_linear(rows, self.up, sizes, grad_queue, self.up_place)
@@ -58,10 +58,9 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """A dense feed-forward layer beside the experts, cut over tp as any; with or without a gate.
+    """Dense feed-forward layer for all tokens, sharded over tp; with or without a gate.
 
-    It comes in two halves, so that one runs while tokens travel to the experts and one while they
-    come back.
+    It runs in two halves: one overlaps with the dispatch of tokens, one with the combine.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class SharedExpert(nn.Module):
         self.gate = factory.make_if_any(f"{name}.shared_gate.weight")
 
     def start(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, D] -> [S, B, F/tp or two of them]."""
+        """Run the first half: x [S/sp, B, D] -> [S, B, F/tp], or 2 F/tp with SwiGLU."""
         return self.mlp.start(x)
 
     def finish(self, inner: Tensor, x: Tensor) -> Tensor:
-        """-> [S/sp, B, D]."""
+        """Run the second half: [S, B, F/tp] -> [S/sp, B, D], times the gate's sigmoid if there is one."""
         y = self.mlp.finish(inner)
         if self.gate is None:
             return y

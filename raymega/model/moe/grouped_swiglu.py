@@ -1,7 +1,7 @@
-"""Gated experts on rows that lie by expert, in one node of autograd: up, the gate, and down.
+"""SwiGLU experts on rows sorted by expert, as one autograd node: up, gate and down.
 
-What lies between two products is as large as all rows. A CPU's cache holds that of one expert: where
-rows are many, the product and what is done with it go expert by expert.
+The tensors between two GEMMs have a row for each choice of a token. A CPU's cache holds those of one
+expert only, so with many rows each GEMM and its nonlinearity run expert by expert.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from raymega.parallel.expert_parallel.grouped_gemm import (
 )
 
 CACHED_BYTES = 2**23
-"""What a CPU's last cache keeps of a product until it is read again."""
+"""Bytes of a GEMM's output that a CPU's last-level cache keeps until the next operation."""
 PART_BYTES = 2**18
-"""One expert's part of it from which on calls for each expert cost nothing beside the work."""
+"""Bytes of one expert's part from which the overhead of calls for each expert is negligible."""
 
 
 def gated_experts(
     rows: Tensor, up: Tensor, down: Tensor, sizes: GroupSizes, grad_queue: WeightGradQueue
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)), each row by its expert.
+    """Return down(silu(gate(x)) * up(x)) of each row by its expert.
 
     Args:
-        rows: [R, D], sorted by expert.
-        up: [E, 2 F, D], of each expert gate first.
-        down: [E, D, F].
-        sizes: Of the experts' rows.
-        grad_queue: Takes the weights' gradients when they are put off.
+        rows: Tokens sorted by expert, [R, D].
+        up: Gate and up weights, [E, 2 F, D], gate first.
+        down: Down weights, [E, D, F].
+        sizes: Numbers of rows of the experts.
+        grad_queue: Queue of deferred weight gradients.
 
     Returns:
         [R, D].
@@ -46,7 +46,7 @@ def gated_experts(
 
 
 def gated_product(rows: Tensor, up: Tensor, sizes: GroupSizes) -> tuple[Tensor, Tensor]:
-    """Gate and up, [R, 2 F], and silu(gate) * up, [R, F]; autograd is not told."""
+    """Return gate and up, [R, 2 F], and silu(gate) * up, [R, F], outside autograd."""
     if not _is_long(rows, up.shape[1], sizes):
         gate_up = grouped_product(rows, up.mT, sizes)
         return gate_up, swiglu_values(gate_up)
@@ -61,7 +61,7 @@ def gated_product(rows: Tensor, up: Tensor, sizes: GroupSizes) -> tuple[Tensor, 
 def gated_product_gradient(
     grad: Tensor, down: Tensor, gate_up: Tensor, sizes: GroupSizes
 ) -> Tensor:
-    """From the gradient of what went down, [R, D], to that of gate and up, [R, 2 F]."""
+    """Return the gradient of gate and up, [R, 2 F], from the gradient of the output, [R, D]."""
     if not _is_long(grad, gate_up.shape[1], sizes):
         return swiglu_gradient(grouped_product(grad, down, sizes), gate_up)
     grad_gate_up = torch.empty_like(gate_up)
@@ -71,7 +71,7 @@ def gated_product_gradient(
 
 
 class _GatedExperts(torch.autograd.Function):
-    """Keeps what the nodes that it stands for keep, and all of it until its backward has ended."""
+    """Single node that saves what separate nodes would, but all of it until its backward ends."""
 
     @staticmethod
     def forward(
@@ -96,8 +96,10 @@ class _GatedExperts(torch.autograd.Function):
             ctx.grad_queue.accumulate_or_defer,
             grad.contiguous(),
         )
+        # down: weight gradient, then back through SwiGLU
         grad_down = accumulate_or_defer(ctx.params[1], GroupedWeightGrad(grad, inner, sizes))
         grad_gate_up = gated_product_gradient(grad, down, gate_up, sizes)
+        # up: weight gradient, then the gradient of the rows
         grad_up = accumulate_or_defer(ctx.params[0], GroupedWeightGrad(grad_gate_up, rows, sizes))
         return grouped_product(grad_gate_up, up, sizes), grad_up, grad_down, None, None
 
@@ -110,7 +112,7 @@ def _is_long(rows: Tensor, width: int, sizes: GroupSizes) -> bool:
 
 
 def _parts(sizes: GroupSizes, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Of each expert where its rows lie, and its weight."""
+    """Yield each expert's slice of the rows, and its weight."""
     end = 0
     for count, one in zip(sizes.counts.tolist(), weight.unbind(0), strict=True):
         begin, end = end, end + count

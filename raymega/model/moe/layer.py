@@ -1,7 +1,7 @@
-"""The layer of experts that some blocks have where a dense one has a feed-forward layer.
+"""Mixture-of-experts layer, which takes the place of a block's dense feed-forward layer.
 
-Each rank routes its own share of the micro-batch's tokens, sequence parallel or not. While tokens
-travel to their experts and back, the shared expert is at work.
+Each rank routes its own share of the micro-batch's tokens, with or without sequence parallelism. The
+shared expert overlaps with the dispatch and combine of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raymega.parallel.tensor_parallel.mappings import gather_rows, scatter_rows
 
 
 class MoeLayer(nn.Module):
-    """Router, experts, shared expert; tensors are named ``{name}.router.weight`` and so on."""
+    """Router, experts and shared expert; tensors are named ``{name}.router.weight`` and so on."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class MoeLayer(nn.Module):
 
     @property
     def is_remade(self) -> bool:
-        """Backward makes nonlinearities again."""
+        """True where backward recomputes the nonlinearities of all experts."""
         return self.experts.is_remade
 
     @is_remade.setter
@@ -51,14 +51,18 @@ class MoeLayer(nn.Module):
             self.shared.mlp.is_remade = is_remade
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
-        """x: [S/(cp*sp), B, D] -> the same; without places rows are whole and every token counts."""
+        """Map x [S/(cp*sp), B, D] to the same shape; without a layout every token counts."""
+        # route
         own, token_ids, keys = self._own_tokens(x, token_layout)
         own, routing = self.router(own, token_ids, keys)
+        # all experts here: one autograd node, no dispatch
         if is_one_node(self.experts, routing, self.groups):
             y = self._to_stream(run_local_experts(own, routing, self.experts)).view_as(x)
             return y if self.shared is None else y + self.shared.finish(self.shared.start(x), x)
+        # dispatch | first half of the shared expert
         dispatch = dispatch_tokens(own, routing, self.groups)
         inner = x if self.shared is None else self.shared.start(x)
+        # experts, then combine | second half of the shared expert
         dispatch.start_back(self.experts(*dispatch.arrive()))
         shared = None if self.shared is None else self.shared.finish(inner, x)
         y = self._to_stream(dispatch.result()).view_as(x)
@@ -67,7 +71,7 @@ class MoeLayer(nn.Module):
     def _own_tokens(
         self, x: Tensor, token_layout: TokenLayout | None
     ) -> tuple[Tensor, TokenIds, Tensor | None]:
-        """[T, D]: what this rank holds or, where tp ranks hold the same, its part of that."""
+        """Return this rank's tokens [T, D], their ids and keys; a 1/tp share where tp ranks hold the same."""
         sp, token_ids = (
             self.groups.sp,
             None if token_layout is None else token_layout.token_ids,
@@ -83,7 +87,7 @@ class MoeLayer(nn.Module):
         )
 
     def _to_stream(self, y: Tensor) -> Tensor:
-        """From own tokens to what the rank holds of the stream."""
+        """Return the rank's part of the residual stream from its own tokens' outputs."""
         tp = self.groups.sp.tp
         if self.groups.sp.is_sequence_parallel or tp.size == 1:
             return y

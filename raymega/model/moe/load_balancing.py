@@ -1,7 +1,7 @@
-"""Losses that keep the load of experts even, what a step's routing was like, and the loss-free bias.
+"""Load balancing of experts: auxiliary losses, the loss-free bias, and statistics of a step's routing.
 
-Losses come into backward as gradients and never into the reported loss. They are sums over tokens, as
-the loss of the model is, because only a step divides. Each rank has its own tokens' terms.
+Auxiliary losses add gradients in backward but not to the reported loss. Like the model's loss they are
+sums over tokens, which only `train/step.py` divides. Each rank has its own tokens' terms.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.expert_parallel.token_ids import TokenIds
 
 NUM_SUMS = 5
-"""Of a :class:`Record`'s sums, those that are not by expert."""
+"""Number of a :class:`Record`'s sums besides the counts by expert: see :class:`Load`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LoadStats:
-    """What is told of one micro-batch's routing on this rank besides its scores and choices.
+    """Statistics of one micro-batch's routing on this rank, besides scores and choices.
 
     Attributes:
-        token_ids: Of the tokens.
-        gaps: [T], by how much the last choice was better than the next, or kept before another by its
-            weight.
-        kept: Choices of counted tokens that were not dropped, a scalar; None where none can be.
-        losses: The router's, by their names in :class:`Load`, scalars; autograd does not see them.
+        token_ids: Identity of the tokens.
+        gaps: Margins of the decisions, [T]: score of the last expert chosen less that of the next
+            one, or of a choice kept less that of one dropped.
+        kept: Number of counted tokens' choices that were not dropped, a scalar; None without capacity.
+        losses: Losses of the router by their names in :class:`Load`, detached scalars.
     """
 
     token_ids: TokenIds
@@ -41,13 +41,13 @@ class LoadStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A step's routing of all ranks in one layer, or of one rank.
+    """Routing of one step in one layer, summed over all ranks or of one rank.
 
     Attributes:
-        counts: [E], choices of counted tokens by expert.
-        tokens: Counted tokens.
-        kept: Choices that were not dropped.
-        entropy: Sum over tokens, in nats.
+        counts: Choices of counted tokens by expert, [E].
+        tokens: Number of counted tokens.
+        kept: Number of choices that were not dropped.
+        entropy: Entropy of the scores in nats, summed over tokens.
         balance: Sum of balancing losses.
         z: Sum of z-losses.
     """
@@ -61,7 +61,7 @@ class Load:
 
     @staticmethod
     def of(sums: Tensor) -> Load:
-        """From those of :meth:`Record.take` that were added up."""
+        """Return the load of summed vectors [E + NUM_SUMS] of :meth:`Record.drain`."""
         counts, rest = sums[:-NUM_SUMS], sums[-NUM_SUMS:].tolist()
         return Load(
             counts=counts, tokens=rest[0], kept=rest[1], entropy=rest[2], balance=rest[3], z=rest[4]
@@ -69,15 +69,14 @@ class Load:
 
 
 class Record:
-    """Adds up what the routing of a step was like: counts, tokens, kept, entropy, balance, z.
+    """Accumulator of a step's routing: counts, tokens, kept, entropy, balance, z.
 
-    A micro-batch is added when its backward passes: once, however often forward ran. Who ends a step
-    takes the sums.
+    A micro-batch is added in its backward, so only once even if forward was recomputed.
 
     Attributes:
-        name: The router's.
-        loss_gradient: What backward of a step starts from, which the losses here must too: 1 but for
-            float16's scale.
+        name: Name of the router.
+        loss_gradient: Gradient that backward starts from, for auxiliary losses too; 1, or float16's
+            loss scale.
     """
 
     def __init__(self, name: str, num_experts: int) -> None:
@@ -88,12 +87,12 @@ class Record:
         self._margin: Tensor | None = None
 
     def start(self, *, loss_gradient: float) -> None:
-        """A step's passes begin; what was added and never taken belongs to none."""
+        """Begin a step's passes, and drop sums of a pass that was not used."""
         self.loss_gradient = loss_gradient
         self._sums = self._margin = None
 
     def add(self, load_stats: LoadStats, shares: Tensor, chosen: Tensor) -> None:
-        """One micro-batch, in its backward: shares [T, E] that add up to 1, choices [T, k] before any is dropped."""
+        """Add one micro-batch: normalised scores [T, E], and choices [T, k] before any is dropped."""
         if self._sums is None:
             self._begin(chosen.device)
         token_ids, parts, top_k = load_stats.token_ids, self._parts, chosen.shape[1]
@@ -106,12 +105,13 @@ class Record:
         parts["entropy"].add_(entropy(shares, token_ids))
         for name, loss in load_stats.losses.items():
             parts[name].add_(loss)
+        # least margin, for tests that compare layouts: a near tie may fall either way
         if load_stats.gaps.numel():
             margin = torch.where(token_ids.is_counted, load_stats.gaps, torch.inf).min()
             self._margin = margin if self._margin is None else torch.minimum(self._margin, margin)
 
     def drain(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Sums [E + 5] and the least margin since the last call, in float64; forgets both."""
+        """Return and reset the sums [E + NUM_SUMS] and the least margin, both float64."""
         if self._sums is None:
             self._begin(device)
         sums, margin = self._sums, self._margin
@@ -128,20 +128,20 @@ class Record:
 
 
 def join(x: Tensor, loss: Tensor, record: Record) -> Tensor:
-    """``x`` as it is; its backward lets ``loss`` in, a scalar, with the record's gradient."""
+    """Return ``x`` unchanged; its backward also starts that of ``loss``, with the record's gradient."""
     dtype = loss.dtype
     return with_gradient(x, loss, lambda grad: grad.new_tensor(record.loss_gradient, dtype=dtype))
 
 
 def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:
-    """Scores [T, E] that add up to 1."""
+    """Return scores [T, E] normalised to a sum of 1 over the experts."""
     return (
         scores if moe.router_score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
     )
 
 
 def add_load(chosen: Tensor, token_ids: TokenIds, counts: Tensor) -> Tensor:
-    """Add to ``counts`` [E] float64, and return, how many choices of counted tokens each expert is."""
+    """Add each expert's number of counted choices to ``counts`` [E] float64, and return it."""
     return counts.scatter_add_(0, chosen.flatten(), token_ids.counted_choices(chosen.shape[1]))
 
 
@@ -155,22 +155,22 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
     last: Tensor | None,
     micro: Group,
 ) -> Tensor | None:
-    """coefficient * E * sum over experts of load share * mean score, once for each counted token.
+    """Return coefficient * E * sum over experts of load share * score, summed over counted tokens.
 
-    Switch Transformer's loss (Fedus et al. 2021, eq. 4) for k choices. The load share is that of the
-    micro-batch, of the token's row (DeepSeek-V2), or of the last step (0 in the first).
+    It is Switch Transformer's loss (Fedus et al. 2021, eq. 4) for k choices. The load share is that of
+    the micro-batch, of the token's row (DeepSeek-V2), or of the last step (0 in the first).
 
     Args:
-        moe: Which of them, and how much.
-        scores: [T, E].
-        chosen: [T, k] int64.
-        token_ids: Of the tokens.
-        totals: [E + 1], load and tokens of the micro-batch.
-        last: [E], load of the last step.
-        micro: The ranks that share the micro-batch.
+        moe: Section with the type and coefficient of the loss.
+        scores: Router scores, [T, E].
+        chosen: Chosen experts, [T, k] int64.
+        token_ids: Identity of the tokens.
+        totals: Load and number of tokens of the micro-batch, [E + 1].
+        last: Load of the last step, [E].
+        micro: Group of the ranks that share the micro-batch.
 
     Returns:
-        This rank's terms of the sum, a scalar; None for a job without.
+        This rank's part of the sum, a scalar; None for a job without this loss.
     """
     if not moe.has_aux_loss:
         return None
@@ -181,21 +181,21 @@ def auxiliary_loss(  # noqa: PLR0913  # what one formula reads
 
 
 def z_loss(moe: MoeSection, logits: Tensor, token_ids: TokenIds) -> Tensor | None:
-    """coefficient * logsumexp(logits)^2 of each counted token (ST-MoE, Zoph et al. 2022, eq. 5)."""
+    """Return coefficient * logsumexp(logits)^2 over counted tokens (ST-MoE, Zoph et al. 2022, eq. 5)."""
     if not moe.router_z_loss_coef:
         return None
     return moe.router_z_loss_coef * (logits.logsumexp(-1).square() * token_ids.is_counted).sum()
 
 
 def entropy(shares: Tensor, token_ids: TokenIds) -> Tensor:
-    """Sum over counted tokens of the entropy of their scores, in nats."""
+    """Return the entropy of the scores in nats, summed over counted tokens."""
     return torch.special.entr(shares).sum(-1, dtype=torch.float64) @ token_ids.counted
 
 
 @torch.no_grad()
 def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
-    """One step of loss-free balancing (Wang et al. 2024; DeepSeek-V3): by the sign of the error."""
-    # Whole numbers, so that an expert at the mean is not moved by a division's rounding.
+    """Move the bias by ``rate`` against the load's error (Wang et al. 2024; DeepSeek-V3)."""
+    # Times E instead of a mean: whole numbers, so an expert at the mean has an error of exactly 0.
     bias += rate * torch.sign(counts.sum() - counts.shape[0] * counts).to(bias.dtype)
 
 
@@ -209,13 +209,14 @@ def _load(
     last: Tensor | None,
     micro: Group,
 ) -> Tensor:
-    """[E], or [T, E] where each token's row has its own."""
+    """Return the load that the loss uses: [E], or [T, E] where it is that of each token's row."""
     if moe.load_balancing_type == "global":
         assert last is not None, "a job that balances by the last step keeps its counts"
         return last.detach().to(torch.float64)
     if moe.load_balancing_type == "micro_batch":
         assert totals is not None, "the router adds them up"
         return totals[:-1]
+    # by row: count into [rows, E], sum over the ranks that share rows, look up by token
     num_rows = _num_rows(token_ids, micro)
     table = torch.zeros(num_rows * moe.num_experts, dtype=torch.float64, device=chosen.device)
     token_layout = token_ids.rows[:, None] * moe.num_experts + chosen

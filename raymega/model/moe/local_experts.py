@@ -1,7 +1,7 @@
-"""Experts that are all on this rank, whole: from tokens to the weighted sum in one node of autograd.
+"""Experts without expert parallelism: tokens to weighted sums in one autograd node.
 
-What :mod:`raymega.parallel.expert_parallel.dispatcher` and :mod:`raymega.model.moe.experts` do, where nothing travels and
-nothing is dropped. Small layers take as long for each node and its Python as for their products.
+It replaces :mod:`raymega.parallel.expert_parallel.dispatcher` and :mod:`raymega.model.moe.experts` where
+no token travels and none is dropped. In small layers each autograd node costs as much as its GEMMs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from raymega.parallel.expert_parallel.permutation import (
 
 
 def is_one_node(experts: Experts, routing: Routing, groups: ExpertGroups) -> bool:
-    """:func:`run_local_experts` does what the layer needs."""
+    """Return whether :func:`run_local_experts` can run the layer."""
     is_alone = groups.ep.size == 1 and groups.etp.size == 1
     return is_alone and experts.can_be_one_node and not routing.is_dropping
 
 
 def run_local_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """The weighted sum of each token's experts: [T, D] -> [T, D]."""
+    """Return the weighted sum of each token's experts: [T, D] -> [T, D]."""
     chosen = routing.experts
     counts = count_choices(chosen, routing.num_experts)
     arrangement = permute(chosen, counts, num_rows=chosen.numel())
@@ -47,7 +47,7 @@ def run_local_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
 
 
 class _Mix(torch.autograd.Function):
-    """Keeps what the nodes that it stands for keep."""
+    """Single node that saves what separate nodes of dispatch, experts and combine would."""
 
     @staticmethod
     def forward(  # noqa: PLR0913  # what the nodes together read
@@ -59,8 +59,10 @@ class _Mix(torch.autograd.Function):
         arrangement: Permutation,
         grad_queue: WeightGradQueue,
     ) -> Tensor:
+        # permute tokens to rows sorted by expert
         rows = rows_of_tokens(x, arrangement)
         sizes = group_sizes(rows, arrangement.counts, inner=down.shape[2])
+        # experts
         gate_up, inner = gated_product(rows, up, sizes)
         made = grouped_product(inner, down.mT, sizes)
         ctx.save_for_backward(weights, rows, gate_up, inner, made, up, down)
@@ -70,6 +72,7 @@ class _Mix(torch.autograd.Function):
             sizes,
             grad_queue,
         )
+        # unpermute and combine
         return weighed_sum(made, weights, arrangement)
 
     @staticmethod
@@ -77,6 +80,7 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, rows, gate_up, inner, made, up, down = ctx.saved_tensors
         sizes, accumulate_or_defer = ctx.sizes, ctx.grad_queue.accumulate_or_defer
+        # combine, down, SwiGLU, up, permute: forward in reverse
         grad_made, grad_weights = weighed_sum_gradients(grad, made, weights, ctx.arrangement)
         grad_down = accumulate_or_defer(ctx.params[1], GroupedWeightGrad(grad_made, inner, sizes))
         grad_gate_up = gated_product_gradient(grad_made, down, gate_up, sizes)

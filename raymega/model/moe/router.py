@@ -1,7 +1,8 @@
-"""The router: which experts work on a token, and by what weight each is added.
+"""Router: choice of each token's experts, and the weights of their outputs.
 
-Scores and choices of a token depend on that token alone but for sinkhorn, the bias of a past step and
-capacity, which go by sums over all ranks that share the micro-batch. Ties go to the lower expert.
+A token's scores and choices depend on that token alone. Exceptions are sinkhorn, the bias of loss-free
+balancing and capacity, which use sums over all ranks that share the micro-batch or over the last step.
+Ties go to the lower expert.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from raymega.plan.expert_capacity import capacity_share, reserved_rows
 Tell = Callable[[Tensor, Tensor], None]
 ROUTER_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 UNCOUNTED = 1 << 62
-"""Added to the number of a token that does not count."""
+"""Offset on the numbers of masked tokens, so that they sort behind all others."""
 
 
 class Router(nn.Module):
-    """Linear, scores, choice; ``record`` gathers what the choices of a step were."""
+    """Router layer: linear, scores, choice; ``record`` accumulates the step's routing."""
 
     def __init__(self, factory: ParameterFactory, name: str, moe: MoeSection, micro: Group) -> None:
         super().__init__()
@@ -58,25 +59,29 @@ class Router(nn.Module):
         """Route tokens.
 
         Args:
-            x: [T, D], this rank's share of the micro-batch's tokens.
-            token_ids: Of the same.
-            keys: [T] int64 that jitter goes by; None for none.
+            x: Tokens of this rank's share of the micro-batch, [T, D].
+            token_ids: Identity of these tokens.
+            keys: Random keys of jitter, [T] int64; None turns jitter off.
 
         Returns:
-            x, in whose backward the losses of the router come in, and where each token goes.
+            x, whose backward starts that of the router's losses too, and the tokens' routing.
         """
         moe = self.moe
+        # scores; they need a graph for the balancing loss only
         logits = self._logits(x, keys)
         with torch.set_grad_enabled(moe.has_aux_loss and torch.is_grad_enabled()):
             scores = (
                 logits.softmax(-1) if moe.router_score_function == "softmax" else logits.sigmoid()
             )
+        # top-k choice and combine weights
         chosen, gaps = self._choose(logits, scores, token_ids)
         load_stats = LoadStats(token_ids=token_ids, gaps=gaps)
         tell = partial(self.record.add, load_stats)
         weights = gate_weights(logits, scores.detach(), chosen, moe, tell)
+        # capacity and routing
         totals = self._totals(chosen, token_ids)
         routing = self._routing(chosen, weights, totals, load_stats)
+        # auxiliary losses, attached to x
         balance = auxiliary_loss(
             moe, scores, chosen, token_ids, totals=totals, last=self.counts, micro=self.micro
         )
@@ -105,7 +110,7 @@ class Router(nn.Module):
         return choose(choice, moe)
 
     def _totals(self, chosen: Tensor, token_ids: TokenIds) -> Tensor | None:
-        """[E + 1]: load by expert and tokens of the whole micro-batch; None where nobody asks."""
+        """Return load by expert and tokens of the whole micro-batch, [E + 1]; None where unused."""
         moe = self.moe
         is_level = moe.has_aux_loss and moe.load_balancing_type == "micro_batch"
         if not is_level and not moe.capacity_factor:
@@ -135,21 +140,23 @@ class Router(nn.Module):
 
 
 def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token, best first, within its best groups of experts.
+    """Return the top_k experts of each token, best first, within its best groups of experts.
 
     Args:
-        scores: [T, E].
-        moe: Of which it reads top_k and what it says of groups.
+        scores: Scores that decide, [T, E].
+        moe: Section with top_k, n_group, topk_group and group_score.
 
     Returns:
-        [T, k] int64, and by how much the last choice was better than the next: [T].
+        Chosen experts, [T, k] int64, and the margin of the last one over the next, [T].
     """
     if moe.n_group == 1:
         return _best(scores, moe.top_k)
+    # best groups (DeepSeek-V3: by the sum of each group's two best scores)
     grouped = scores.unflatten(1, (moe.n_group, -1))
     best = grouped.topk(2 if moe.group_score == "top2" else 1, dim=2).values.sum(2)
     groups, gaps = _best(best, moe.topk_group)
     is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
+    # best experts within them
     scores = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
     chosen, gap = _best(scores, moe.top_k)
     return chosen, torch.minimum(gap, gaps)
@@ -158,36 +165,30 @@ def choose(scores: Tensor, moe: MoeSection) -> tuple[Tensor, Tensor]:
 def gate_weights(
     logits: Tensor, scores: Tensor, chosen: Tensor, moe: MoeSection, tell: Tell
 ) -> Tensor:
-    """By what each chosen expert's output is weighed; its backward goes to the logits.
+    """Return the weights of the chosen experts' outputs, [T, k]; backward reaches the logits.
 
     Args:
-        logits: [T, E].
-        scores: [T, E], of the logits; autograd does not see them.
-        chosen: [T, k] int64.
-        moe: Of which it reads score, norm_topk_prob and scaling.
-        tell: Called in backward with the shares [T, E] and ``chosen``.
-
-    Returns:
-        [T, k].
+        logits: Router logits, [T, E].
+        scores: Scores of the logits, [T, E], detached.
+        chosen: Chosen experts, [T, k] int64.
+        moe: Section with the score function, norm_topk_prob and routed_scaling_factor.
+        tell: Callback in backward with the normalised scores [T, E] and ``chosen``.
     """
     return _WeighChoices.apply(logits, scores, chosen, moe, tell)
 
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, is_counted: Tensor, micro: Group, *, rounds: int) -> Tensor:
-    """What to add to each expert's logit so that the micro-batch's load is even, in the mean.
+    """Return an offset on each expert's logit, [E], that evens the micro-batch's mean load.
 
-    Rows of exp(logits + it) are scaled to one sum, columns to another, ``rounds`` times (Sinkhorn and
-    Knopp 1967; as BASE layers and Megatron use it).
+    Rows of exp(logits + offset) are scaled to one sum and columns to another, ``rounds`` times (Sinkhorn
+    and Knopp 1967; as in BASE layers and Megatron).
 
     Args:
-        logits: [T, E].
-        is_counted: [T] bool, tokens that take part.
-        micro: The ranks that share the micro-batch.
-        rounds: So often.
-
-    Returns:
-        [E].
+        logits: Router logits, [T, E].
+        is_counted: Tokens that take part, [T] bool.
+        micro: Group of the ranks that share the micro-batch.
+        rounds: Number of iterations.
     """
     counted = is_counted.to(logits.dtype)
     offset = logits.new_zeros(logits.shape[1])
@@ -208,27 +209,29 @@ def apply_capacity(  # what one choice is ordered by
     moe: MoeSection,
     micro: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Drop what is beyond the first ``capacity`` choices of each expert.
+    """Drop the choices of each expert beyond its first ``capacity``.
 
-    Tokens that count come before those that do not; then by weight, if moe.token_drop_policy says so; then the
-    first of the micro-batch.
+    Unmasked tokens come first; then larger weights, if moe.token_drop_policy is ``probability``; then
+    tokens earlier in the micro-batch.
 
     Args:
-        chosen: [T, k] int64.
-        weights: [T, k].
-        token_ids: Of the T tokens.
-        capacity: A scalar, of the micro-batch.
-        moe: Of which it reads token_drop_policy.
-        micro: The ranks that share the micro-batch, with T tokens each.
+        chosen: Chosen experts, [T, k] int64.
+        weights: Weights of the choices, [T, k].
+        token_ids: Identity of the T tokens.
+        capacity: Choices that an expert takes of the whole micro-batch, a scalar.
+        moe: Section with token_drop_policy and num_experts.
+        micro: Group of the ranks that share the micro-batch, with T tokens each.
 
     Returns:
-        [T, k] int64, E where a choice is dropped; and by how much the weight of a choice that was kept was
-        above that of the one that was not, at the least: a scalar, infinite where no weight decided.
+        Experts, [T, k] int64, E where a choice is dropped; and the least margin in weight of a kept choice
+        over a dropped one, a scalar, infinite where no weight decided.
     """
     num_tokens, k = chosen.shape
     numbers = torch.where(token_ids.is_counted, token_ids.numbers, token_ids.numbers + UNCOUNTED)
+    # every rank sees all choices of the micro-batch, so all drop the same
     of_all = all_gather(torch.cat((chosen, numbers[:, None]), 1), micro)
     experts, keys = of_all[:, :k].flatten(), of_all[:, k].repeat_interleave(k)
+    # sort by key, from the least to the most significant: number, weight, masked, expert
     order = keys.argsort(stable=True)
     weight = None
     if moe.token_drop_policy == "probability":
@@ -237,10 +240,12 @@ def apply_capacity(  # what one choice is ordered by
         order = order[(keys[order] >= UNCOUNTED).to(torch.uint8).argsort(stable=True)]
     order = order[experts[order].argsort(stable=True)]
     ordered = experts[order]
+    # position of each choice in its expert's queue
     starts = torch.searchsorted(ordered, torch.arange(moe.num_experts, device=chosen.device))
     positions = torch.arange(order.shape[0], device=chosen.device) - starts[ordered]
     kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, positions < capacity)
     own = kept.view(micro.size, num_tokens, k)[micro.index]
+    # margin at the border between kept and dropped
     gap = weights.new_tensor(torch.inf)
     if weight is not None:
         is_border = (positions[1:] == capacity) & (ordered[1:] == ordered[:-1])
@@ -251,7 +256,7 @@ def apply_capacity(  # what one choice is ordered by
 
 
 def jitter(keys: Tensor, width: int, most: float, dtype: torch.dtype) -> Tensor:
-    """Numbers in [1 - most, 1 + most], even spread; keys: [T] int64 -> [T, width]."""
+    """Return uniform numbers in [1 - most, 1 + most], [T, width], from keys [T] int64."""
     steps = torch.arange(1, width + 1, device=keys.device) * rng.signed(rng.GOLDEN_GAMMA)
     words = rng.splitmix(keys[:, None] + steps)
     # The upper 24 bits as a signed number: exact in any dtype that a router computes in.
@@ -259,7 +264,7 @@ def jitter(keys: Tensor, width: int, most: float, dtype: torch.dtype) -> Tensor:
 
 
 class _WeighChoices(torch.autograd.Function):
-    """w = scaling p / sum(p), or scaling p, for the chosen scores p."""
+    """Combine weights w = scaling p / sum(p), or scaling p, of the chosen scores p."""
 
     @staticmethod
     def forward(
@@ -278,7 +283,7 @@ class _WeighChoices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """With g = dL/dw: p dL/dp = w g - w sum(w g) / scaling, of which the latter is normalising's."""
+        """Return dL/dlogits from p dL/dp = w g - w sum(w g) / scaling, g = dL/dw; the sum if normalised."""
         scores, chosen, weights, total = ctx.saved_tensors
         ctx.tell(shares_of(scores, ctx.moe), chosen)
         moved = weights * grad
@@ -287,10 +292,11 @@ class _WeighChoices(torch.autograd.Function):
                 weights, moved.sum(-1, keepdim=True), value=-1 / ctx.moe.routed_scaling_factor
             )
         grad_logits = torch.zeros_like(scores)
+        # sigmoid' = p (1 - p); the factor p is in ``moved`` already
         if ctx.moe.router_score_function == "sigmoid":
             return grad_logits.scatter_(1, chosen, moved * (1 - scores.gather(1, chosen))), *NONE
         grad_logits.scatter_(1, chosen, moved)
-        if total is None:  # what is normalised does not change when all scores grow alike
+        if total is None:  # softmax's sum term; it cancels where weights are normalised
             grad_logits.addcmul_(scores, moved.sum(-1, keepdim=True), value=-1)
         return grad_logits, *NONE
 
@@ -299,14 +305,16 @@ NONE = (None, None, None, None)
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Places of the k largest of each row, the lower first where two are equal; gap to the next."""
+    """Return indices of the k largest of each row, ties to the lower, and the margin to the next."""
     if k == scores.shape[1]:
         token_layout = scores.sort(dim=1, descending=True, stable=True).indices
         return token_layout, scores.new_full(scores.shape[:1], torch.inf)
     if scores.device.type == "cpu" and scores.numel():
         ordered, token_layout = scores.topk(k + 1, dim=1)
         gaps = ordered[:, :-1] - ordered[:, 1:]
-        if gaps.min() > 0:  # no two are equal, so there is one order
+        if (
+            gaps.min() > 0
+        ):  # no ties: topk, faster than a stable sort on a CPU, gives the same order
             return token_layout[:, :k].contiguous(), gaps[:, -1]
     ordered, token_layout = scores.sort(dim=1, descending=True, stable=True)
     return token_layout[:, :k].contiguous(), ordered[:, k - 1] - ordered[:, k]

@@ -1,6 +1,6 @@
-"""Routers: those of a rank's blocks, what a step's routing was in all of the model, and what follows.
+"""Routers of a rank's blocks: the step's routing statistics, and the updates that follow from them.
 
-Sums over ranks are made by whoever ends a step, in the one all-reduce that it makes anyway.
+`train/step.py` sums the statistics over ranks, in the all-reduce of its totals.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from raymega.model.moe.router import Router
 
 @dataclass(kw_only=True, slots=True)
 class Routers:
-    """The routers of a rank, among those of the whole model.
+    """Routers of a rank, and their place among those of the whole model.
 
     Attributes:
-        layers: Numbers of all blocks of the model that have one.
-        held: Of those, the ones on this rank.
-        num_experts: E.
-        device: Where sums are made.
-        smallest_margin: By how much the closest choice so far was won, of this rank's tokens.
+        layers: Numbers of all blocks of the model that have a router.
+        held: Routers on this rank, by block.
+        num_experts: Number of routed experts, E.
+        device: Device of the sums.
+        smallest_margin: Least margin of any routing decision on this rank's tokens so far.
     """
 
     layers: Sequence[int]
@@ -37,19 +37,17 @@ class Routers:
     smallest_margin: float = field(default=torch.inf)
 
     def start_step(self, *, loss_gradient: float) -> None:
-        """Backward starts from ``loss_gradient``, and so do the routers' own losses.
+        """Reset all records, and set the gradient that the routers' own losses start from.
 
-        What passes before it left is forgotten: a pass that only looks for where numbers go wrong is
-        no part of what the next step routed.
+        The reset drops what a pass of `train/nan_locator.py` added.
         """
         for router in self.held.values():
             router.record.start(loss_gradient=loss_gradient)
 
     def take_sums(self) -> torch.Tensor:
-        """What this rank saw since the last call, by layer: [layers, E + some], float64; forgets it.
+        """Return and reset this rank's sums by layer, [layers, E + NUM_SUMS] float64.
 
-        Rows of other ranks' layers are zero, so that the sum over all ranks of the world is every
-        layer's.
+        Rows of layers on other ranks are zero, so a sum over the world gives every layer's load.
         """
         sums = torch.zeros(
             len(self.layers), self.num_experts + NUM_SUMS, dtype=torch.float64, device=self.device
@@ -61,12 +59,12 @@ class Routers:
         return sums
 
     def loads(self, sums: torch.Tensor) -> dict[int, Load]:
-        """From the sums over all ranks, by layer; equal on all ranks."""
+        """Return the load of each layer from the sums over all ranks."""
         return {layer: Load.of(row) for layer, row in zip(self.layers, sums, strict=True)}
 
     @torch.no_grad()
     def update(self, loads: Mapping[int, Load]) -> None:
-        """After a step that updated the weights: biases move, and the step's counts are kept."""
+        """Update expert biases and keep the step's counts, after a step that updated the weights."""
         for layer, router in self.held.items():
             counts = loads[layer].counts
             if router.bias is not None and router.moe.expert_bias_update_rate:
@@ -78,7 +76,7 @@ class Routers:
 def find_routers(
     model: ModelSection, modules: Sequence[nn.Module], device: torch.device
 ) -> Routers:
-    """Those of a rank's model chunks."""
+    """Return the routers of a rank's model chunks."""
     held = {
         int(name.rpartition(".")[2]): part.mlp.router
         for module in modules

@@ -28,6 +28,7 @@ def forward_only(placement: Placement, num_micro_batches: int) -> tuple[Schedule
     def arrival(rank: int, chunk: int, micro_batch: int) -> tuple[int, int]:
         return micro_batch + placement.stage(rank, chunk), micro_batch
 
+    # A micro-batch reaches stage s after s hops: sort by that time, then older micro-batches first.
     lists = []
     for rank in range(placement.pp):
         keys = [

@@ -32,6 +32,7 @@ def interleaved(sizes: Sizes) -> tuple[Schedule, ...]:
 
 def _rank(sizes: Sizes, rank: int, group: int, num_micro_batches: int) -> Schedule:
     pp, chunks = sizes.pp, sizes.chunks
+    # One turn takes a group of micro-batches through all chunks.
     turn = [chunk for chunk in range(chunks) for _ in range(group)]
     forwards = turn * (num_micro_batches // group)
     backwards = [chunks - 1 - chunk for chunk in forwards]

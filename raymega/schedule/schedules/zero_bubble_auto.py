@@ -93,6 +93,7 @@ class _Search:
 
     def change_single_ranks(self) -> None:
         """Change the best policy on few ranks at a time; keep a change that is no worse."""
+        # A fixed seed: every rank must find the same order.
         random = Random(0)
         while not self._is_over and self._policy is not None:
             self._try(_changed(self._policy, self._sizes, random))
@@ -100,6 +101,7 @@ class _Search:
     def _try(self, policy: Policy) -> None:
         self._left -= 1
         played = play(self._sizes, policy)
+        # Equal cost is accepted, so that the search drifts across plateaus.
         if self._policy is None or self._cost(played) <= self._best:
             self._best, self._policy = self._cost(played), policy
         if played.longest < self._longest * (1 - CLOSE):

@@ -1,6 +1,6 @@
-"""What a worker runs for `raymega doctor`: times an all-reduce on each of its groups.
+"""Worker entry of `raymega doctor`: it times an all-reduce on each process group of the rank.
 
-An entry like train.entry, with the same meeting place and the same groups; it trains nothing.
+It is an entry module like `train/entry.py`, with the same rendezvous and groups, but does not train.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ UNMEASURED = (
     "expert_sharers",
     "expert_copies",
 )
-"""Groups whose ranks are another group's, or a mixture of axes."""
+"""Groups that repeat another group's ranks, or mix axes."""
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """Meet, measure, report: one Entered an axis, ``seconds`` for one all-reduce.
+    """Join the world, time an all-reduce on each axis, and report each as one Entered.
 
-    ``detail`` is the bytes of the message and the ranks of the group, as ``BYTES:0,1,2``.
+    ``detail`` holds the message's bytes and the group's ranks, as ``BYTES:0,1,2``.
     """
     with meeting(start, rendezvous) as (_, groups, device):
         for group in _measured(groups):
-            # One axis at a time, so that none is slowed by another one's traffic.
+            # One axis at a time, so that no traffic of another one slows it.
             barrier(groups.world)
             num_bytes = NUM_BYTES[device.type]
             seconds = time_all_reduce(group, num_bytes, device)
@@ -65,7 +65,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 def meeting(
     start: StartWorker, rendezvous: object
 ) -> Iterator[tuple[RunPlan, Groups, torch.device]]:
-    """The plan, its groups and the device of a worker that measures; the world is closed after it."""
+    """Open the world and yield plan, groups and device; close the world afterwards."""
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     timeout_s = plan.job.elastic.collective_timeout_s
@@ -85,6 +85,7 @@ def meeting(
 
 
 def _measured(groups: Groups) -> Iterator[Group]:
+    # Field order, which is equal on all ranks, so that collectives match.
     for field in fields(groups):
         group = getattr(groups, field.name)
         is_single = not isinstance(group, Group) or group.size == 1
@@ -93,7 +94,7 @@ def _measured(groups: Groups) -> Iterator[Group]:
 
 
 def time_all_reduce(group: Group, num_bytes: int, device: torch.device) -> float:
-    """Median seconds of some rounds, the first of which (it connects) does not count."""
+    """Return the median seconds of NUM_ROUNDS all-reduces, after one that opens connections."""
     tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     seconds = []
     for _ in range(NUM_ROUNDS + 1):
@@ -105,6 +106,6 @@ def time_all_reduce(group: Group, num_bytes: int, device: torch.device) -> float
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU's work; a CPU's is done."""
+    """Wait for queued work of a GPU; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

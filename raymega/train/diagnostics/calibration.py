@@ -1,7 +1,7 @@
-"""What a worker runs for `raymega doctor --calibrate`: times kernels, and all-reduces of many sizes.
+"""Worker entry of `raymega doctor --calibrate`: it times kernels, and all-reduces of many sizes.
 
-An entry like train.bandwidth, with the same meeting place and groups; it trains nothing. What the
-figures say of the machine is plan.calibration's.
+It is an entry module like `train/diagnostics/bandwidth.py`, and does not train.
+`planner/calibration/` fits the planner's constants to the measurements.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 
 NUM_ROUNDS = 5
 LEAST_S = 0.02
-"""A round repeats what takes less than this, so that clocks and threads of others matter less."""
+"""Least seconds of a round: shorter calls are repeated, so that clock resolution matters less."""
 PRODUCTS = {
     "cpu": ((1024, 1024, 1024), (512, 64, 512), (256, 256, 1024), (128, 128, 128), (64, 32, 64)),
     "cuda": ((8192, 8192, 8192), (8192, 1024, 8192), (4096, 128, 4096), (2048, 2048, 2048)),
 }
 ATTENTION = {"cpu": (8, 256, 64), "cuda": (32, 4096, 128)}
-"""Heads, positions, width of a head."""
+"""Heads, positions and head width of the attention kernel that is timed."""
 MEMORY_BYTES = {"cpu": 2**25, "cuda": 2**30}
 REDUCED_BYTES = {
     "cpu": (2**10, 2**14, 2**17, 2**20, 2**22),
@@ -49,7 +49,7 @@ LAUNCHES = 64
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """Meet, measure, report: one Entered a measurement, ``detail`` its JSON and the group's ranks."""
+    """Join the world and report each measurement as one Entered; ``detail`` is JSON."""
     with meeting(start, rendezvous) as (plan, groups, device):
         for measured, ranks in measure(groups, device, DTYPES[plan.job.precision.dtype]):
             detail = json.dumps({"measured": asdict(measured), "ranks": ranks})
@@ -68,17 +68,20 @@ def measure(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Measurement, tuple[int, ...]]]:
-    """Everything; kernels on the first rank while the others wait, then on all together.
+    """Yield each measurement with the ranks that made it.
+
+    Kernels run on the first rank while the others wait, then on all ranks together.
 
     Args:
-        groups: Whose transfers are measured.
-        device: This rank's.
-        dtype: Of the products.
-        clock: For kernels: on a CPU that others use, the core's own seconds.
+        groups: Process groups whose all-reduces are timed.
+        device: Device of this rank.
+        dtype: Data type of the matrix products.
+        clock: Clock in seconds for kernels; CPU time where other processes share the CPU.
     """
     world = groups.world
     first = world.index == 0
     element = dtype.itemsize
+    # kernels, alone on the machine
     if first:
         for kind, sizes, call in kernels(device, dtype):
             seconds = timed(call, device, clock=clock)
@@ -86,7 +89,9 @@ def measure(
     if world.size == 1:
         return
     barrier(world)
+    # the same kernel on all ranks: what shared cores and memory cost
     yield from _shares(world, device, dtype, is_first=first)
+    # all-reduces; groups with equal ranks are timed once
     reduced = {group.ranks: group for group in (groups.world, groups.tp, groups.dp)}
     for group in (group for group in reduced.values() if group.size > 1):
         for num_bytes in REDUCED_BYTES[device.type]:
@@ -100,7 +105,7 @@ def measure(
 def kernels(
     device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, tuple[float, ...], Callable[[], object]]]:
-    """Kind, sizes, and a call that does it."""
+    """Yield each kernel's kind, its sizes, and a call that runs it."""
     for rows, inner, columns in PRODUCTS[device.type]:
         a, b = (
             torch.ones(rows, inner, device=device, dtype=dtype),
@@ -112,6 +117,7 @@ def kernels(
             (rows, inner, columns),
             lambda a=a, b=b, out=out: torch.mm(a, b, out=out),  # type: ignore[misc]
         )
+    # attention: causal, one sequence
     heads, positions, width = ATTENTION[device.type]
     q = torch.ones(1, heads, positions, width, device=device, dtype=dtype)
     yield (
@@ -119,9 +125,11 @@ def kernels(
         (heads * positions, positions, width),
         lambda: scaled_dot_product_attention(q, q, q, is_causal=True),
     )
+    # memory bandwidth: x += y reads two tensors and writes one
     x = torch.zeros(MEMORY_BYTES[device.type] // dtype.itemsize, device=device, dtype=dtype)
     y = torch.ones_like(x)
     yield "memory", (3.0 * x.numel() * dtype.itemsize,), lambda: x.add_(y)
+    # launch overhead: many tiny kernels, forward and backward
     small = torch.zeros(16, device=device, dtype=dtype, requires_grad=True)
 
     def launches() -> None:
@@ -139,13 +147,15 @@ def timed(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
-    """Median seconds of a call, after one that warms up."""
+    """Return the median seconds of a call, after one that warms up."""
     call()
     synchronize(device)
+    # one call tells how many fill a round
     begun_s = clock()
     call()
     synchronize(device)
     once = clock() - begun_s
+    # 1e-9: a coarse clock may read zero
     repeats = max(1, int(LEAST_S / max(once, 1e-9)))
     seconds = []
     for _ in range(NUM_ROUNDS):
@@ -160,7 +170,7 @@ def timed(
 def _shares(
     world: Group, device: torch.device, dtype: torch.dtype, *, is_first: bool
 ) -> Iterator[tuple[Measurement, tuple[int, ...]]]:
-    """How much longer a product takes when all workers multiply than when the first one does."""
+    """Yield, on the first rank, a product's time on all ranks at once over its time alone."""
     _, _, call = next(iter(kernels(device, dtype)))
     alone = timed(call, device) if is_first else 0.0
     barrier(world)
