@@ -42,7 +42,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of one micro-batch and one block."""
+    """Sizes of one micro-batch and one block."""
 
     seq_len: int
     batch: int
@@ -74,7 +74,7 @@ def published(recomputed: str, sizes: Sizes, tp: int, *, is_cut: bool) -> float 
 
 
 def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, str], int]:
-    """What a block in the middle of the model keeps on this rank, by model and recompute."""
+    """Return the bytes that a middle block keeps for backward on this rank, by model and recompute."""
     sp = SequenceParallel(tp=env.groups.tp, is_sequence_parallel=is_cut)
     return {
         (name, recomputed): _kept(sizes.model(name), memory, sizes, sp)

@@ -51,7 +51,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured."""
+    """Settings of the measurements."""
 
     folder: str
     ranks: int
@@ -86,14 +86,14 @@ class State:
         self.num_bytes = sum(values.nbytes for values in self.tensors.values())
 
     def like(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As much memory in one piece, and views of it that are shaped like the tensors."""
+        """Return one buffer of the state's size, and views of it with the shapes of the tensors."""
         flat = torch.zeros(self.num_bytes // 4)
         sizes = [values.numel() for values in self.tensors.values()]
         pieces = zip(flat.split(sizes), self.tensors.values(), strict=True)
         return flat, [piece.view(values.shape) for piece, values in pieces]
 
     def blocks(self) -> list[TensorBlock]:
-        """As an optimizer of ours gives them."""
+        """Return the state as raymega's optimizer yields it."""
         return [
             TensorBlock(
                 kind=name.partition("/")[0], tensor=_tensor(name.partition("/")[2], shape), box=box,
@@ -103,7 +103,7 @@ class State:
         ]  # fmt: skip
 
     def dtensors(self, mesh) -> dict[str, DTensor]:
-        """As torch's own parallelism gives them, on the same memory."""
+        """Return the state as DTensors over the same memory."""
         return {
             name: DTensor.from_local(
                 values, mesh, [Shard(min(self.dim, values.ndim - 1))], run_check=False
@@ -126,7 +126,7 @@ def _tensor(name: str, shape: tuple[int, ...]) -> GlobalTensor:
 
 
 class Rank:
-    """One rank's measurements; every method that is timed is called by all ranks at once."""
+    """Measurements of one rank; all ranks call each timed method at the same time."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
         self.setting, self.rank = setting, rank
@@ -150,7 +150,7 @@ class Rank:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """From when all are there; what the slowest took is worked out at the end."""
+        """Time the body, from a barrier on; the maximum over ranks is taken at the end."""
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
         yield
@@ -247,7 +247,7 @@ class Rank:
             dcp.load(tensors, checkpoint_id=str(self.root / f"dcp-{number}"))
 
     def share(self) -> None:
-        """What replicas would send each other if each read one part of what all of them need."""
+        """Time the all-gather that replicas would need if each read only its part of the state."""
         whole = self.target
         part = whole.chunk(self.setting.ranks)[self.rank].clone()
         with self.timed("share: all-gather of as many bytes"):
@@ -320,7 +320,7 @@ class Rank:
         self.cpu.clear()
 
     def check(self) -> None:
-        """What was loaded for columns is what torch makes of it."""
+        """Assert that raymega's resharded load equals torch's."""
         ours = {name: values.clone() for name, values in self.resharded.tensors.items()}
         for values in self.resharded.tensors.values():
             values.fill_(0)

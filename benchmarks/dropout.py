@@ -1,4 +1,4 @@
-"""What keyed dropout costs: nanoseconds an element, and its share of a training step.
+"""Cost of keyed dropout: nanoseconds per element, and its share of a training step.
 
 python benchmarks/dropout.py [--seq-len S] [--batch B] [--width D] [--layers L] [--quick]
 """

@@ -3,7 +3,7 @@
 `python benchmarks/dynamic_cp_ranks.py`: each rank runs its packs of a step, forward and backward.
 Linear layers and attention are sleeps of what the cost model says; keys and values really go round,
 behind attention's sleeps as in the ring. First the transfers of a full micro-batch are timed here, and
-the sleeps are scaled to them: so much longer than an H100's as gloo is slower than its network.
+the sleeps are scaled to them: compute is slower than an H100's by the factor by which gloo is slower than its network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raymega.plan.packing.dynamic_cp import (
 
 RANKS = 4
 BYTES = 2048
-"""Of a token's keys and values here."""
+"""Bytes of one token's keys and values in this benchmark."""
 TRIALS = 15
 LARGE = next(case for case in cases() if case.name == "log-normal, large")
 
@@ -52,7 +52,7 @@ def emulated(hop_s: float) -> PackCost:
 
 
 class Rank:
-    """One process: its groups by size, and what it does with a pack."""
+    """Process of the benchmark, with its groups by size and the work of a pack."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

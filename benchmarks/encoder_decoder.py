@@ -15,17 +15,17 @@ class EncoderDecoder:
     """A model of T5's kind: matrices without biases, norms with a scale alone, one table for both sides.
 
     Attributes:
-        encoder_layers: Each with self-attention and a feed-forward layer.
-        decoder_layers: Each with causal self-attention, attention to the encoder, and a feed-forward
+        encoder_layers: Number of layers, each with self-attention and a feed-forward layer.
+        decoder_layers: Number of layers, each with causal self-attention, attention to the encoder, and a feed-forward
             layer.
-        width: Of the stream.
-        num_heads: Of every attention.
-        head_width: Of one; heads together need not be as wide as the stream.
-        ffn_hidden_size: Of the feed-forward layers.
-        vocab_size: Rows of the table.
-        is_gated: Feed-forward layers have a gate (T5 1.1).
-        tie_word_embeddings: The head is the table (T5 1.0).
-        position_buckets: Of relative positions, with a number a head in the first layer of each side.
+        width: Width of the residual stream.
+        num_heads: Number of heads of every attention.
+        head_width: Width of one head; all heads together need not be as wide as the stream.
+        ffn_hidden_size: Hidden width of the feed-forward layers.
+        vocab_size: Number of rows of the embedding table.
+        is_gated: Whether feed-forward layers have a gate (T5 1.1).
+        tie_word_embeddings: Whether the head shares the embedding table (T5 1.0).
+        position_buckets: Number of buckets of relative positions, each with a bias per head in the first layer of each side.
     """
 
     encoder_layers: int
@@ -49,7 +49,7 @@ class EncoderDecoder:
         return (3 if self.is_gated else 2) * self.width * self.ffn_hidden_size
 
     def num_parameters(self) -> int:
-        """Of the whole model, a tied table counted once."""
+        """Return the parameters of the whole model, a tied table counted once."""
         encoder = 4 * self._projection + self._feed_forward + 2 * self.width
         decoder = 8 * self._projection + self._feed_forward + 3 * self.width
         table = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
@@ -57,7 +57,7 @@ class EncoderDecoder:
         return self.encoder_layers * encoder + self.decoder_layers * decoder + table + ends
 
     def flops_per_pair(self, *, source_tokens: int, target_tokens: int) -> float:
-        """Of training on a source and its target: forward and backward, as flops.flops_per_token counts.
+        """Return the FLOPs of forward and backward on a source and its target, counted as `plan/flops.py` does.
 
         Attention to the encoder makes keys and values of source tokens, queries and outputs of target
         tokens; the decoder's own attention is causal, the other two see everything.

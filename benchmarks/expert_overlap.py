@@ -1,9 +1,9 @@
-"""Tokens that travel beside another micro-batch's work against tokens that are waited for, on a slow link.
+"""Expert dispatch overlapped with the compute of another micro-batch, against exposed dispatch, on a slow link.
 
     python benchmarks/expert_overlap.py [--mbit 500 1000 2000] [--rounds 11] [--quick]
 
-Two gloo ranks with a core each in a network namespace whose loopback passes so many megabits a second,
-both directions together (tc's token bucket): travel then takes time and no core, as it does on a cluster.
+Two gloo ranks with a core each in a network namespace whose loopback is limited to --mbit megabits per second,
+both directions together (tc's token bucket): transfers then take time and no core, as on a cluster.
 Whole steps of the same run with parallel.overlap_moe_expert_parallel_comm true and false, in turn. Needs Linux and root.
 """
 
@@ -62,7 +62,7 @@ def make_overlap_plan(*, is_overlapped: bool) -> RunPlan:
 
 
 class Steps:
-    """One rank's side of a comparison; a call is a step."""
+    """Training steps of one rank for one side of the comparison; a call runs one step."""
 
     def __init__(self, env: RankEnv, plan: RunPlan) -> None:
         self.parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
@@ -109,7 +109,7 @@ def compare(mbit: int, rounds: int) -> dict[str, Any]:
 
 
 def _slowest(samples: list[Sample]) -> Sample:
-    """Of all ranks the longest wall time, and the CPU time of all."""
+    """Return the longest wall time of all ranks, and the sum of their CPU times."""
     return Sample(
         wall_s=max(each.wall_s for each in samples), cpu_s=sum(each.cpu_s for each in samples)
     )

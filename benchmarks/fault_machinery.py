@@ -1,9 +1,9 @@
-"""What the machinery for failures costs a run without any: steps with it against steps of the same processes without.
+"""Cost of fault tolerance in a run without failures: steps with it against steps of the same processes without.
 
-A real driver on a real Ray of two nodes watches two gloo ranks, a core each. A pair is some steps as always (reports, the
-driver's wishes, progress, signs of life, and with the second part a snapshot in memory after each step), and as many of
-which nobody hears and after which nothing is kept. The driver's own CPU seconds are shown beside: it has none of the ranks'
-cores on a cluster, and both of them here.
+A real driver on a real Ray of two nodes watches two gloo ranks, a core each. A pair is a block of ordinary steps (reports, requests
+of the driver, progress, heartbeats, and in the second part a snapshot in memory after each step), and a block of as many
+steps without reports and snapshots. The driver's CPU seconds are shown too: on a cluster it has cores of its own, here it
+shares those of the ranks.
 
     python benchmarks/fault_machinery.py [--quick] [--parts off on] [--tokens 8192]
 """
@@ -48,7 +48,7 @@ host_rendezvous, abort, warm_up = entry.host_rendezvous, entry.abort, entry.warm
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """What a worker of the benchmark runs: the training entry, which is heard in every second block of steps."""
+    """Run the training entry with a channel that passes reports in every second block of steps only."""
     steps = read_plan(
         start.plan_json
     ).job.run.eval_every  # how long a block is; nothing is evaluated
@@ -60,7 +60,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 
 
 class Switch:
-    """A Channel that passes things on or not, block by block of steps, and times each block."""
+    """Channel that forwards reports in every second block of steps only, and times each block."""
 
     def __init__(self, channel: Channel, *, steps: int) -> None:
         self._channel, self._steps, self._num = channel, steps, 0
@@ -74,7 +74,7 @@ class Switch:
             self._channel.report(report)
 
     def requests(self) -> Requests:
-        """The loop asks at the begin of each step."""
+        """Return the driver's requests; the training loop calls this at the start of each step."""
         if self._num % self._steps == 0:
             self._next_block()
         self._num += 1
@@ -85,14 +85,16 @@ class Switch:
         if self._since is not None:
             wall_s, cpu_s = (b - a for a, b in zip(self._since, now, strict=True))
             self.blocks.append([self.is_on, wall_s, cpu_s])
-        self.settle()  # what a block's last snapshot still takes is nobody's
+        self.settle()  # the end of a block's last snapshot belongs to neither block
         number = len(self.blocks)
-        self.is_on = (number % 2 == 0) != (number // 2 % 2 == 1)  # who begins a pair alternates
+        self.is_on = (number % 2 == 0) != (
+            number // 2 % 2 == 1
+        )  # the order within a pair alternates
         self._since = time.perf_counter(), time.process_time()
 
 
 class QuietSaving(SaveScheduler):
-    """No snapshot where the switch is off."""
+    """SaveScheduler that takes no snapshot while the switch is off."""
 
     _channel: Switch
 

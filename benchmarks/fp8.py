@@ -63,7 +63,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all recipes share; ``batch`` is in sequences."""
+    """Settings that all recipes share; ``batch`` is in sequences."""
 
     data: str
     steps: int

@@ -120,7 +120,7 @@ def sweep(size: int, *, hours: float) -> dict[str, list[float]]:
 
 
 def breaking(size: int, rows: dict[str, list[float]], *, hours: float) -> dict[str, float]:
-    """By constant, the factor at which the bar is missed, in either direction; those that never do are left out."""
+    """Return, by constant, the factor at which goodput falls below the bar; constants that never cause it are left out."""
     base, bar, found = SIZES[size], BARS[size], {}
     for name, values in rows.items():
         if min(values) >= bar:
@@ -139,7 +139,7 @@ def breaking(size: int, rows: dict[str, list[float]], *, hours: float) -> dict[s
 
 
 def draw(rows: dict[int, dict[str, list[float]]], path: Path) -> None:
-    """One panel a size; constants that matter have a colour and a name."""
+    """Draw one panel per cluster size; the most influential constants are coloured and named."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -108,13 +108,13 @@ def show(rounds: int) -> float:
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> Timed:
-    """As the planner has it."""
+    """Return the planner's prediction of wall and core time for a step."""
     core_s = plan.grid.world_size * work_s(plan, device)
     return Timed(wall_s=step_time(plan, device).total_s, core_s=core_s)
 
 
 def show_order(what: str, predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Print how the two orders agree; the correlation of pairs that are no ties."""
+    """Print how the two orders agree, and return the rank correlation of pairs that are no ties."""
     order = float(spearmanr(predicted, measured).statistic)
     right, pairs = ordered_pairs(predicted, measured)
     correlation = 2 * right / pairs - 1
@@ -126,7 +126,7 @@ def show_order(what: str, predicted: Sequence[float], measured: Sequence[float])
 
 
 def ordered_pairs(predicted: Sequence[float], measured: Sequence[float]) -> tuple[int, int]:
-    """Pairs predicted in the order in which they were measured, and all that are no tie."""
+    """Return how many pairs are predicted in the measured order, and how many are no ties."""
     right = pairs = 0
     for (p, m), (q, n) in combinations(zip(predicted, measured, strict=True), 2):
         if abs(m - n) > TIE * max(m, n):
@@ -136,7 +136,7 @@ def ordered_pairs(predicted: Sequence[float], measured: Sequence[float]) -> tupl
 
 
 def kernels_device() -> Accelerator:
-    """This machine by its kernels and transfers."""
+    """Return an accelerator fitted to this machine's kernels and transfers."""
     plan = make({"tp": 2, "dp": 2, "micro_batch_size": 1})
     found = run_grid(_measure_rank, plan.grid, timeout=TIMEOUT_S)
     return fit_device(CATALOGUE["cpu"], [each for rank in found for each in rank], name="here")

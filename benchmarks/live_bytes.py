@@ -1,4 +1,4 @@
-"""LiveBytes: the most bytes of tensors, made while it watches, that lived at one time. CPU only."""
+"""LiveBytes measures the peak bytes of tensors that were created while it is active. CPU only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sees every operator of this thread, backward's too, and counts each storage once.
+    """Dispatch mode that counts each new storage of this thread's operators, backward included, once.
 
-    A storage counts from the operator that made it until nobody holds it.
+    A storage counts from its creation until it is released.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What raymega's machinery costs on one rank: its step against a bare loop over the same modules.
+"""Overhead of raymega on one rank: its training step against a bare loop over the same modules.
 
 Machinery is all that a layout needs and one rank does not: schedule, buckets, masters, global norm, data
 order, totals. The bare loop has the same model, tokens, micro-batches, clipping and torch's AdamW.

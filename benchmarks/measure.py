@@ -38,7 +38,7 @@ class Median:
 
 
 def timed(call: Callable[[], object]) -> Sample:
-    """One call."""
+    """Run ``call`` and return its wall and CPU time."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return Sample(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
@@ -47,8 +47,10 @@ def timed(call: Callable[[], object]) -> Sample:
 def interleave(
     ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int, warmup: int = 2
 ) -> list[tuple[Sample, Sample]]:
-    """Samples of both; who begins alternates. What stands after the first is not looked through by
-    Python's collector again, as in a worker."""
+    """Return pairs of samples of both, in alternating order.
+
+    After the first round gc.freeze() exempts the live objects from garbage collection, as in a worker.
+    """
     pairs = []
     for number in range(warmup + rounds):
         if number == 1:

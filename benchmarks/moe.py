@@ -90,7 +90,7 @@ def grouped_against_looped(*, rounds: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[str, Any]:
-    """``spread``: neighbouring experts have so many more and fewer tokens than the mean."""
+    """Compare grouped experts with a loop; even experts get ``spread`` more tokens than the mean, odd ones fewer."""
     factory = _factory(
         MoeSection(num_experts=NUM_EXPERTS[width]), width=width, ffn_hidden_size=width
     )
@@ -113,7 +113,7 @@ def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[s
 
 
 def _factory(moe: MoeSection, *, width: int, ffn_hidden_size: int) -> ParameterFactory:
-    """Of one block whose every matrix has numbers of a trained model's size."""
+    """Return the parameters of one block, initialised with standard deviation width**-0.5."""
     model = ModelSection(
         family="llama", num_layers=1, hidden_size=width, num_heads=4, ffn_hidden_size=ffn_hidden_size, vocab_size=64,
         max_positions=8, moe=moe, initializer_range=width**-0.5,
@@ -128,7 +128,7 @@ def _factory(moe: MoeSection, *, width: int, ffn_hidden_size: int) -> ParameterF
 
 
 class _Looped(torch.nn.Module):
-    """What a list of modules does: expert after expert, each on its rows with weights of its own."""
+    """Experts as a list of modules: one after the other, each on its rows with weights of its own."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def _experts_alone(
     x: Tensor,
     places: TokenLayout,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Both ways from tokens and their choices to weighted sums, for the same choices."""
+    """Return both implementations from routed tokens to weighted sums, for the same routing."""
     tokens = x.detach().flatten(0, 1).requires_grad_()
     with torch.no_grad():
         routing = layer.router(tokens, places.token_ids)[1]
@@ -223,7 +223,7 @@ def _experts_alone(
 
 
 def _whole_places(tokens: int) -> TokenLayout:
-    """As a stage makes them once a micro-batch, for all layers."""
+    """Return the token layout that a stage builds once per micro-batch."""
     rows, context = Rows(torch.arange(tokens)[None], ((tokens,),)), no_context()
     token_ids = make_token_ids(rows, torch.ones(1, tokens), context, SequenceParallel(tp=alone(0)))
     return replace(make_token_layout(rows, context), token_ids=token_ids)
@@ -242,7 +242,7 @@ def _fill(block: torch.nn.Module, layer: MoeLayer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run the same layer on 8 ranks."""
+    """Variant of running the same layer on 8 ranks."""
 
     is_gathered: bool
     moe: dict[str, Any]

@@ -61,7 +61,7 @@ class Holder:
 
 
 class Rank:
-    """Has a share, and memory that one is read back to."""
+    """Rank with a part of the state, and a buffer to read it back into."""
 
     def __init__(self, num_bytes, addresses):
         self._share = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)

@@ -43,7 +43,7 @@ BAR = 0.8
 
 
 class Rank:
-    """One rank's measurements; every method that is timed is called by all ranks at once."""
+    """Measurements of one rank; all ranks call each timed method at the same time."""
 
     def __init__(self, rank: int, ranks: int, layers: int, uri: str) -> None:
         self.rank, self.ranks, self.uri = rank, ranks, uri

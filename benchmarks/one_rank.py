@@ -1,4 +1,4 @@
-"""One rank of raymega as a benchmark drives it: the parts of a real run, and its step."""
+"""Rank of raymega for benchmarks: the components of a real run on one rank, and its training step."""
 
 from __future__ import annotations
 

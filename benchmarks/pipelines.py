@@ -1,8 +1,8 @@
 """Pipelined steps against torch.distributed.pipelining: the same stages, four gloo ranks, one after the other.
 
-Stages are residual feed-forward layers with the same weights and the same code, but for schedules that cut
-backwards in two: torch cuts torch's own linear, ours get raymega's, which puts its weight gradient off, and the
-buffer of gradients that a run has. Losses and gradients of both are compared before the clock runs. Then come steps in interleaved pairs, then one step of each that is recorded (bubble) and
+Stages are residual feed-forward layers with the same weights and the same code, except in schedules that split the
+backward: torch splits its own linear, ours use raymega's, which delays the weight gradient, with a run's gradient
+buffer. Losses and gradients of both are compared before the clock runs. Then come steps in interleaved pairs, then one step of each that is recorded (bubble) and
 one whose tensors are counted (peak). Two cores hide idle time: one rank's wait is another's work. So a second
 part, pipeline_bubbles, takes sleeps for work and measures bubbles only.
 
@@ -124,9 +124,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Side:
-    """One rank's stages and what runs them; ``step`` returns the loss of the last stage, else 0.
+    """Stages of one rank and their runtime; ``step`` returns the loss of the last stage, else 0.
 
-    What a ``step`` adds to is forgotten by ``zero``.
+    ``zero`` clears the gradients that ``step`` accumulates.
     """
 
     modules: list[nn.Module]
@@ -272,7 +272,7 @@ def _watch(stage: pipelining.PipelineStage, chunk: int, events: list[Event]) -> 
 
 
 def _buffer_bytes(stage: pipelining.PipelineStage) -> int:
-    """What torch's stage has set aside to receive into, for every micro-batch of a step."""
+    """Return the bytes of torch's receive buffers, over all micro-batches of a step."""
     infos = [
         info
         for table in (stage.args_recv_info, stage.grad_recv_info)
@@ -351,7 +351,7 @@ def measure(rank: int, folder: str, name: str, shape: Shape, rounds: int, result
 
 
 def compare(name: str, shape_name: str, rounds: int) -> float:
-    """One schedule; theirs over ours in seconds of the clock."""
+    """Measure one schedule and return torch's wall time over ours."""
     shape = SHAPES[shape_name]
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -95,7 +95,7 @@ def speed() -> None:
 
 
 def is_seen(run: PublishedRun) -> bool:
-    """Whether constants were fitted to its source."""
+    """Return whether constants were fitted to the run's source."""
     return run.source.startswith(FITTED.get(run.gpu, ("nothing",)))
 
 

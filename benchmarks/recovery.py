@@ -1,4 +1,4 @@
-"""How long a run stands still when a worker or a node is lost, part by part, and how that grows with ranks.
+"""Downtime of a run after the loss of a worker or a node, by phase and number of ranks.
 
 Workers are real processes on a real Ray of several nodes on this machine, and faults are SIGKILLs and SIGSTOPs.
 Detection is from the fault to the driver's notice; the other parts are those that the driver reports for each recovery.
@@ -153,7 +153,7 @@ class NodeKiller:
         """Nothing to flush."""
 
     def show(self, ranks: int) -> None:
-        """From the loss and from the return to the first step on the other grid."""
+        """Print the times from the loss of the node, and from its return, to the first step on the new grid."""
         at, how = self.since_s, "frozen" if self.is_frozen else "killed"
         print(
             f"{ranks} ranks, a node {how}: noticed after {at['detected'] - at['lost']:.2f} s, first step on "
@@ -164,7 +164,7 @@ class NodeKiller:
 
 
 def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str]) -> RunPlan:
-    """tp2 and pp2 as far as there are ranks, dp for the rest; a snapshot after every step."""
+    """Return a plan with tp2 and pp2 as far as there are ranks, dp for the rest, and a snapshot after every step."""
     tp, pp = min(2, ranks), 2 if ranks >= 4 else 1
     settings = [
         f"run.name={name}", "run.steps=1000000", "run.eval_samples=0", "checkpoint.every=0",
@@ -178,7 +178,7 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
 
 
 def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = ENTRY) -> None:
-    """One driver, until the killer has had its kills."""
+    """Run one driver until the killer has injected all its faults."""
     clock, store = SystemClock(), open_store(f"{folder}/{plan.job.run.name}")
     duration_s = plan.job.elastic.lease_s
     lease = Lease(store, holder=this_process(), duration_s=duration_s, clock=clock)
@@ -197,7 +197,7 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = EN
 
 
 def show(name: str, rows: list[dict[str, float]]) -> float:
-    """Medians of each part, and of what they add up to, which is returned."""
+    """Print the median of each phase, and return the median total in seconds."""
     parts = ("detect", *PHASES)
     middle = {part: statistics.median(row[part] for row in rows) for part in (*parts, "total")}
     control = statistics.median(sum(row[part] for part in CONTROL) for row in rows)
@@ -213,7 +213,7 @@ def show(name: str, rows: list[dict[str, float]]) -> float:
 
 
 def show_stops(ranks: int, rows: list[dict[str, float]]) -> None:
-    """When each stopped process was found, beside the bar."""
+    """Print the detection time of each stopped process beside its limit."""
     found = ", ".join(f"{row['detect']:.2f} s (bar {row['limit']:.2f})" for row in rows)
     print(
         f"{ranks} ranks, one stopped: found after {found}; load {os.getloadavg()[0]:.0f}",
@@ -223,7 +223,7 @@ def show_stops(ranks: int, rows: list[dict[str, float]]) -> None:
 
 @dataclass
 class Bench:
-    """One cluster after the other, and a folder for all runs."""
+    """Benchmark with one cluster after the other, and one folder for all runs."""
 
     folder: str
     kills: int
@@ -248,7 +248,7 @@ class Bench:
         number: int = signal.SIGKILL,
         entry: str = ENTRY,
     ):
-        """What the driver told of ``kills`` signals."""
+        """Return the recoveries that the driver reported after ``kills`` signals."""
         plan = plan_for(ranks, spares=spares, name=name, folder=self.folder, extra=self.extra)
         killer = Killer(kills=self.kills, spares=plan.job.elastic.spares, number=number)
         run(plan, self.folder, killer, entry)

@@ -28,7 +28,7 @@ SETTLE_S = 1.0
 
 
 def kills_under_ray_train(plan: RunPlan, folder: str, *, kills: int) -> Iterator[float]:
-    """For one worker after the other the seconds from its SIGKILL to the next step that is finished."""
+    """Kill one worker after the other, and yield the seconds from SIGKILL to the next finished step."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -65,7 +65,7 @@ def kills_under_ray_train(plan: RunPlan, folder: str, *, kills: int) -> Iterator
 
 
 def train(config: dict[str, str]) -> None:
-    """What each worker of the trainer runs, again from the newest checkpoint after each failure."""
+    """Train in a worker of TorchTrainer; after a failure it restarts from the newest checkpoint."""
     import ray.train
     import torch.distributed as dist
     from ray.train.torch import prepare_model
@@ -125,7 +125,7 @@ def _module(plan: RunPlan) -> torch.nn.Module:
 def _train_step(
     plan: RunPlan, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, seed: int
 ) -> None:
-    """One rank's share of a global batch, of tokens by chance."""
+    """Train one step on this rank's part of a global batch of random tokens."""
     job, draw = plan.job, torch.Generator().manual_seed(seed)
     shape = (plan.batch.micro_batch_size, job.data.seq_len)
     for _ in range(plan.batch.num_micro_batches):

@@ -1,9 +1,9 @@
 """A step at each level of sharding against FSDP2: the same model, samples and micro-batches, four gloo ranks.
 
-FSDP2 gets the modules of our own model, each block and the whole as a unit, and torch's AdamW on its
-DTensors; reshard_after_forward is its form of level parameters, without it it keeps weights between
-forward and backward as level gradients does always. Losses of both are compared first. Then come pairs
-of steps in turn, then one step of each whose tensors and messages are counted.
+FSDP2 wraps the modules of our own model, each block and the whole as a unit, with torch's AdamW on its DTensors.
+With reshard_after_forward it matches level parameters; without it, it keeps weights between forward and backward,
+as level gradients does. Losses of both are compared first. Then come interleaved pairs of steps, then one step of
+each whose tensors and messages are counted.
 
     python benchmarks/sharding.py [--quick] [--rounds N] [--only parameters]
 """
@@ -110,7 +110,7 @@ class Ours:
         return outcome.loss
 
     def wait(self) -> None:
-        """For weights that are gathered for the next step already."""
+        """Wait for the weights that are being gathered for the next step."""
         self.parts.weights.wait_for_all()
 
 
@@ -160,7 +160,7 @@ class Theirs:
         return float(totals[0] / totals[1])
 
     def wait(self) -> None:
-        """Its step leaves nothing under way."""
+        """Return at once: FSDP2's step leaves nothing pending."""
 
 
 def _mesh():
@@ -168,7 +168,7 @@ def _mesh():
 
 
 def _counted(call: Ours | Theirs) -> tuple[int, float]:
-    """The most bytes that one call allocated and held at a time, and what it sent."""
+    """Return the peak bytes that one call allocated, and the bytes it sent."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         call()
         call.wait()
@@ -181,7 +181,7 @@ def _counted(call: Ours | Theirs) -> tuple[int, float]:
 
 
 def _allocated(events: Any) -> Iterator[int]:
-    """What tensors of this thread held after each allocation and release."""
+    """Yield the bytes that this thread's tensors held after each allocation and release."""
     for event in events:
         if event.name == "[memory]":
             yield event.extra_fields.total_allocated

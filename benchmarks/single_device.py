@@ -1,4 +1,4 @@
-"""One rank of raymega against transformers with torch.optim.AdamW(fused): the whole training step.
+"""Training step of raymega on one rank against transformers with torch.optim.AdamW(fused).
 
 Both read the same tokens in the same micro-batches, clip to a global norm of 1, decay matrices only
 and keep no dropout. bfloat16 is three pairings: we keep bfloat16 weights with float32 masters; they run

@@ -1,4 +1,4 @@
-"""What snapshots in memory cost a step: two gloo ranks on two nodes, each step with one, and each without.
+"""Cost of in-memory snapshots per step: two gloo ranks on two nodes, with a snapshot each step and without.
 
 A keeper is a process of its own, as on a cluster. A pair is some steps with a snapshot after each, and as many
 without; CPU seconds are those of ranks and keepers together. Host memory is held against what the planner states.
@@ -89,7 +89,7 @@ def peak_bytes(pid: int) -> int:
 
 
 class Trainer:
-    """One rank's steps, with snapshots or without."""
+    """Training steps of one rank, with or without snapshots."""
 
     def __init__(self, plan: RunPlan, rank: int, addresses: list[str]) -> None:
         groups = build_groups(plan.grid, rank, timeout_s=120.0)

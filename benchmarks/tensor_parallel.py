@@ -109,7 +109,7 @@ def fill_from(plain: PlainBlock, ours: nn.Module) -> None:
 
 
 class Floor:
-    """What no tensor-parallel layer can do without, on one rank's parts, and nothing else.
+    """Lower bound: the operations that every tensor-parallel layer needs, on one rank's shards, and no others.
 
     Matrix products forward and backward, attention's kernel, and the four all-reduces of x. Beside it what
     the gate, the norms, the rotation and the residual sums take as our layers compute them.
@@ -243,7 +243,7 @@ def compare(shape: str, rounds: int, *, is_compiled: bool) -> None:
 
 
 def _show_floor(floors, cpu_s) -> None:
-    """How much of a block nobody can save, and so how far theirs over ours could go."""
+    """Print the lower bound of a block's time, and the largest possible ratio of theirs over ours."""
     of_all = {name: sum(median(floor[name]).value for floor in floors) for name in floors[0]}
     arithmetic = of_all.pop("arithmetic")
     least = sum(of_all.values())

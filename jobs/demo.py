@@ -1,6 +1,6 @@
-"""The demo: prepare real text, train it on 8 ranks, kill a worker half-way, show what happened.
+"""Demo: prepare real text, train a model on 8 ranks, kill a worker half-way, and report what was measured.
 
-It prints no figure that it did not measure in this run, and exits 1 when the model has not learnt.
+All figures are of this run. Exits 1 when the model has not learnt enough.
 """
 
 import os
@@ -37,7 +37,7 @@ NO_PROSE = ("test/", "tests/", "idle_test/", "site-packages/", "dist-packages/",
 
 
 class Witness:
-    """Keeps what the demo reports, and kills one worker at half of the steps."""
+    """Sink that collects the figures of the report, and kills one worker after half of the steps."""
 
     def __init__(self, kill_step: int) -> None:
         self._kill_step = kill_step
@@ -71,10 +71,10 @@ class Witness:
 
 
 def prepare_corpus(console: Console, out: Path):
-    """The standard library's own source, through the pipeline of any other corpus."""
+    """Prepare the source of Python's standard library as a corpus, and return its metadata."""
     stdlib = sysconfig.get_paths()["stdlib"]
     console.rule("1  Prepare real text")
-    console.print(f"The Python standard library's source: {stdlib} (tests left out)")
+    console.print(f"Source code of the Python standard library: {stdlib} (without tests)")
     options = PrepareOptions(
         inputs=(stdlib,),
         out=str(out),
@@ -87,7 +87,7 @@ def prepare_corpus(console: Console, out: Path):
     with phase_bars() as show:
         done = prepare(options, on_progress=show)
     meta = done.meta
-    how = "found prepared" if done.is_cached else f"prepared in {done.seconds:.1f} s"
+    how = "already prepared" if done.is_cached else f"prepared in {done.seconds:.1f} s"
     console.print(f"{meta.source.num_bytes / 1e6:.1f} MB in {meta.source.num_files} files, {how}:")
     for name, split in meta.splits.items():
         console.print(f"  {name:5} {split.num_documents:6,} files {split.num_tokens:12,} tokens")
@@ -95,8 +95,8 @@ def prepare_corpus(console: Console, out: Path):
 
 
 def report(console: Console, witness: Witness, entropy: float, result, seconds: float) -> bool:
-    """The measured figures; true when the model has learnt enough."""
-    console.rule("3  What was measured in this run")
+    """Print the measured figures, and return whether the model has learnt enough."""
+    console.rule("3  Measured in this run")
     table = Table(show_header=False, box=None, padding=(0, 2))
     gain = entropy - witness.validation_loss
     stalls = [save.stall_s * 1000 for save in witness.saves]
@@ -104,14 +104,14 @@ def report(console: Console, witness: Witness, entropy: float, result, seconds: 
     recovered = witness.recovered
     rows = {
         "validation loss": f"{witness.validation_loss:.4f} nats per token",
-        "validation text under the training text's unigrams": f"{entropy:.4f} nats per token",
-        "learnt beyond unigrams": f"{gain:.4f} nats per token (at least {MIN_GAIN_NATS} expected)",
+        "unigram entropy of the validation text": f"{entropy:.4f} nats per token",
+        "gain over unigrams": f"{gain:.4f} nats per token (expected: at least {MIN_GAIN_NATS})",
         "throughput, median step": f"{statistics.median(witness.tokens_per_s):,.0f} tokens/s",
         "checkpoint stall, median": f"{statistics.median(stalls):.1f} ms",
-        "checkpoint save, whole, median": f"{statistics.median(writes):.1f} ms",
+        "checkpoint save in total, median": f"{statistics.median(writes):.1f} ms",
         "worker killed: detected after": f"{recovered.detection_s:.3f} s",
         "worker killed: first step of the new attempt after": f"{witness.training_again_s:.1f} s",
-        f"worker killed: the {recovered.lost_steps} lost steps made up for after": (
+        f"worker killed: {recovered.lost_steps} lost steps recomputed after": (
             f"{recovered.recovery_s:.1f} s"
         ),
         "goodput": f"{result.goodput:.1%}",
@@ -125,7 +125,7 @@ def report(console: Console, witness: Witness, entropy: float, result, seconds: 
 
 def show_places(console: Console, job) -> None:
     folder = api.local_folder(job)
-    console.rule("4  Where everything is")
+    console.rule("4  Output files")
     for name in (
         "loss.png",
         "experts.svg",
@@ -150,7 +150,7 @@ def main() -> int:
     console = Console(highlight=False)
     os.chdir(ROOT)
     meta = prepare_corpus(console, OUT / "corpus")
-    console.rule("2  Train on 8 ranks, kill one half-way, recover, finish")
+    console.rule("2  Train on 8 ranks, kill one half-way, recover and finish")
     name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}"
     job = api.load_job(JOB_FILE, [name], is_for_training=True)
     console.print(f"seed {job.run.seed}; rank {VICTIM} is killed after step {job.run.steps // 2}")

@@ -75,7 +75,7 @@ def _cluster_file(account: dict[str, str]) -> dict:
 
 
 def _public_key(desk: Host) -> str:
-    """Of the key pair that `ray up` has made."""
+    """Return the public key of the key pair that `ray up` created."""
     return desk.run("cat $(ls .ssh/*.pem | head -1) | ssh-keygen -y -f /dev/stdin").strip()
 
 
@@ -103,7 +103,7 @@ def _lose_instance(job: Command, cloud: Cloud, record: Record) -> None:
 
 
 def differences(file: dict, asked: list[dict[str, str]]) -> list[str]:
-    """What of a node type's node_config did not reach EC2, or reached it otherwise."""
+    """Return the settings of node_config that did not reach EC2, or reached it with another value."""
     found = []
     for request in asked:
         tags = {

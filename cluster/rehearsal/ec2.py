@@ -40,7 +40,7 @@ class Cloud:
         self._keeper.start()
 
     def open_account(self) -> dict[str, str]:
-        """What docs/cluster.md makes before `ray up`; the values that are "yours" in the file."""
+        """Create what docs/cluster.md asks for before `ray up`, and return the ids to put into the cluster file."""
         iam = boto3.client("iam", region_name=REGION, endpoint_url=ENDPOINT, **KEYS)
         for role in ("raymega-head", "raymega-worker"):
             iam.create_instance_profile(InstanceProfileName=role)

@@ -60,7 +60,7 @@ setpriv --reuid={UID} --regid={UID} --clear-groups bash raymega/cluster/setup-no
 
 
 def missing() -> str:
-    """Why no machine can be made here; '' when they can."""
+    """Return why no machine can be created here; '' when they can."""
     if os.geteuid() != 0:
         return "namespaces with an sshd each need root"
     absent = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
@@ -94,7 +94,7 @@ class Host:
 
     @property
     def log(self) -> Path:
-        """What the machine's sshd says."""
+        """Return the path of the log of the machine's sshd."""
         return self.folder / "console.log"
 
     def boot(self, image: Path) -> None:
@@ -149,7 +149,7 @@ class Host:
         _run("ip", "netns", "del", self.network)
 
     def cut_link(self) -> None:
-        """Pull the cable: the machine runs on, nobody hears of it."""
+        """Cut the link of the machine, which keeps running."""
         _run("ip", "link", "set", self.cable, "down")
 
     def mend_link(self) -> None:

@@ -22,7 +22,7 @@ RAY_PROCESSES = "raylet|gcs_server|ray::|dashboard/|autoscaler/_private"
 
 
 def rehearse(record: Record) -> None:
-    """The whole evening: up, submit, lose a machine, lose a cable, finish, down."""
+    """Rehearse everything: up, submit, lose a machine, lose a link, finish, down."""
     site = Site()
     try:
         _rehearse(site, record)
@@ -114,7 +114,7 @@ def _lose_machine(desk: Host, workers: list[Host], record: Record) -> Host:
 
 
 def _lose_cable(desk: Host, workers: list[Host], record: Record) -> Host:
-    """The run goes on for more steps, and a machine falls silent: no connection to it is reset."""
+    """Resume the run for more steps, and cut the link of a machine: no connection to it is reset."""
     job = submit(desk, record, {"run.steps": 80, "cluster.cpus_per_worker": os.cpu_count()})
     wait_for_checkpoint(50, record)
     at_work = holders(workers)
@@ -135,9 +135,9 @@ def wait_for_checkpoint(step: int, record: Record) -> None:
 
 
 def measure_recovery(job: Command, fault: str, record: Record) -> None:
-    """From now, when the driver notices, computes again, and is back where it was."""
+    """Note the seconds from now until the driver detects the fault, finishes a step, and has recovered."""
     at = record.now()
-    noticed = job.wait_for(r"^Attempt \d+ was lost", after_s=at, limit_s=120)
+    noticed = job.wait_for(r"^Attempt \d+ failed", after_s=at, limit_s=120)
     stepped = job.wait_for(r"^step ", after_s=noticed, limit_s=240)
     recovered = job.wait_for(r"^Recovered", after_s=noticed, limit_s=240)
     record.note(f"{fault}_noticed_s", noticed - at)

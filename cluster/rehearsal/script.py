@@ -1,4 +1,4 @@
-"""What a rehearsal says and measures: lines with their second, figures by name, waits with an end."""
+"""Record of a rehearsal: timestamped output, measured figures by name, and waits with a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Record:
         return time.monotonic() - self._start
 
     def say(self, text: str) -> None:
-        """One line, with the second it was said."""
+        """Print a line with the seconds since the start."""
         print(f"{self.now():6.1f} s  {text}", flush=True)
 
     def note(self, name: str, value: float | str) -> None:
@@ -51,7 +51,7 @@ class Record:
 
 
 class Command:
-    """A command at work on a machine, read line by line as it speaks."""
+    """Running command on a machine, whose output is read line by line."""
 
     def __init__(self, host: Host, text: str, record: Record, *, is_shown: bool = True) -> None:
         """Start it."""
@@ -73,7 +73,7 @@ class Command:
                 self._record.say(f"  {text}")
 
     def find(self, pattern: str, *, after_s: float = 0.0) -> float | None:
-        """When a line with ``pattern`` first came after a time."""
+        """Return the time of the first line that matches ``pattern`` after ``after_s``, or None."""
         found = (at for at, text in list(self.lines) if at > after_s and re.search(pattern, text))
         return next(found, None)
 

@@ -1,7 +1,7 @@
-"""One run and what it goes through: faults in their order or by chance, until its driver is done.
+"""ChaosRun runs one job under faults, listed or random, until its driver ends.
 
-It decides when a fault comes and starts a driver again that was ended by one. What a fault does is
-inflict's; what came of it is account's.
+It decides when a fault is injected, and restarts a driver that a fault ended. `chaos/fault_injector.py` injects
+faults, `chaos/time_accounting.py` evaluates the result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TICK_S = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
-    """A fault that was inflicted.
+    """Fault that was injected.
 
     Attributes:
-        fault: Which, and in which phase; by chance that is ``step``, whatever the run just did.
-        at_s: When.
-        rank: Whose worker it was; -1 for a process without a rank, and for faults of no worker.
-        step: Completed steps by then.
+        fault: Kind and phase; the phase of a random fault is ``step``, whatever the run was doing.
+        at_s: Time of injection on the monotonic clock, in seconds.
+        rank: Rank of the affected worker; -1 for a process without a rank and for faults of no worker.
+        step: Number of completed steps at that time.
     """
 
     fault: ChaosFault
@@ -38,18 +38,18 @@ class InjectedFault:
 
 @dataclass(kw_only=True)
 class ChaosRun:
-    """A run under faults.
+    """Run of a job under faults.
 
     Attributes:
-        driver: Its driver, not started yet.
-        inflicter: Does the faults.
-        world_size: Of the job's own grid.
-        faults: Each comes when the one before has come.
-        scheduled_faults: By chance; each comes so long after the one before was made good.
-        stop_after_s: By chance only: no more faults then, and the run is stopped.
-        injected_faults: Faults that came.
-        memory: What the run's processes held after each recovery.
-        is_stopped: It was stopped by that time.
+        driver: Driver process of the run, not started yet.
+        inflicter: Injector of the faults.
+        world_size: Number of ranks of the job's own grid.
+        faults: Listed faults; each is injected after the previous one.
+        scheduled_faults: Random faults; each follows a time after the recovery from the previous one.
+        stop_after_s: Seconds after which a run under random faults is stopped.
+        injected_faults: Faults injected so far.
+        memory: Memory, threads and files of the run's processes after each recovery.
+        is_stopped: Whether the run was stopped by ``stop_after_s``.
     """
 
     driver: DriverProcess
@@ -68,8 +68,9 @@ class ChaosRun:
     _calm_since_s: float | None = None
 
     def run(self, *, timeout_s: float) -> int:
-        """To the end of the run; the exit code of its last driver, -1 when it took too long."""
+        """Run to the end and return the exit code of the last driver; -1 after ``timeout_s`` seconds."""
         deadline_s = time.monotonic() + timeout_s
+        # The first gate must exist before the first worker can pass it.
         self._close_next()
         self.driver.start()
         try:
@@ -84,6 +85,7 @@ class ChaosRun:
         return -1
 
     def _tick(self) -> int | None:
+        # read events, end faults that last a time, inject the next one
         for output in self.driver.read_output():
             self._hear(output)
         self.inflicter.undo_what_is_due()
@@ -91,6 +93,7 @@ class ChaosRun:
             self._strike_at_the_gate()
         else:
             self._strike_by_chance()
+        # driver ended: start it again if a fault ended it
         code = self.driver.code
         if code is None:
             return None
@@ -104,6 +107,7 @@ class ChaosRun:
         match output.name:
             case "workers":
                 self._pids = {int(rank): pid for rank, pid in output.event["pids"].items()}
+            # Calm begins with the first step of an attempt: the run trains.
             case "step":
                 self._step = output.event["step"]
                 if self._calm_since_s is None:
@@ -113,7 +117,7 @@ class ChaosRun:
             case "recovered":
                 self.memory.append(look_at(self.driver.pid, tuple(self._pids.values())))
 
-    # Faults of a list.
+    # Listed faults: a gate holds the worker in the phase until the fault is injected.
 
     def _close_next(self) -> None:
         if self._num_closed < len(self.faults):
@@ -135,6 +139,7 @@ class ChaosRun:
         if arrival is None:
             return
         name = self._gate_name
+        # Inject, close the next gate, and only then release the worker: it may meet that gate at once.
         answer = self._injected(self.faults[self._num_closed], arrival)
         self._num_closed += 1
         self._close_next()
@@ -144,19 +149,21 @@ class ChaosRun:
     def _gate_name(self) -> str:
         return f"{self._num_closed:04d}"
 
-    # Faults by chance.
+    # Random faults, by time.
 
     def _strike_by_chance(self) -> None:
         now_s = time.monotonic()
         if now_s - self.driver.begun_s[0] > self.stop_after_s:
             self._stop()
             return
+        # wait until the run has been calm for the drawn time
         self._next = self._next or next(self.scheduled_faults, None)
         if self._next is None or self._calm_since_s is None:
             return
         if now_s - self._calm_since_s < self._next.after_s:
             return
         scheduled, self._next, self._calm_since_s = self._next, None, None
+        # A smaller grid may lack the drawn rank.
         rank = scheduled.rank if scheduled.rank in self._pids else next(iter(self._pids))
         fault = ChaosFault(kind=scheduled.kind, phase="step", at=self._step, rank=rank)
         if scheduled.kind == "raise":
@@ -165,7 +172,7 @@ class ChaosRun:
         self._injected(fault, Arrival(pid=self._pids[rank], rank=rank, attempt=0, step=self._step))
 
     def _raise_somewhere(self, fault: ChaosFault) -> None:
-        """The worker meets the gate at its next step, and finds it open with the answer."""
+        """Make the worker raise at its next step: it meets a gate that is open already, with that answer."""
         name = f"{len(self.injected_faults):04d}"
         open_gate(self.inflicter.folder, name, answer=RAISE)
         gate = Gate(name=name, phase="step", at=0, rank=fault.rank)
@@ -180,7 +187,8 @@ class ChaosRun:
     def _injected(self, fault: ChaosFault, arrival: Arrival) -> str:
         target = FaultTarget(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
         family = KINDS[fault.kind].family
-        done = arrival.step - (fault.phase == "step")  # the driver may not have said so yet
+        # An arriving worker knows its step before the driver reports it.
+        done = arrival.step - (fault.phase == "step")
         self._step = max(self._step, done)
         self._note(fault, arrival.rank if family in ("worker", "node") else -1)
         if not KINDS[fault.kind].ends_attempt:
@@ -193,7 +201,7 @@ class ChaosRun:
         )
 
     def _was_ended_by_us(self) -> bool:
-        """The process that ended now was hit since it was started."""
+        """Return whether a fault of the driver was injected since its process was started."""
         begun_s = self.driver.begun_s[-1]
         return any(
             KINDS[injected.fault.kind].family == "driver" and injected.at_s > begun_s

@@ -1,4 +1,4 @@
-"""From what was asked to a drill: its refusals, its cluster, and the files that it leaves."""
+"""Command `raymega chaos` without its output: checks of options, the cluster, and the files of the report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillOptions:
-    """What the command was told; see its help."""
+    """Options of the command, described in `cli/chaos.py`."""
 
     faults: str
     mtbf_s: float
@@ -57,10 +57,10 @@ class DrillOptions:
 def drill(
     job_file: Path, overrides: Sequence[str], job: Job, options: DrillOptions
 ) -> tuple[Verdict, Path]:
-    """Do all of it; the verdict, and the folder of the runs.
+    """Run the drill and return its verdict and the folder of the runs.
 
     Raises:
-        ConfigError: The faults are not what can be, or the job is none for this machine.
+        ConfigError: A fault is unknown or not possible here, or the job cannot run on this machine's CPUs.
         RaymegaError: The undisturbed run failed.
     """
     faults, scheduled_faults = _faults(job, options)
@@ -78,9 +78,11 @@ def drill(
         return_s=options.return_s,
         timeout_s=options.timeout_s,
     )
+    # Network namespaces need root: create them only for faults that cut links.
     needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))
     nodes, cpus = options.nodes, _cpus_per_node(job)
     with sandbox(num_nodes=nodes, cpus_per_node=cpus, has_network=needs_network) as box:
+        # The run under faults comes first: it decides how many steps the undisturbed run needs.
         verdict = run_drill(plan, box, lambda last: run_baseline(plan, box, last=last))
     draw_verdict(verdict, out / PICTURE_FILE, title=f"{job.run.name} under faults")
     report = verdict_object(verdict, seed=options.seed)
@@ -89,11 +91,12 @@ def drill(
 
 
 def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator[ScheduledFault]]:
+    # all mistakes are reported at once: job, choice of options, kinds, listed faults
     mistakes = _job_faults(job)
     is_listed, is_drawn = bool(options.faults), options.mtbf_s > 0
     if is_listed == is_drawn:
         fact = f"--fault {options.faults!r} and --mtbf {options.mtbf_s:g}"
-        rule = "faults come by a list or by chance, and one of the two must be given"
+        rule = "faults are listed or random: exactly one of the two options must be given"
         mistakes.append(
             Fault(fact=fact, rule=rule, remedy="give --fault kill-worker@5 or --mtbf 30")
         )
@@ -103,7 +106,7 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
             Fault(
                 fact=f"--kinds {kind!r} names no fault",
                 rule=f"faults are {', '.join(KINDS)}",
-                remedy="name some of them",
+                remedy="use --kinds kill-worker,kill-node",
             )
         )
     listed: list[ChaosFault] = []
@@ -116,6 +119,7 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
         except ValueError as error:
             mistakes += error.args
     raise_faults(ConfigError, mistakes)
+    # Last, as it tries to create a namespace.
     raise_faults(ConfigError, _cable_faults(_kinds_of(listed, options)))
     scheduled_faults = draw_faults(
         mtbf_s=options.mtbf_s or 1.0, seed=seed, world_size=world_size, kinds=kinds
@@ -128,7 +132,7 @@ def _names(words: str) -> list[str]:
 
 
 def _kinds_of(listed: Sequence[ChaosFault], options: DrillOptions) -> list[str]:
-    """Every kind that may come."""
+    """Return every kind of fault that may be injected."""
     return [fault.kind for fault in listed] or _names(options.kinds) or list(DRAWN)
 
 
@@ -138,9 +142,9 @@ def _cable_faults(kinds: Sequence[str]) -> list[Fault]:
         return []
     return [
         Fault(
-            fact=f"{asked[0]} was asked for, and {why}",
-            rule="it takes nodes in network namespaces of their own, whose cables can be pulled",
-            remedy="run the drill as root on Linux with iproute2, or take freeze-node",
+            fact=f"fault {asked[0]} is not possible here: {why}",
+            rule="it needs nodes in network namespaces of their own, whose links can be cut",
+            remedy="run the drill as root on Linux with iproute2, or use freeze-node",
         )
     ]
 
@@ -151,7 +155,7 @@ def _job_faults(job: Job) -> list[Fault]:
         faults.append(
             Fault(
                 fact="cluster.device='cuda'",
-                rule="a drill has a cluster of its own on this machine, whose nodes have CPUs",
+                rule="a drill starts its own cluster on this machine, whose nodes have CPUs only",
                 remedy="add --set cluster.device=cpu, and make the model small",
             )
         )
@@ -159,7 +163,7 @@ def _job_faults(job: Job) -> list[Fault]:
         faults.append(
             Fault(
                 fact=f"tracking.mlflow_uri={job.tracking.mlflow_uri!r}",
-                rule="a drill is no run to be kept, and its MLflow is a file that can be locked",
+                rule="the runs of a drill are not recorded on a server, and mlflow-down locks a file",
                 remedy="add --set tracking.mlflow_uri=run, or off",
             )
         )
@@ -167,7 +171,7 @@ def _job_faults(job: Job) -> list[Fault]:
 
 
 def _cpus_per_node(job: Job) -> float:
-    """Two nodes hold the grid and its spares; those beyond are there to take a lost one's place."""
+    """Return the CPUs of a node such that two nodes hold the grid and its spares; the others are spare."""
     plan = make_plan(job)
     block = block_size(plan.grid, job.parallel)
     workers = plan.grid.world_size + job.elastic.spares

@@ -1,4 +1,4 @@
-"""The driver's process of a run under chaos: `raymega train --json` with workers that have gates.
+"""Driver process of a run under chaos: `raymega train --json` with the workers of `chaos/worker_entry.py`.
 
 ``python -m raymega.chaos.driver_entry JOB.yaml HOST:PORT section.field=value ...``
 """
@@ -17,7 +17,7 @@ ENTRY = "raymega.chaos.worker_entry"
 
 
 def main(job_file: str, address: str, *overrides: str) -> int:
-    """Run the job; the exit code."""
+    """Run the job and return the exit code."""
     lines = JsonLinesSink(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):

@@ -1,6 +1,6 @@
-"""The driver's process as chaos sees it: what it says and when, and starting it again.
+"""DriverProcess runs the driver as a child process, restarts it, and collects its events with their time.
 
-It knows nothing of faults. Lines are stamped by a thread of their own as they come.
+A thread reads the events, so that their time is that of arrival.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ DRIVER = "raymega.chaos.driver_entry"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverOutput:
-    """A line of the driver: when it came, and what it says."""
+    """Event of the driver, with its time of arrival on the monotonic clock in seconds."""
 
     at_s: float
-    event: Mapping[str, Any]  # lines of JSON
+    event: Mapping[str, Any]  # parsed JSON
 
     @property
     def name(self) -> str:
-        """Which event."""
+        """Return the name of the event, such as ``step``."""
         return str(self.event["event"])
 
 
 @dataclass(kw_only=True)
 class DriverProcess:
-    """One command, started as often as it takes.
+    """Command of the driver, and the processes that were started with it.
 
     Attributes:
-        command: What to run.
-        errors: Where its stderr goes.
-        output: All lines so far, of all its processes.
-        begun_s: When each process was started.
+        command: Arguments of the command.
+        errors: File that collects stderr.
+        output: Events read so far, of all its processes.
+        begun_s: Start time of each process on the monotonic clock, in seconds.
     """
 
     command: Sequence[str]
@@ -54,19 +54,19 @@ class DriverProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now, or ran last."""
+        """Return the pid of the current or last process."""
         assert self._process, "it was started"
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Exit code, when it has ended and everything that it said was heard."""
+        """Return the exit code; None until the process has ended and all its events were read."""
         assert self._process and self._reader, "it was started"
         code = self._process.poll()
         return None if code is None or self._reader.is_alive() or not self._lines.empty() else code
 
     def start(self) -> None:
-        """Run the command, again if it has ended."""
+        """Start the command, also after an earlier process has ended."""
         self.begun_s.append(time.monotonic())
         with self.errors.open("a") as errors:
             self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class DriverProcess:
         self._reader.start()
 
     def read_output(self) -> list[DriverOutput]:
-        """Lines that came since the last call."""
+        """Return the events that arrived since the last call."""
         new = []
         while not self._lines.empty():
             new.append(self._lines.get())
@@ -85,12 +85,12 @@ class DriverProcess:
         return new
 
     def signal(self, number: int) -> None:
-        """To the process, if it lives."""
+        """Send a signal to the process, if it is alive."""
         assert self._process, "it was started"
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Leave no process."""
+        """Kill the process and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -105,5 +105,5 @@ class DriverProcess:
 
 
 def driver_command(job_file: Path, address: str, overrides: Sequence[str]) -> list[str]:
-    """What runs a job under chaos."""
+    """Return the command that trains a job under chaos."""
     return [sys.executable, "-m", DRIVER, str(job_file), address, *overrides]

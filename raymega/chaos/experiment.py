@@ -1,4 +1,4 @@
-"""The drill: the undisturbed run, the same run under faults, and what there is to say of both."""
+"""Chaos drill: a run under faults, the same run undisturbed, and the verdict of their comparison."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from raymega.storage.local import PARTIAL_FOLDER
 CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
 PREEMPTED = PreemptedError.exit_code
 PATIENCE_S = 15.0
-"""Seconds until everything that a run started must have ended."""
+"""Seconds after a run within which all its processes must have ended."""
 Undisturbed = Callable[[int], Sequence[DriverOutput]]
-"""What the undisturbed run said up to a step."""
+"""Function that returns the events of the undisturbed run up to a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChaosExperiment:
-    """What to do.
+    """Settings of a drill.
 
     Attributes:
-        job_file: The job.
-        overrides: ``section.field=value`` texts.
-        job: What both make.
-        out: Folder of all that is written; both runs lie in it.
-        num_nodes: Nodes of the cluster, those that are spare included.
-        faults: A list of faults; or
-        scheduled_faults: faults by chance, until
-        stop_after_s: so long after the start.
-        hold_s: See FaultInjector.
-        return_s: See FaultInjector.
-        timeout_s: Longest time of one of the two runs.
+        job_file: Path of the job file.
+        overrides: Overrides as ``section.field=value`` texts.
+        job: Job of the file with the overrides.
+        out: Folder of all output, both runs included.
+        num_nodes: Number of nodes of the cluster, spare ones included.
+        faults: Listed faults; empty for random ones.
+        scheduled_faults: Random faults; empty for listed ones.
+        stop_after_s: Seconds after which a run under random faults is stopped.
+        hold_s: Duration in seconds of a service fault or a drain, as in FaultInjector.
+        return_s: Seconds until a lost node is replaced, as in FaultInjector.
+        timeout_s: Maximum time of each of the two runs, in seconds.
     """
 
     job_file: Path
@@ -63,19 +63,19 @@ class ChaosExperiment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What came of a drill.
+    """Result of a drill.
 
     Attributes:
-        code: Exit code of the disturbed run's last driver.
-        incidents: One for each fault.
-        missed: Faults whose moment never came.
-        sheet: Where the time went.
-        comparison: With the undisturbed run.
-        leftovers: What the run should have cleared away.
-        memory: Of the driver and of the workers that lived through recoveries.
-        calm: What the undisturbed run's driver said.
-        tried: What the disturbed one's drivers said.
-        faults: Why the drill is failed, one sentence each; none when it is passed.
+        code: Exit code of the last driver of the run under faults.
+        incidents: Outcome of each injected fault.
+        missed: Listed faults that were never injected.
+        sheet: Wall time by cause.
+        comparison: Comparison of losses and samples with the undisturbed run.
+        leftovers: Processes, actors and files that the run should have removed.
+        memory: Memory of driver and workers after each recovery.
+        calm: Events of the undisturbed run.
+        tried: Events of the run under faults.
+        faults: Reasons why the drill failed, one sentence each; empty when it passed.
     """
 
     code: int
@@ -91,7 +91,7 @@ class Verdict:
 
 
 def verdict_object(verdict: Verdict, *, seed: int) -> dict[str, object]:
-    """The verdict as plain values: what `raymega chaos --json` prints, and a file beside the runs."""
+    """Return the verdict as plain values, for `raymega chaos --json` and report.json."""
     compared = asdict(verdict.comparison)
     return {
         "event": "verdict",
@@ -133,10 +133,10 @@ def _known(seconds: float) -> float | None:
 
 
 def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence[DriverOutput]:
-    """What the undisturbed run says up to step ``last``, on the same cluster.
+    """Run the job undisturbed up to step ``last`` on the same cluster, and return its events.
 
     Raises:
-        RaymegaError: It did not come to its end.
+        RaymegaError: The run failed or took longer than the drill's timeout.
     """
     box.fill(drill.num_nodes)
     chaos_run = _chaos_run(drill, box, CALM_NAME, more=_until(drill.job, last), is_calm=True)
@@ -145,7 +145,7 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
         raise RaymegaError(
             Fault(
                 fact=f"the undisturbed run ended with code {code}",
-                rule="a drill compares with a run that comes to its end within "
+                rule="a drill compares with an undisturbed run that finishes within "
                 f"{drill.timeout_s:g} s",
                 remedy=f"read {chaos_run.driver.errors}",
             )
@@ -154,18 +154,22 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
 
 
 def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
-    """The run under faults, and its verdict; ``undisturbed`` says what to compare it with."""
+    """Run the job under faults and return the verdict; ``undisturbed`` gives the events to compare with."""
+    # the run under faults, on a cluster with all its nodes
     box.fill(drill.num_nodes)
     chaos_run = _chaos_run(drill, box, TRIED_NAME, is_calm=False)
     code = chaos_run.run(timeout_s=drill.timeout_s)
     ended_s = time.monotonic()
     output, begun_s = chaos_run.driver.output, chaos_run.driver.begun_s
+    # what became of each fault, and what is left behind
     found = incidents(output, chaos_run.injected_faults, begun_s)
     box.clear()
-    shutil.rmtree(chaos_run.inflicter.folder, ignore_errors=True)  # chaos clears up after itself
+    shutil.rmtree(chaos_run.inflicter.folder, ignore_errors=True)
+    # Killed processes leave half-written files by design.
     is_tidy = all(KINDS[s.fault.kind].family == "service" for s in chaos_run.injected_faults)
     run = chaos_run.inflicter.folder.parent if is_tidy else None
     left = _find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
+    # the undisturbed run, as far as the other one came, and the verdict
     calm = undisturbed(max(surviving(output), default=0))
     comparison = compare_runs(calm, output, dtype=drill.job.precision.dtype)
     missed = drill.faults[len(chaos_run.injected_faults) :]
@@ -181,7 +185,10 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
         tried=output,
         faults=[
             *_ends(code, is_stopped=chaos_run.is_stopped),
-            *(f"the moment of {fault.describe()} never came" for fault in missed),
+            *(
+                f"{fault.describe()} was never injected: the run did not reach its step or phase"
+                for fault in missed
+            ),
             *_unrecovered(found, is_stopped=chaos_run.is_stopped),
             *comparison.faults,
             *(f"left behind: {name}" for name in left),
@@ -197,21 +204,22 @@ def _ends(code: int, *, is_stopped: bool) -> list[str]:
 
 
 def _unrecovered(found: Sequence[Incident], *, is_stopped: bool) -> list[str]:
-    """Faults that were not noticed or not made good; the last one before a stop may be open."""
+    """Return the faults not detected or not recovered from; the last one before a stop is not judged."""
     wrong = []
     for each in found[:-1] if is_stopped else found:
         fault = each.injected.fault
         if KINDS[fault.kind].ends_attempt and each.detection_s < 0:
-            wrong.append(f"{fault.describe()} was never noticed")
+            wrong.append(f"{fault.describe()} was never detected")
         elif each.detection_s >= 0 and each.recovery_s < 0:
-            wrong.append(f"{fault.describe()} was not made good")
+            wrong.append(f"{fault.describe()} was not recovered from")
     return wrong
 
 
 def _until(job: Job, last: int) -> list[str]:
-    """A shorter run of the same job, whose learning rates are the longer one's."""
+    """Return overrides that end the job at step ``last`` with the learning rates of the whole job."""
     if last >= job.run.steps:
         return []
+    # A shorter run would decay its learning rate earlier.
     decay = job.optimizer.lr_decay_steps
     end = job.run.steps if decay == "steps" else decay
     return [f"run.steps={last}", f"optimizer.lr_decay_steps={end}"]
@@ -249,16 +257,16 @@ def _chaos_run(
 def _find_leftovers(
     box: Sandbox, output: Sequence[DriverOutput], *, driver: int, run: Path | None
 ) -> list[str]:
-    """Names of what a run left behind: files, processes and actors, once they had time to go.
+    """Return the names of files, processes and actors that are left PATIENCE_S after a run.
 
-    A process that is gone holds no port and no thread. What a killed process had half written stays for a
-    day, so that no living writer loses its file: such files count only when none was killed.
+    A half-written file of a killed process is kept for a day, in case its writer lives: such files count
+    only when no process was killed.
 
     Args:
-        box: The cluster, on which nothing else runs.
-        output: All that the run's drivers said.
-        driver: Pid of the last of them.
-        run: The run's folder, if it may hold no half-written file.
+        box: Cluster, on which nothing else runs.
+        output: Events of the run's drivers.
+        driver: Pid of the last driver.
+        run: Folder of the run, if it must not hold half-written files; else None.
     """
     workers = [e.event["pids"].values() for e in output if e.name == "workers"]
     pids = {driver, *(pid for started in workers for pid in started)}

@@ -1,7 +1,7 @@
-"""Inflicts faults on a run: signals to processes and nodes, trouble for its store and its MLflow.
+"""FaultInjector injects faults into a run: signals to processes and nodes, failures of its store and MLflow.
 
-All of it comes from outside, but for what only the worker itself can do: raise. When a fault comes is
-not decided here; that it ends again, where it ends, is.
+All faults come from outside except `raise`, which the worker does itself. `chaos/chaos_run.py` decides when a fault
+is injected; faults that last a time are ended here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCK_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultTarget:
-    """What a fault may hit: a worker's process, and the node that it is on."""
+    """Target of a fault: the pid of a worker, and the id of its node."""
 
     pid: int
     node: str
@@ -33,16 +33,16 @@ class FaultTarget:
 
 @dataclass(kw_only=True)
 class FaultInjector:
-    """Everything that can be done to one run, and what must be undone later.
+    """Injector of all kinds of faults into one run.
 
     Attributes:
-        box: The cluster.
-        driver: The run's driver.
-        folder: The run's chaos folder.
-        database: The run's MLflow file; it need not exist.
-        num_nodes: What the cluster has when it is whole.
-        hold_s: How long a service is in trouble, and how long a drained node has left.
-        return_s: After how long a lost node is replaced; never when it is infinite.
+        box: Cluster of the run.
+        driver: Driver process of the run.
+        folder: Folder of the run's gates and store faults.
+        database: Path of the run's MLflow database; it need not exist.
+        num_nodes: Number of nodes of the complete cluster.
+        hold_s: Duration of a service fault, and notice of a drained node, in seconds.
+        return_s: Seconds until a lost node is replaced; infinite for never.
     """
 
     box: Sandbox
@@ -55,9 +55,10 @@ class FaultInjector:
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def inflict(self, kind: str, target: FaultTarget) -> str:
-        """Do it; the answer that whoever waits at the gate is to get."""
+        """Inject a fault of ``kind`` and return the answer for the worker that waits at the gate."""
         if kind == "raise":
             return RAISE
+        # faults of processes, nodes and MLflow
         actions: Mapping[str, Callable[[FaultTarget], None]] = {
             "kill-worker": lambda at: os.kill(at.pid, signal.SIGKILL),
             "hang": lambda at: os.kill(at.pid, signal.SIGSTOP),
@@ -70,15 +71,17 @@ class FaultInjector:
             "mlflow-down": self._lock_database,
         }
         if kind in actions:
-            with suppress(ProcessLookupError):  # it went by itself
+            with suppress(ProcessLookupError):  # the process has ended already
                 actions[kind](target)
         else:
+            # faults of the store, which the run's own processes simulate
             begin_trouble(self.folder, kind)
             self._do_later(self.hold_s, lambda: end_trouble(self.folder))
         return ""
 
     def undo_what_is_due(self) -> None:
-        """End troubles, and bring nodes back."""
+        """End the faults whose time is over, and replace lost nodes."""
+        # An action may schedule further ones: take the due ones out first.
         now_s = time.monotonic()
         due = [action for at_s, action in self._later if at_s <= now_s]
         self._later = [(at_s, action) for at_s, action in self._later if at_s > now_s]
@@ -86,7 +89,7 @@ class FaultInjector:
             action()
 
     def undo(self) -> None:
-        """End all troubles now; nodes stay lost."""
+        """End all service faults now; lost nodes are not replaced."""
         end_trouble(self.folder)
         self._later.clear()
 
@@ -94,21 +97,25 @@ class FaultInjector:
         self._later.append((time.monotonic() + seconds, action))
 
     def _lose_node(self, target: FaultTarget, how: Callable[[str], None]) -> None:
-        """A node is lost by ``how``; later another one takes its place."""
+        """Lose the node by ``how``, and schedule its replacement."""
         if target.node:
             if self.return_s < float("inf"):
                 self._do_later(self.return_s, lambda: self.box.fill(self.num_nodes))
             how(target.node)
 
     def _drain_node(self, target: FaultTarget) -> None:
-        """Ray is asked for drains once a second, and a tiny job does tens of steps in that."""
+        """Drain the node and kill it at the deadline.
+
+        Steps are slowed down: the driver polls Ray for drains once a second, in which a tiny job would do
+        tens of steps.
+        """
         slow_down(self.folder)
         if target.node:
             self.box.drain(target.node, seconds=self.hold_s)
             self._do_later(self.hold_s, lambda: self._lose_node(target, self.box.kill))
 
     def _lock_database(self, _target: FaultTarget) -> None:
-        """As long as another process holds the lock, the run's own writes are refused."""
+        """Lock MLflow's database for ``hold_s`` seconds, so that the run's writes are refused."""
         self.database.parent.mkdir(parents=True, exist_ok=True)
         lock = sqlite3.connect(self.database, timeout=LOCK_TIMEOUT_S, isolation_level=None)
         with suppress(sqlite3.OperationalError):

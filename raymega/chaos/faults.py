@@ -1,6 +1,6 @@
-"""The faults there are, the phases of a run that they can meet, how both are written, and draws of them.
+"""Kinds of faults, phases of a run, their notation on the command line, and random faults.
 
-Pure. How a fault is inflicted is fault_injector's.
+Pure functions; `chaos/fault_injector.py` injects faults.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from raymega.errors import Fault as Mistake
 START_PHASES = ("spawn", "rendezvous", "restore", "replan")
 STEP_PHASES = ("step", "snapshot", "upload")
 PHASES = (*START_PHASES, *STEP_PHASES)
-"""spawn: a process loads what training takes. rendezvous: ranks are about to meet. restore: model and
-optimizer are built, the state is about to be read. replan: as rendezvous, on a smaller grid than the
-job's. step: a step begins. snapshot: it is over, and its snapshot is not taken. upload: a rank has
-written its part of a checkpoint, which is not committed."""
+"""spawn: a process imports torch. rendezvous: before the ranks' rendezvous. restore: model and optimizer
+are built, the state is not read yet. replan: as rendezvous, on a smaller grid than the job's. step: a step
+begins. snapshot: a step is done, its snapshot is not taken yet. upload: a rank has written its part of a
+checkpoint, which is not committed yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultKind:
-    """A kind of fault.
+    """Kind of fault.
 
     Attributes:
-        family: Who inflicts it: ``worker``, ``node``, ``driver`` or ``service``.
-        help: What happens, one line.
-        ends_attempt: The driver must notice it and begin another attempt.
-        phases: In which it can come; in others it would be the same as in one of these.
-        needs_network: It takes nodes with cables, which not every machine can make; see network.
+        family: Target of the fault: ``worker``, ``node``, ``driver`` or ``service``.
+        help: Description in one line.
+        ends_attempt: Whether the driver must detect it and start another attempt.
+        phases: Phases in which it can be injected; in others it would equal one of these.
+        needs_network: Whether nodes need network namespaces of their own, as `chaos/network.py` creates.
     """
 
     family: str
@@ -41,11 +41,12 @@ class FaultKind:
 
 
 KINDS: Mapping[str, FaultKind] = {
+    # workers
     "kill-worker": FaultKind(
         family="worker", help="SIGKILL to the process of a rank", ends_attempt=True
     ),
     "hang": FaultKind(
-        family="worker", help="SIGSTOP to the process of a rank, for good", ends_attempt=True
+        family="worker", help="SIGSTOP to the process of a rank, without SIGCONT", ends_attempt=True
     ),
     "raise": FaultKind(
         family="worker",
@@ -53,6 +54,7 @@ KINDS: Mapping[str, FaultKind] = {
         ends_attempt=True,
         phases=tuple(phase for phase in PHASES if phase != "spawn"),  # no training thread yet
     ),
+    # nodes
     "kill-node": FaultKind(
         family="node", help="SIGKILL to a node's raylet and to all its processes", ends_attempt=True
     ),
@@ -61,49 +63,59 @@ KINDS: Mapping[str, FaultKind] = {
     ),
     "link-down": FaultKind(
         family="node",
-        help="the cable of a node is pulled; it works on, and nobody hears of it",
+        help="the network link of a node is cut; its processes keep running",
         ends_attempt=True,
         needs_network=True,
     ),
     "drain-node": FaultKind(
         family="node",
-        help="Ray is told that a node will be taken away, and at the deadline it is",
+        help="Ray gets a preemption notice for a node, which is killed at the deadline",
         ends_attempt=True,
     ),
+    # the driver
     "kill-driver": FaultKind(
-        family="driver", help="SIGKILL to the driver; the same command again", ends_attempt=True
+        family="driver",
+        help="SIGKILL to the driver; the same command is started again",
+        ends_attempt=True,
     ),
     "stop-driver": FaultKind(
-        family="driver", help="SIGTERM to the driver; the same command again", ends_attempt=True
+        family="driver",
+        help="SIGTERM to the driver; the same command is started again",
+        ends_attempt=True,
     ),
+    # services
     "store-errors": FaultKind(
-        family="service", help="each write to the store fails, for a while", ends_attempt=False
+        family="service", help="every write to the store fails for a while", ends_attempt=False
     ),
     "store-slow": FaultKind(
-        family="service", help="each write to the store takes a second more", ends_attempt=False
+        family="service",
+        help="every write to the store takes one second longer for a while",
+        ends_attempt=False,
     ),
     "disk-full": FaultKind(
-        family="service", help="writes to the store fail half-way: no space", ends_attempt=False
+        family="service",
+        help="writes to the store fail half-way with ENOSPC for a while",
+        ends_attempt=False,
     ),
     "mlflow-down": FaultKind(
-        family="service", help="MLflow's database refuses writes, for a while", ends_attempt=False
+        family="service", help="MLflow's database refuses writes for a while", ends_attempt=False
     ),
 }
 
 ALIASES = {"freeze-worker": "hang"}
 DRAWN = ("kill-worker", "raise", "kill-node", "store-errors", "store-slow", "kill-driver")
-"""Faults that are drawn when no kind is named; hangs cost a timeout each and must be asked for."""
+"""Kinds of random faults by default; a hang costs a timeout and must be named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChaosFault:
-    """One fault that is to come.
+    """Fault to be injected.
 
     Attributes:
-        kind: Key of KINDS.
-        phase: When in the run; one of PHASES.
-        at: For phases of a start the first attempt that it may meet, for those of a step the step.
-        rank: Whose worker or whose node; -1 is the first that comes by.
+        kind: Kind of fault, a key of KINDS.
+        phase: Phase of the run, one of PHASES.
+        at: First attempt (START_PHASES) or first step (STEP_PHASES) at which to inject it.
+        rank: Rank whose worker or node is hit; -1 is the first rank that reaches the phase.
     """
 
     kind: str
@@ -112,7 +124,7 @@ class ChaosFault:
     rank: int = -1
 
     def describe(self) -> str:
-        """As it is written on the command line."""
+        """Return the fault as written on the command line."""
         return f"{self.kind}@{self.at}" if self.phase == "step" else self._in_phase()
 
     def _in_phase(self) -> str:
@@ -120,14 +132,14 @@ class ChaosFault:
 
 
 def parse_faults(text: str, *, rank_of: Sequence[int] = ()) -> list[ChaosFault]:
-    """``kill-worker@5,hang@9,kill-node@restore,store-slow@upload:6`` in this order.
+    """Parse a list such as ``kill-worker@5,hang@9,kill-node@restore,store-slow@upload:6``.
 
     Args:
-        text: Kinds at a step, in a phase, or in a phase from a step or attempt on.
-        rank_of: The victim of each; without one, the first rank that comes by.
+        text: Faults as KIND@STEP, KIND@PHASE, or KIND@PHASE:N from step or attempt N on.
+        rank_of: Rank of each fault; without one, the first rank that reaches the phase.
 
     Raises:
-        ValueError: With one Mistake for each fault that is written wrong.
+        ValueError: Some faults are malformed; its arguments hold one Mistake for each.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     mistakes = [mistake for word in words if (mistake := _mistake(word))]
@@ -147,7 +159,7 @@ def _parse(word: str, rank: int) -> ChaosFault:
 
 
 def first_of(phase: str) -> int:
-    """The first attempt or step at which there is something to meet."""
+    """Return the first attempt or step that has this phase: 2 for phases of a restart, else 1."""
     return 2 if phase in ("restore", "replan") else 1
 
 
@@ -155,24 +167,27 @@ def _mistake(word: str) -> Mistake | None:
     kind, sign, when = word.partition("@")
     kind = ALIASES.get(kind, kind)
     if kind not in KINDS:
+        # unknown kind
         near = get_close_matches(kind, KINDS, n=1, cutoff=0.0)
         return Mistake(
             fact=f"--fault {word!r} names no fault",
             rule=f"faults are {', '.join(KINDS)}",
-            remedy=f"nearest is {near[0]}",
+            remedy=f"did you mean {near[0]}?",
         )
+    # malformed or unknown phase
     phase, _, at = ("step", "", when) if when.isdigit() else when.partition(":")
     if not sign or phase not in PHASES or (at and not at.isdigit()):
         return Mistake(
             fact=f"--fault {word!r} does not say when",
-            rule=f"a fault comes at a step ({kind}@5) or in a phase ({kind}@restore, "
+            rule=f"a fault is injected at a step ({kind}@5) or in a phase ({kind}@restore, "
             f"{kind}@upload:6); phases are {', '.join(PHASES)}",
             remedy=f"write {kind}@5",
         )
+    # phase in which this kind makes no sense
     if phase not in KINDS[kind].phases:
         return Mistake(
-            fact=f"--fault {word!r} cannot come in phase {phase}",
-            rule=f"{kind} comes in {', '.join(KINDS[kind].phases)}",
+            fact=f"--fault {word!r} is not possible in phase {phase}",
+            rule=f"{kind} is possible in {', '.join(KINDS[kind].phases)}",
             remedy=f"write {kind}@{KINDS[kind].phases[0]}",
         )
     return None
@@ -181,14 +196,14 @@ def _mistake(word: str) -> Mistake | None:
 def _nothing() -> Mistake:
     return Mistake(
         fact="--fault names nothing",
-        rule="a list of faults has at least one",
+        rule="the list must have at least one fault",
         remedy="write kill-worker@5, or use --mtbf SECONDS",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledFault:
-    """A fault at a time: ``after_s`` seconds after the one before was made good."""
+    """Random fault, ``after_s`` seconds after the recovery from the previous one."""
 
     kind: str
     after_s: float
@@ -198,7 +213,7 @@ class ScheduledFault:
 def draw_faults(
     *, mtbf_s: float, seed: int, world_size: int, kinds: Sequence[str] = DRAWN
 ) -> Iterator[ScheduledFault]:
-    """Without end: exponential times of mean ``mtbf_s``, kinds and victims alike by chance."""
+    """Yield random faults without end: exponential times of mean ``mtbf_s``, uniform kinds and ranks."""
     draw = Random(seed)
     while True:
         yield ScheduledFault(
@@ -209,6 +224,6 @@ def draw_faults(
 
 
 def draw_victims(num_faults: int, *, seed: int, world_size: int) -> list[int]:
-    """The rank of each fault of a list."""
+    """Return a random rank for each fault of a list."""
     draw = Random(seed)
     return [draw.randrange(world_size) for _ in range(num_faults)]

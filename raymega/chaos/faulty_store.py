@@ -1,7 +1,7 @@
-"""A store that fails while a file says so: no space, errors, a second more for each write.
+"""FaultyStore simulates a store in trouble: no space, I/O errors or slow writes, while a file says so.
 
-The processes of a run under chaos put it around the stores that they open; what they write goes
-through the real store, whose own handling of a failure is thus part of what is tried out.
+Processes of a run under chaos wrap the stores that they open. Writes go through the real store, so that its own
+handling of failures is tested too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SLOW_S = 1.0
 
 
 class FaultyStore(DelegatingStore):
-    """Another store, whose writes are in trouble while a file says so."""
+    """Wrapper of a store, whose writes fail or are slow while the trouble file names a fault."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._trouble = Path(store.uri) / FOLDER / TROUBLE_FILE
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
-        """See Store."""
+        """Write an object, with the current fault; see `storage/store.py`."""
         super().put(key, self._suffered(chunks), overwrite=overwrite)
 
     def _suffered(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """The chunks, as far as the trouble of now lets them come."""
+        """Yield the chunks, or fail or wait as the current fault demands."""
         kind = self._trouble.read_text() if self._trouble.exists() else ""
         if kind == "store-slow":
             time.sleep(SLOW_S)
@@ -48,18 +48,18 @@ class FaultyStore(DelegatingStore):
 
 
 def begin_trouble(folder: Path, kind: str) -> None:
-    """Stores of the run whose chaos folder this is are in trouble from now on."""
+    """Start the fault ``kind`` for all stores of the run whose chaos folder is ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TROUBLE_FILE).write_text(kind)
 
 
 def end_trouble(folder: Path) -> None:
-    """They are well again."""
+    """End the fault of the run's stores."""
     (folder / TROUBLE_FILE).unlink(missing_ok=True)
 
 
 def trouble_folders() -> None:
-    """In this process, stores that are folders can be in trouble from now on. Twice is once."""
+    """Wrap all stores of scheme ``file`` that this process opens from now on; idempotent."""
     make = SCHEMES["file"]
     if not isinstance(make, partial):
         SCHEMES["file"] = partial(_troubled, make)

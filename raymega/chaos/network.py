@@ -1,6 +1,6 @@
-"""A network on this machine: namespaces on one bridge, each with an address and a cable that can be pulled.
+"""Network connects namespaces of this machine by a bridge; each has an address and a link that can be cut.
 
-It takes root on Linux, and leaves nothing behind. What runs in a namespace is the sandbox's.
+It needs root on Linux, and removes everything at the end. `chaos/sandbox.py` runs nodes in the namespaces.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ TIMEOUT_S = 20.0
 
 
 def missing() -> str:
-    """Why no such network can be made here; '' when it can."""
+    """Return why such a network cannot be created here; '' when it can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "making network namespaces takes root"
+        return "network namespaces need root"
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     try:
         Network().close()
     except (OSError, subprocess.SubprocessError) as error:
-        return f"namespaces cannot be made ({' '.join(str(error).split())})"
+        return f"namespaces cannot be created ({' '.join(str(error).split())})"
     return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
-    """Where a node is plugged in: a namespace, its address, and the bridge's end of its cable."""
+    """Place of a node: name of the namespace, its address, and the bridge's end of its link."""
 
     namespace: str
     address: str
@@ -42,7 +42,8 @@ class Socket:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """This thread, and what it starts, are in the namespace for the body."""
+        """Move this thread, and the processes it starts, into the namespace for the body."""
+        # Namespaces belong to threads: keep this thread's own, to return to it.
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(NAMESPACES / self.namespace, os.O_RDONLY)
         try:
@@ -55,10 +56,10 @@ class Socket:
 
 
 class Network:
-    """One bridge; its names and addresses are this process's own, so that several can be at work."""
+    """Bridge with names and addresses derived from this process's pid, so that several can exist."""
 
     def __init__(self) -> None:
-        """Put it up, with nothing plugged in."""
+        """Create the bridge, without namespaces."""
         pid = os.getpid()
         self._bridge, self._net = f"rmb{pid}", f"10.{100 + pid % 100}.{pid // 100 % 250}"
         self._sockets: list[Socket] = []
@@ -69,18 +70,20 @@ class Network:
 
     @property
     def gateway(self) -> str:
-        """The address of this machine's own end."""
+        """Return the bridge's own address."""
         return f"{self._net}.1"
 
     def plug_in(self) -> Socket:
-        """One more namespace, which reaches the gateway and all others."""
+        """Add a namespace, which reaches the gateway and all other namespaces."""
         self._num += 1
         name = f"{self._bridge}n{self._num}"
         socket = Socket(namespace=name, address=f"{self._net}.{1 + self._num}", cable=f"{name}c")
+        # a pair of virtual interfaces: one end on the bridge, the other in the namespace
         _ip("netns", "add", name)
         self._sockets.append(socket)
         _ip("link", "add", socket.cable, "type", "veth", "peer", "eth0", "netns", name)
         _ip("link", "set", socket.cable, "master", self._bridge, "up")
+        # inside: loopback, address and default route
         for words in (
             "link set lo up",
             f"addr add {socket.address}/24 dev eth0",
@@ -91,18 +94,18 @@ class Network:
         return socket
 
     def pull(self, socket: Socket) -> None:
-        """Nothing comes through its cable any more, and nobody is told."""
+        """Cut the link of a namespace: packets are dropped without any error to either side."""
         _ip("link", "set", socket.cable, "down")
 
     def unplug(self, socket: Socket) -> None:
-        """Take the namespace away; whatever ran in it has ended."""
+        """Remove the namespace, in which no process may run any more."""
         self._sockets.remove(socket)
         for words in (("link", "del", socket.cable), ("netns", "del", socket.namespace)):
-            with suppress(subprocess.CalledProcessError):  # the one may go with the other
+            with suppress(subprocess.CalledProcessError):  # deleting the one may delete the other
                 _ip(*words)
 
     def close(self) -> None:
-        """Leave nothing."""
+        """Remove all namespaces and the bridge."""
         for socket in tuple(self._sockets):
             self.unplug(socket)
         _ip("link", "del", self._bridge)

@@ -1,8 +1,7 @@
-"""Gates: places in a worker's life where it waits until chaos has done what it came for.
+"""Gates: barriers at which a worker waits in a given phase until a fault has been injected.
 
-A gate is a file in the chaos folder of the run. The worker that it fits takes it, which one process
-can, says that it is there, and waits for an answer. So a fault from outside meets a run in the
-very phase that was asked for. Both sides are here; neither knows what happens meanwhile.
+A gate is a file in the run's chaos folder. The first worker that it fits takes it by renaming it (NAME.taken),
+announces itself (NAME.here) and waits for an answer (NAME.go). Both sides of the protocol are here.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ FOLDER = "chaos"
 SLOW_FILE = "slow"
 SLOW_STEP_S = 0.1
 PATIENCE_S = 60.0
-"""Longest that a worker waits for its answer; the watcher may be gone."""
+"""Maximum seconds that a worker waits for an answer, as the drill's process may be gone."""
 LOOK_EVERY_S = 0.005
 RAISE = "raise"
-"""The one answer that means something: raise an error."""
+"""Answer that makes the worker raise an error; any other lets it continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Where to wait.
+    """Barrier at a phase of a run.
 
     Attributes:
-        name: Of the file, without its suffix.
-        phase: See faults.PHASES.
-        at: The first attempt or step that it fits.
-        rank: Who waits; -1 for anybody.
-        below: Only ranks of worlds that are smaller; 0 for any.
+        name: Name of the file, without its suffix.
+        phase: Phase of the run, one of PHASES in `chaos/faults.py`.
+        at: First attempt or step that it fits.
+        rank: Rank that it fits; -1 for any.
+        below: World size below which a world must be; 0 for any.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Who waits at a gate."""
+    """Process that waits at a gate: pid, rank, attempt and step."""
 
     pid: int
     rank: int
@@ -55,34 +54,34 @@ class Arrival:
 
 
 def close_gate(folder: Path, gate: Gate) -> None:
-    """From now on somebody has to wait there."""
+    """Create the gate: the next worker that it fits will wait."""
     _write(folder / f"{gate.name}.gate", asdict(gate))
 
 
 def arrival_at(folder: Path, name: str) -> Arrival | None:
-    """Who waits there, if anybody does."""
+    """Return the process that waits at the gate, or None."""
     path = folder / f"{name}.here"
     return Arrival(**json.loads(path.read_text())) if path.exists() else None
 
 
 def open_gate(folder: Path, name: str, *, answer: str) -> None:
-    """Who waits may go on; ``answer`` is what it takes along."""
+    """Release the process at the gate, with ``answer``."""
     _write(folder / f"{name}.go", {"answer": answer})
 
 
 def slow_down(folder: Path) -> None:
-    """From now on each step takes a while, so that the run is not over before a fault is seen."""
+    """Make each step SLOW_STEP_S longer, so that the run does not end before a fault is detected."""
     _write(folder / SLOW_FILE, {})
 
 
 def begin_step(folder: Path) -> None:
-    """A step begins; in a run that is slowed down, later."""
+    """Wait SLOW_STEP_S in a run that is slowed down."""
     if (folder / SLOW_FILE).exists():
         time.sleep(SLOW_STEP_S)
 
 
 def wait_at(folder: Path, here: Arrival, *, phase: str, world_size: int) -> str:
-    """Pass ``phase``; the answer of a gate that was closed, '' where none was."""
+    """Wait at a gate of ``phase``, and return its answer; '' at once if no gate fits."""
     gate = _take_gate(folder, here, phase=phase, world_size=world_size)
     if gate is None:
         return ""
@@ -99,8 +98,9 @@ def _take_gate(folder: Path, here: Arrival, *, phase: str, world_size: int) -> G
             gate = Gate(**json.loads(path.read_text()))
             if not _fits(gate, here, phase=phase, world_size=world_size):
                 continue
+            # A rename is atomic: only one worker takes the gate.
             path.rename(path.with_suffix(".taken"))
-        except FileNotFoundError:  # somebody else was faster
+        except FileNotFoundError:  # another worker has taken it
             continue
         return gate
     return None
@@ -109,7 +109,7 @@ def _take_gate(folder: Path, here: Arrival, *, phase: str, world_size: int) -> G
 def _fits(gate: Gate, here: Arrival, *, phase: str, world_size: int) -> bool:
     if gate.phase != phase:
         return False
-    if phase == "spawn":  # a process that loads has no rank and no attempt
+    if phase == "spawn":  # a starting process has no rank and no attempt yet
         return True
     reached = here.step if phase in STEP_PHASES else here.attempt
     is_small = gate.below == 0 or world_size < gate.below
@@ -118,6 +118,7 @@ def _fits(gate: Gate, here: Arrival, *, phase: str, world_size: int) -> bool:
 
 def _write(path: Path, values: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed, so that the other side never reads a part.
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(values))
     partial.replace(path)

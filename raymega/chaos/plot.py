@@ -1,4 +1,4 @@
-"""The picture of a drill: both loss curves and when faults came; and where the time went."""
+"""Figure of a drill: both loss curves with the faults, and the wall time by cause."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ SIZE_INCHES = (8.0, 6.0)
 
 
 def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
-    """Write the picture; the suffix of ``path`` says its format."""
+    """Draw the verdict to ``path``, whose suffix selects the format."""
     figure = make_figure(*SIZE_INCHES)
     curves, times = figure.subplots(2, 1, height_ratios=(3, 1))
+    # loss curves: the undisturbed one thick and grey, in the background
     for output, color, width, label in (
         (verdict.calm, GREY, 4.0, "undisturbed"),
         (verdict.tried, BLUE, 1.2, "under faults"),
@@ -23,6 +24,7 @@ def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
         curves.plot(
             [*steps], [e["loss"] for e in steps.values()], color=color, lw=width, label=label
         )
+    # faults, at the step of their injection
     for each in verdict.incidents:
         curves.axvline(each.injected.step, color=RED, lw=0.8, ls=":")
         curves.annotate(
@@ -37,6 +39,7 @@ def draw_verdict(verdict: Verdict, path: Path, *, title: str) -> None:
         )
     curves.set(title=title, xlabel="step", ylabel="loss, nats per token")
     curves.legend()
+    # wall time by cause
     causes = sorted(verdict.sheet.by_cause.items(), key=lambda item: item[1])
     times.barh([name for name, _ in causes], [seconds for _, seconds in causes], color=ORANGE)
     times.set_xlabel(f"seconds of {verdict.sheet.wall_s:.0f}")

@@ -1,4 +1,4 @@
-"""Processes of this machine as the kernel's tables have them: parents, memory, threads, open files."""
+"""Facts on processes of this machine from /proc: parents, memory, threads, open files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What the processes of a run hold when a recovery is over.
+    """Resources of a run's processes after a recovery.
 
     Attributes:
-        driver_bytes: Resident memory of the driver.
-        driver_threads: Its threads.
-        driver_files: Its open files and connections.
-        worker_bytes: Resident memory of each worker, by pid.
+        driver_bytes: Resident memory of the driver in bytes.
+        driver_threads: Number of threads of the driver.
+        driver_files: Number of open files and connections of the driver.
+        worker_bytes: Resident memory of each worker in bytes, by pid.
     """
 
     driver_bytes: int
@@ -29,7 +29,7 @@ class Memory:
 
 
 def look_at(driver: int, workers: tuple[int, ...]) -> Memory:
-    """Of a run whose driver and workers have these pids."""
+    """Return the resources of the driver and the workers with these pids."""
     return Memory(
         driver_bytes=resident_bytes(driver),
         driver_threads=_num_entries(driver, "task"),
@@ -39,34 +39,34 @@ def look_at(driver: int, workers: tuple[int, ...]) -> Memory:
 
 
 def parent_of(pid: int) -> int:
-    """Pid of the process that started ``pid``; 0 when that is gone."""
+    """Return the pid of the parent of ``pid``; 0 when ``pid`` is gone."""
     with suppress(*_GONE):
         return int(_status(pid)[1])
     return 0
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and was not waited for is not."""
+    """Return whether a process is alive; a zombie is not."""
     with suppress(*_GONE):
         return _status(pid)[0] not in "ZX"
     return False
 
 
 def children_of(pid: int) -> list[int]:
-    """Pids of the processes that ``pid`` started and that live."""
+    """Return the pids of the living children of ``pid``."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [child for child in pids if parent_of(child) == pid] if pid else []
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds; 0 when it is gone."""
+    """Return the resident bytes of a process; 0 when it is gone."""
     with suppress(*_GONE):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def _status(pid: int) -> list[str]:
-    """State, parent and more; the name before them may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the state on; the name before may hold spaces and brackets."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Whether a run under faults is the undisturbed run: its losses, and each sample once. Pure."""
+"""Comparison of a run under faults with the undisturbed one: losses, samples and tokens by step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from raymega.chaos.driver_process import DriverOutput
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
-"""Largest relative deviation of a loss on another grid than the undisturbed run's, by compute dtype."""
+"""Maximum relative deviation of a loss, by compute dtype, where the grid differs from the undisturbed run's."""
 LOW_PRECISION_LIMIT = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
-    """Two loss curves, and what their steps were trained on.
+    """Result of the comparison.
 
     Attributes:
-        num_steps: How many steps there are to compare.
-        num_equal: How many of their losses are equal bit for bit.
-        largest: Largest relative deviation.
-        at: Step of that.
-        limit: What it may be where the grid was another.
-        faults: What is wrong, one sentence each; none when it is the same run.
+        num_steps: Number of steps that both runs have.
+        num_equal: Number of these whose losses are equal bit for bit.
+        largest: Largest relative deviation of a loss.
+        at: Step of the largest deviation.
+        limit: Maximum relative deviation where the grid was another.
+        faults: Differences, one sentence each; empty when the runs are the same.
     """
 
     num_steps: int
@@ -36,10 +36,9 @@ class RunComparison:
 def compare_runs(
     calm: Sequence[DriverOutput], tried: Sequence[DriverOutput], *, dtype: str
 ) -> RunComparison:
-    """The steps that survived in ``tried`` against those of ``calm``.
+    """Compare the surviving steps of ``tried`` with those of ``calm``.
 
-    As long as the run had one grid, losses are equal to the bit; from the first step on another one
-    they are so to rounding.
+    Losses must be equal bit for bit until the grid first changes, and from then on within the limit.
     """
     limit = LIMITS.get(dtype, LOW_PRECISION_LIMIT)
     ours, theirs = surviving(tried), surviving(calm)
@@ -57,7 +56,7 @@ def compare_runs(
 
 
 def surviving(output: Sequence[DriverOutput]) -> Mapping[int, Mapping[str, object]]:
-    """The steps of the history that survived: an attempt undoes those beyond the one it begins from."""
+    """Return the events of the surviving steps: an attempt drops those beyond the step it starts from."""
     steps: dict[int, Mapping[str, object]] = {}
     for each in output:
         if each.name == "attempt":
@@ -77,17 +76,19 @@ def _wrong_losses(
     wrong = []
     is_same_grid = True
     for step in sorted(off):
+        # One step on another grid changes the rounding of all later ones.
         is_same_grid = is_same_grid and ours[step]["grid"] == theirs[step]["grid"]
         allowed = 0.0 if is_same_grid else limit
-        if not off[step] <= allowed:  # also when it is not a number
+        if not off[step] <= allowed:  # also when it is NaN
             wrong.append(f"the loss of step {step} is off by {off[step]:.3g}, at most {allowed:g}")
+    # The first differences tell the cause; the rest follow from them.
     return wrong[:3]
 
 
 def _wrong_samples(
     ours: Mapping[int, Mapping[str, object]], theirs: Mapping[int, Mapping[str, object]]
 ) -> list[str]:
-    """Steps without a gap, and after each as many samples and tokens as in the undisturbed run."""
+    """Return gaps in the steps, and steps whose sample or token counts differ from the undisturbed run's."""
     steps = sorted(ours)
     wrong = []
     if steps != list(range(1, len(steps) + 1)):

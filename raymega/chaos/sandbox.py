@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed, frozen, drained and cut off.
+"""Sandbox: a Ray cluster of several nodes on this machine that can be killed, frozen, drained and cut off.
 
-Nodes are raylets of their own with the processes that they start; all have this machine's address, or each
-its own where there is a network.
+A node is a raylet with its child processes. All nodes share this machine's address, or have their own with a
+Network.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SETTINGS = {  # a dead node is known within 1.5 s and a frozen one within 4.5 s,
     "health_check_period_ms": 400,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
-    "worker_niceness": 0,  # instead of 15: the machine is everybody's, and all that runs here has clocks
+    "worker_niceness": 0,  # instead of 15: a starved worker would look like a hang
 }
 
 
 class Sandbox:
-    """The cluster; from one thread. A node that is added takes a second or two."""
+    """Cluster, to be used from one thread. Adding a node takes one or two seconds."""
 
     def __init__(
         self, *, num_nodes: int, cpus_per_node: float, network: Network | None = None
     ) -> None:
-        """Start a head without slots, and ``num_nodes`` nodes, each plugged into ``network`` if there is one."""
+        """Start a head without CPUs, and ``num_nodes`` nodes, each in a namespace of ``network`` if there is one."""
         set_environment(is_private=True)
         head = {"num_cpus": 0, "_system_config": SETTINGS, "include_dashboard": False}
         if network is not None:
@@ -50,11 +50,11 @@ class Sandbox:
 
     @property
     def address(self) -> str:
-        """``host:port`` for drivers."""
+        """Return the cluster's address for drivers, ``host:port``."""
         return str(self._cluster.address)
 
     def fill(self, num_nodes: int) -> None:
-        """Clear away what was lost, and have exactly so many nodes that are well."""
+        """Remove lost nodes, and add or remove nodes until exactly ``num_nodes`` are healthy."""
         self.clear()
         while len(self._nodes) < num_nodes:
             self._nodes.append(self._add())
@@ -62,39 +62,39 @@ class Sandbox:
             self._remove(self._nodes.pop(), allow_graceful=True)
 
     def clear(self) -> None:
-        """Make an end of the nodes that were lost, frozen ones too."""
+        """Kill and remove the lost nodes, frozen ones included."""
         while self._gone:
             node = self._gone.pop()
             self._signal(node, signal.SIGKILL)
             self._remove(node, allow_graceful=False)
 
     def node_of(self, pid: int) -> str:
-        """Id of the node whose process this is; '' for none that is well."""
+        """Return the id of the healthy node that runs the process; '' if there is none."""
         raylet = parent_of(pid)
         return next((node.node_id for node in self._nodes if raylet_of(node) == raylet), "")
 
     def kill(self, node_id: str) -> None:
-        """A machine crashes: everything on it ends at once. One that is gone stays so."""
+        """Kill a node and all its processes at once, as in a crash; a lost node stays lost."""
         for node in self._lose(node_id):
             self._signal(node, signal.SIGKILL)
 
     def freeze(self, node_id: str) -> None:
-        """A machine stands still: connections stay open, and nothing answers."""
+        """Stop a node and all its processes: connections stay open, and nothing answers."""
         for node in self._lose(node_id):
             self._signal(node, signal.SIGSTOP)
 
     def cut_off(self, node_id: str) -> None:
-        """A machine's cable is pulled: it works on, and nobody hears of it."""
+        """Cut the link of a node, whose processes keep running."""
         assert self._network, "it was made with a network"
         for node in self._lose(node_id):
             self._network.pull(self._sockets[node.node_id])
 
     def drain(self, node_id: str, *, seconds: float) -> None:
-        """Ray is told that the node goes in ``seconds``; nothing happens to it by that."""
+        """Give Ray a preemption notice for the node, with a deadline in ``seconds``; the node itself runs on."""
         drain_node(self.address, node_id, Notice(seconds=seconds, reason="chaos"))
 
     def leftovers(self) -> list[str]:
-        """Living actors and placement groups, by name or id."""
+        """Return the names or ids of living actors and placement groups."""
         state = self._cluster.global_state
         actors = state.actor_table(None).values()
         groups = state.placement_group_table().values()
@@ -104,7 +104,7 @@ class Sandbox:
         ]
 
     def close(self) -> None:
-        """Leave no process."""
+        """Stop the cluster with all its processes."""
         self.clear()
         self._cluster.shutdown()
 
@@ -123,14 +123,14 @@ class Sandbox:
             self._network.unplug(self._sockets.pop(node.node_id))
 
     def _lose(self, node_id: str) -> list[Any]:
-        """Those of the nodes that are well with this id count as gone."""
+        """Mark the healthy node of this id as lost, and return it; an empty list if there is none."""
         lost = [node for node in self._nodes if node.node_id == node_id]
         self._nodes = [node for node in self._nodes if node not in lost]
         self._gone += lost
         return lost
 
     def _signal(self, node: Any, number: int) -> None:
-        """To the raylet first, which would else start others."""
+        """Send a signal to a node's processes, to the raylet first, which would otherwise restart workers."""
         raylet = raylet_of(node)
         for pid in (raylet, *children_of(raylet)):
             with suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ class Sandbox:
 def sandbox(
     *, num_nodes: int, cpus_per_node: float, has_network: bool = False
 ) -> Iterator[Sandbox]:
-    """A sandbox for the body; with ``has_network`` its nodes have cables, see network.missing."""
+    """Yield a sandbox; with ``has_network`` its nodes have links that can be cut, see ``network.missing``."""
     network = Network() if has_network else None
     try:
         box = Sandbox(num_nodes=num_nodes, cpus_per_node=cpus_per_node, network=network)
@@ -155,6 +155,6 @@ def sandbox(
 
 
 def raylet_of(node: Any) -> int:
-    """Its pid; 0 when Ray knows of none any more."""
+    """Return the pid of a node's raylet; 0 when Ray no longer knows it."""
     processes = node.all_processes.get("raylet", ())
     return int(processes[0].process.pid) if processes else 0

@@ -1,7 +1,4 @@
-"""What came of each fault, and where the time of a run under faults went. Pure.
-
-It reads what drivers said and when, and when faults came.
-"""
+"""Outcome of each fault, and wall time by cause, from the events of drivers and the times of faults."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ STARTING, STEPPING, BETWEEN, ENDING = "start", "steps that count", "between step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """A fault and what came of it.
+    """Outcome of an injected fault.
 
     Attributes:
-        injected: When, whom, and how far the run was.
-        detection_s: Until the driver said that the attempt was lost, or was itself gone; -1 for a
-            fault that no attempt was lost by.
-        recovery_s: From the fault to the first step that had not been done before; -1 when there was none.
-        lost_steps: Completed steps that were done again.
-        source: Where the state came from.
-        grid_before: Degrees of the axes.
-        grid_after: The same when it was made good.
-        cause: What the driver said.
+        injected: Fault with its time, rank and step.
+        detection_s: Seconds from the fault until the driver reported the lost attempt, or a new driver
+            was started; -1 for a fault that ended no attempt.
+        recovery_s: Seconds from the fault to the first new step; -1 when there was none.
+        lost_steps: Number of completed steps that were recomputed.
+        source: Source of the restored state: ``store``, ``memory`` or ``nothing``.
+        grid_before: Degree of each axis before the fault.
+        grid_after: Degree of each axis after the recovery.
+        cause: Cause as reported by the driver.
     """
 
     injected: InjectedFault
@@ -44,14 +41,14 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBreakdown:
-    """Seconds of a run by what they went into; they add up to ``wall_s``."""
+    """Wall time of a run in seconds by cause; the parts add up to ``wall_s``."""
 
     wall_s: float
     by_cause: Mapping[str, float]
 
     @property
     def goodput(self) -> float:
-        """Share that went into steps that count."""
+        """Return the share of wall time spent in surviving steps."""
         return self.by_cause[STEPPING] / self.wall_s if self.wall_s else 0.0
 
 
@@ -60,19 +57,21 @@ def incidents(
     injected_faults: Sequence[InjectedFault],
     begun_s: Sequence[float],
 ) -> list[Incident]:
-    """One for each fault, in their order."""
+    """Return the outcome of each injected fault, in order."""
     return [_incident(output, injected, begun_s) for injected in injected_faults]
 
 
 def _incident(
     output: Sequence[DriverOutput], injected: InjectedFault, begun_s: Sequence[float]
 ) -> Incident:
+    # events up to the fault and after it
     before = [each for each in output if each.at_s <= injected.at_s]
     after = [each for each in output if each.at_s > injected.at_s]
     grid = _grid(before)
     end = _end_of_attempt(after, injected, begun_s)
     if end is None:
         return Incident(injected=injected, grid_before=grid, grid_after=grid)
+    # after the detection: the next attempt, and its first new step
     ended_s, cause = end
     later = [each for each in after if each.at_s >= ended_s]
     done = max((each.event["step"] for each in output if _is_step(each, ended_s)), default=0)
@@ -93,8 +92,9 @@ def _incident(
 def _end_of_attempt(
     after: Sequence[DriverOutput], injected: InjectedFault, begun_s: Sequence[float]
 ) -> tuple[float, str] | None:
-    """When the fault showed, and as what: a lost attempt, a new one, or another driver."""
+    """Return when and as what the fault was detected: a lost attempt, a new one, or a new driver."""
     if KINDS[injected.fault.kind].family == "driver":
+        # A killed driver reports nothing: the next start shows it.
         again = [at_s for at_s in begun_s if at_s > injected.at_s]
         return (again[0], "the driver was ended") if again else None
     for each in after:
@@ -110,7 +110,7 @@ def _is_step(each: DriverOutput, until_s: float) -> bool:
 
 
 def _grid(output: Sequence[DriverOutput]) -> Mapping[str, int]:
-    """Of the last attempt; the order of lines is the order in time."""
+    """Return the grid of the last attempt among the events; empty without one."""
     attempts = [each for each in output if each.name == "attempt"]
     return dict(attempts[-1].event["grid"]) if attempts else {}
 
@@ -118,7 +118,8 @@ def _grid(output: Sequence[DriverOutput]) -> Mapping[str, int]:
 def time_sheet(
     output: Sequence[DriverOutput], found: Sequence[Incident], *, begun_s: float, ended_s: float
 ) -> TimeBreakdown:
-    """Where the time went: each second once, to the fault that came first where two overlap."""
+    """Return wall time by cause; where outages overlap, the time counts for the earlier fault."""
+    # steps count as such even during an outage: a drained node still trains
     spans = _spans(found, ended_s)
     steps = _surviving_steps(output)
     by_cause: dict[str, float] = defaultdict(float)
@@ -128,10 +129,12 @@ def time_sheet(
         inside_s = sum(min(s, at - from_s) for at, s in steps if from_s < at <= to_s)
         by_cause[kind] += to_s - from_s - inside_s
         lost_s += to_s - from_s - inside_s
+    # start and end, without outages in them
     first_s = steps[0][0] - steps[0][1] if steps else ended_s
     last_s = steps[-1][0] if steps else ended_s
     for name, span in ((STARTING, (begun_s, first_s)), (ENDING, (last_s, ended_s))):
         by_cause[name] = max(0.0, span[1] - span[0] - _overlap(span, spans))
+    # the rest lies between steps
     wall_s = ended_s - begun_s
     named_s = by_cause[STEPPING] + lost_s + by_cause[STARTING] + by_cause[ENDING]
     by_cause[BETWEEN] = max(0.0, wall_s - named_s)
@@ -139,7 +142,7 @@ def time_sheet(
 
 
 def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, float]]:
-    """Outages without overlap: which kind, from when, until when."""
+    """Return the outages without overlap, as kind, start and end in seconds."""
     spans: list[tuple[str, float, float]] = []
     for each in found:
         if each.detection_s < 0:
@@ -153,7 +156,7 @@ def _spans(found: Sequence[Incident], ended_s: float) -> list[tuple[str, float, 
 
 
 def _surviving_steps(output: Sequence[DriverOutput]) -> list[tuple[float, float]]:
-    """When each step of the history that survived was over, and how long it took."""
+    """Return the end time and the duration of each surviving step, in seconds."""
     last = {each.event["step"]: each for each in output if each.name == "step"}
     return [(last[step].at_s, last[step].event["step_time_s"]) for step in sorted(last)]
 

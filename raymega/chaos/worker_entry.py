@@ -1,7 +1,6 @@
-"""What a worker runs under chaos: the training entry, with gates between its phases.
+"""Entry module of workers under chaos: the training entry with gates between its phases.
 
-A run is under chaos because its driver names this module instead of train.entry; nothing in
-training knows of it.
+`chaos/driver_entry.py` passes this module to workers instead of `train/entry.py`, which needs no change for it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ NOBODY = -1
 
 
 class ChaosError(Exception):
-    """What a rank raises when it is told to; the driver knows nothing of it."""
+    """Error that a rank raises for the fault ``raise``; the driver does not expect it."""
 
 
 def warm_up(plan_json: str, device: str) -> None:
-    """See train.entry; a gate is in front of it."""
+    """Wait at a gate of phase ``spawn``, then warm up as in `train/entry.py`."""
     trouble_folders()
     job = read_plan(plan_json).job
     folder = Path(job.checkpoint.uri) / job.run.name / FOLDER
@@ -44,17 +43,17 @@ def warm_up(plan_json: str, device: str) -> None:
 
 
 def host_rendezvous(host: str) -> tuple[str, object]:
-    """See train.entry."""
+    """Host the rendezvous, as in `train/entry.py`."""
     return entry.host_rendezvous(host)
 
 
 def abort() -> None:
-    """See train.entry."""
+    """Abort the collectives, as in `train/entry.py`."""
     entry.abort()
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """See train.entry; what it reports passes gates."""
+    """Train as in `train/entry.py`, with a channel that waits at gates."""
     trouble_folders()
     gates = GatedChannel(channel, start)
     gates.arrive("rendezvous")
@@ -63,7 +62,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 
 
 class GatedChannel:
-    """A Channel that knows from what goes through it which phase its worker is in."""
+    """Channel that derives the phase of its worker from the reports, and waits at gates."""
 
     def __init__(self, channel: Channel, start: StartWorker) -> None:
         self._channel = channel
@@ -73,8 +72,8 @@ class GatedChannel:
         self._must_raise = Event()
 
     def report(self, report: Report) -> None:
-        """Pass on what the worker says, and stop at the gate that comes then."""
-        if isinstance(report, ShardSaved):  # in the thread that writes: training goes on meanwhile
+        """Forward the report, and wait at the gate of the phase that it begins or ends."""
+        if isinstance(report, ShardSaved):  # in the writer thread, while training continues
             self.arrive("upload", is_in_training=False)
         self._channel.report(report)
         if isinstance(report, Entered) and report.phase == "built":
@@ -84,8 +83,9 @@ class GatedChannel:
             self.arrive("snapshot")
 
     def requests(self) -> Requests:
-        """The loop asks at the begin of each step."""
+        """Wait at the gate of a step, which the training loop begins with this call."""
         begin_step(self._folder)
+        # The gate of a step has the number of the step that begins.
         self._here = replace(self._here, step=self._here.step + 1)
         self.arrive("step")
         self._here = replace(self._here, step=self._here.step - 1)
@@ -94,14 +94,15 @@ class GatedChannel:
         return self._channel.requests()
 
     def arrive(self, phase: str, *, is_in_training: bool = True) -> None:
-        """Wait at a closed gate of ``phase``.
+        """Wait at a gate of ``phase``, if one fits.
 
         Raises:
-            ChaosError: The answer is to raise.
+            ChaosError: The gate's answer is to raise, and this is the training thread.
         """
         answer = wait_at(self._folder, self._here, phase=phase, world_size=self._world_size)
         if answer != RAISE:
             return
         if is_in_training:
             raise ChaosError(f"chaos: told to raise in phase {phase}")
+        # The writer thread cannot end training: raise at the next step.
         self._must_raise.set()

@@ -1,4 +1,4 @@
-"""`raymega chaos`: shows what faults do to a job's run; no logic of its own."""
+"""Command `raymega chaos`: options and output; `chaos/command.py` does the work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raymega.cli.options import AsJson, JobFile, Overrides
 from raymega.cli.output import print_json, table
 
 HEADERS = (
-    "fault", "phase", "rank", "step", "noticed", "recovered", "steps lost", "state from", "grid",
+    "fault", "phase", "rank", "step", "detected", "recovered", "steps lost", "state from", "grid",
 )  # fmt: skip
 _FAULTS = (
-    "Faults in their order, each at a step (kill-worker@5) or in a phase (hang@restore, "
+    "Faults to inject in this order, each at a step (kill-worker@5) or in a phase (hang@restore, "
     f"kill-node@upload:6). Kinds: {', '.join(KINDS)}. Phases: {', '.join(PHASES)}."
 )
 
@@ -41,21 +41,21 @@ def chaos(
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job twice, undisturbed and under real faults, and compare.
+    """Train a job twice, undisturbed and under injected faults, and compare the two runs.
 
-    A Ray cluster of several nodes is started on this machine for it. Exit codes: 0 every fault was
-    recovered from and the losses are the undisturbed run's, 1 they are not, 2 a mistake in the job.
+    Starts a Ray cluster of several nodes on this machine. Exit codes: 0 the run recovered from every
+    fault and its losses match the undisturbed run's, 1 it did not or they do not, 2 an error in the job.
 
     Options:
-        mtbf_s: Faults by chance: mean seconds between them.
-        kinds: With --mtbf, which faults may come.
-        seconds: With --mtbf, stop the run after so long; 0 is its end.
-        seed: Draws times, kinds and victims.
-        nodes: Nodes of the cluster; the grid has two.
-        hold_s: How long a service is in trouble, or a node drains.
-        return_s: How long until a lost node is replaced.
-        timeout_s: Longest time of each run.
-        out: Folder of both runs and the report; default: a new one.
+        mtbf_s: Inject random faults, with this mean time between failures in seconds.
+        kinds: With --mtbf: kinds of faults to draw from.
+        seconds: With --mtbf: stop the run after this many seconds; 0 runs to the last step.
+        seed: Seed of the random times, kinds and ranks.
+        nodes: Nodes of the cluster; the job uses two, the others are spare.
+        hold_s: Duration of a service fault, and notice of a drained node, in seconds.
+        return_s: Seconds until a lost node is replaced.
+        timeout_s: Maximum time of each of the two runs, in seconds.
+        out: Folder of both runs and the report; default: a new temporary folder.
 
     Example: raymega chaos jobs/verify.yaml --fault kill-worker@5,kill-node@12 --set elastic.snapshot_every=1
     Example: raymega chaos jobs/verify.yaml --mtbf 20 --seed 7 --set run.steps=2000
@@ -64,6 +64,7 @@ def chaos(
         faults=faults, mtbf_s=mtbf_s, kinds=kinds, seconds=seconds, seed=seed, nodes=nodes,
         hold_s=hold_s, return_s=return_s, timeout_s=timeout_s, out=out,
     )  # fmt: skip
+    # Mistakes in the job are found before a cluster is started.
     job = api.load_job(job_file, overrides or (), is_for_training=True)
     sys.stderr.write(f"seed {seed}\n")
     verdict, folder = drill(job_file, overrides or (), job, options)
@@ -78,12 +79,14 @@ def chaos(
 def _show(verdict: Verdict, folder: Path) -> None:
     print(table(HEADERS, [_row(each) for each in verdict.incidents]))
     print()
+    # wall time by cause, largest first
     for cause, seconds in sorted(verdict.sheet.by_cause.items(), key=lambda item: -item[1]):
         print(f"{cause:20} {seconds:8.1f} s {seconds / verdict.sheet.wall_s:7.1%}")
     print(f"goodput {verdict.sheet.goodput:.1%} of {verdict.sheet.wall_s:.1f} s")
+    # losses against the undisturbed run
     loss = verdict.comparison
     print(
-        f"{loss.num_equal} of {loss.num_steps} losses are the undisturbed run's bit for bit; largest "
+        f"{loss.num_equal} of {loss.num_steps} losses equal the undisturbed run's bit for bit; largest "
         f"deviation {loss.largest:.1e} at step {loss.at}"
     )
     print(f"report, picture, logs: {folder}")
@@ -93,6 +96,7 @@ def _show(verdict: Verdict, folder: Path) -> None:
 
 def _row(each: Incident) -> tuple[object, ...]:
     injected = each.injected
+    # The grid column shows both grids only where the run was re-planned.
     before, after = _short(each.grid_before), _short(each.grid_after)
     return (
         injected.fault.kind,

@@ -1,5 +1,4 @@
-"""`raymega checkpoint`: what there is to see of what runs have saved. What changes it is
-checkpoint_changes'."""
+"""Command `raymega checkpoint`: list, show, verify and diff; `checkpoint_changes.py` has the other commands."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from raymega.cli.output import json_object, print_json, table
 from raymega.messages import SavedBox
 
 checkpoint_app = typer.Typer(
-    help="Checkpoints of runs, in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
+    help="Inspect, compare, copy and prune checkpoints in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
     no_args_is_help=True,
 )
 
 
 def list_(uri: Uri, as_json: AsJson = False) -> None:
-    """List checkpoints, newest first, and whether their files are all there.
+    """List checkpoints, newest first, and whether all their files exist.
 
     Example: raymega checkpoint list ~/.raymega/runs/verify
     """
@@ -38,7 +37,7 @@ def list_(uri: Uri, as_json: AsJson = False) -> None:
 
 
 def show(uri: Uri, as_json: AsJson = False) -> None:
-    """Show state, grid and tensors of a checkpoint; of a run, the newest one.
+    """Show state, grid and tensors of a checkpoint; for a run, of its newest one.
 
     Example: raymega checkpoint show ~/.raymega/runs/verify/checkpoints/step-00000100
     """
@@ -51,7 +50,7 @@ def show(uri: Uri, as_json: AsJson = False) -> None:
 
 
 def verify(uri: Uri, as_json: AsJson = False) -> None:
-    """Read every byte and compare checksums; exit 1 when anything is not as it was written.
+    """Read every byte and compare checksums; exit 1 if any file is missing or damaged.
 
     Example: raymega checkpoint verify ~/.raymega/runs/verify
     """
@@ -67,15 +66,15 @@ def diff(
     limit: Annotated[float, typer.Option(min=0)] = inf,
     as_json: AsJson = False,
 ) -> None:
-    """Show how far two checkpoints differ, tensor by tensor, whatever layouts wrote them.
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them.
 
     relative is the largest |a - b| over the tensor's largest magnitude, elementwise the largest
-    |a - b| / max(|a|, |b|). Of a run, its newest checkpoint is taken.
+    |a - b| / max(|a|, |b|). For a run, its newest checkpoint is compared.
 
     Options:
-        other: The same, of the second one.
-        limit: Exit 1 when a tensor's relative difference is larger, or when one has no counterpart;
-            inf only shows.
+        other: Second checkpoint: a run's folder, one of its checkpoints/step-... or a manifest.
+        limit: Exit 1 if a tensor's relative difference is larger, or if a tensor has no counterpart;
+            inf never fails.
 
     Example: raymega checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
@@ -86,6 +85,7 @@ def diff(
         print_json({"uris": [uri, other], "steps": steps, "tensors": _plain(found)})
     else:
         _show_differences(sides, found)
+    # With a limit the command is a test: its exit code tells the result.
     if limit < inf and any(each.note or each.relative > limit for each in found):
         raise typer.Exit(1)
 
@@ -98,7 +98,7 @@ add_command(checkpoint_app, now)
 
 
 def _plain(found: list[TensorDifference]) -> list[dict[str, object]]:
-    """JSON knows no inf and no nan: null is the difference that has no number."""
+    """Return plain values, with null for inf and nan, which JSON lacks."""
     return [
         {name: value if not isinstance(value, float) or isfinite(value) else None
          for name, value in json_object(each).items()}
@@ -116,6 +116,7 @@ def _show_differences(sides: list[Checkpoint], found: list[TensorDifference]) ->
         for each in found
     ]  # fmt: skip
     print(table(("tensor", "relative", "elementwise", "elements that differ"), rows))
+    # Tensors with a note have no counterpart, so no difference.
     measured = [each for each in found if not each.note]
     if measured:
         worst = max(measured, key=lambda each: each.relative)
@@ -129,6 +130,7 @@ def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bo
         return
     if not summaries:
         print(f"no checkpoints at {uri}")
+        # A folder above runs is a common mistake: name them.
         if runs := runs_below(uri):
             print(f"runs below it: {', '.join(runs)}")
         return
@@ -161,6 +163,7 @@ def _manifest_object(manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[
 
 def _show_manifest(manifest: Manifest, tensors: list[dict[str, Any]]) -> None:
     print(f"{manifest.key}, written {manifest.created}")
+    # head, then one row per tensor
     for title in ("state", "grid", "metrics"):
         if values := getattr(manifest, title):
             print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))

@@ -1,4 +1,4 @@
-"""`raymega checkpoint` where it changes something: prune, copy, and a save on request."""
+"""Commands of `raymega checkpoint` that write: prune, copy and now."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ def prune(
     is_dry: Annotated[bool, typer.Option("--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what killed writers left, and with --keep-last a run's older checkpoints.
+    """Abort unfinished uploads, and with --keep-last remove a run's older checkpoints.
 
-    Unfinished uploads are invisible but cost space; folders have none. The newest whole checkpoint
-    and everything newer always stay, so that a run at work is not disturbed.
+    Unfinished uploads of killed writers are invisible but cost space in an object store. The newest
+    complete checkpoint and everything newer are always kept, so that an active run is not disturbed.
 
     Options:
         uri: A run's folder, or any folder above runs.
-        older_than_h: Hours; more than a write under way can take.
-        keep_last: Also remove a run's checkpoints beyond so many of the newest, and what dead
-            attempts left; 0 touches none.
-        keep_every: With --keep-last: keep steps that this divides, too.
-        keep_best: With --keep-last: keep so many of least eval/loss, too.
-        is_dry: Show what would go, and change nothing.
+        older_than_h: Minimum age of the uploads to abort, in hours; longer than any write takes.
+        keep_last: Keep this many of a run's newest checkpoints; remove older ones and the files of
+            failed attempts. 0 removes none.
+        keep_every: With --keep-last: also keep checkpoints whose step is a multiple of this.
+        keep_best: With --keep-last: also keep this many with the lowest eval/loss.
+        is_dry: Only show what would be removed.
 
     Example: raymega checkpoint prune s3://team/runs/my-run --keep-last 2 --dry-run
     """
     if not keep_last and (keep_every or keep_best):
         raise ConfigError(_no_keep_last())
     raise_faults(ConfigError, reading_faults(uri, field="URI"))
+    # unfinished uploads
     age, now_ = timedelta(hours=older_than_h), datetime.now(UTC)
     aborted = drop_unfinished(uri, older_than=age, now=now_, is_dry=is_dry)
+    # Nothing to abort at any age: a mistyped folder must be an error, not an empty result.
     if not drop_unfinished(uri, older_than=timedelta(0), now=now_, is_dry=True) and not aborted:
         raise_faults(ConfigError, absence_faults(uri))
     deleted: tuple[str, ...] = ()
+    # checkpoints beyond the retention policy
     if keep_last:
         pruner = Pruner(
             open_store(uri), RetentionPolicy(last=keep_last, every=keep_every, best=keep_best)
@@ -61,6 +64,7 @@ def prune(
     if as_json:
         print_json({"uri": uri, "dry_run": is_dry, "aborted": aborted, "deleted": deleted})
         return
+    # output
     would = "would have " if is_dry else ""
     for key in aborted:
         print(f"{would}aborted the upload of {key}")
@@ -68,7 +72,7 @@ def prune(
         print(f"{would}deleted {key}")
     print(f"{len(aborted)} unfinished uploads older than {older_than_h:g} h at {uri}")
     if keep_last:
-        print(f"{len(deleted)} objects of checkpoints that need not be kept")
+        print(f"{len(deleted)} objects of checkpoints that the policy does not keep")
 
 
 def copy_(
@@ -76,16 +80,17 @@ def copy_(
     target: Annotated[str, typer.Argument(metavar="URI2")],
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint to another store, verified; of a run, the newest one.
+    """Copy a checkpoint to another store and verify it; for a run, its newest one.
 
-    The manifest comes last, so the copy exists when it is whole. A copy that broke off goes on with
-    the same command. A run can be continued from it: it lies where the run's own would.
+    The manifest is written last, so that a copy exists only when it is complete. The same command
+    continues an interrupted copy. A run can resume from the copy.
 
     Options:
-        target: Folder of a run, in any store.
+        target: Folder of the target run, in any store.
 
     Example: raymega checkpoint copy runs/my-run s3://team/runs/my-run
     """
+    # read the source before the target is opened or created
     source, manifest = open_checkpoint(uri)
     raise_faults(ConfigError, store_faults(target, field="URI2"))
     store = open_store(target)
@@ -98,7 +103,7 @@ def copy_(
         return
     print(
         f"{store.uri}/{done.key}: {done.num_bytes:,} bytes, {done.num_written} files written, "
-        f"{done.num_found} were there already"
+        f"{done.num_found} existed already"
     )
 
 
@@ -108,18 +113,19 @@ def now(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Let a run at work save its next step, and wait until that checkpoint is committed.
+    """Ask an active run for a checkpoint of its next step, and wait until it is committed.
 
-    Exit codes: 0 committed, 1 failed, late or the run ended first, 2 no such run is at work.
+    Exit codes: 0 committed, 1 failed, timed out or the run ended first, 2 no such active run.
 
     Options:
-        run: The run's name, or its folder if it has a '/'.
-        address: Of the run's cluster: auto, HOST:PORT, or its job server http://HOST:8265. A folder
-            needs none.
-        timeout_s: Longest wait for the commit, in seconds.
+        run: Name of the run, or its folder (anything with a '/').
+        address: Address of the run's cluster: auto, HOST:PORT, or its job server http://HOST:8265. Not
+            needed with a folder.
+        timeout_s: Maximum wait for the commit, in seconds.
 
     Example: raymega checkpoint now my-run --address http://127.0.0.1:8265
     """
+    # only the name and a job server: the cluster finds the run's folder
     if "/" not in run and "://" in address:
         raise typer.Exit(_now_over_there(run, address, timeout_s, as_json=as_json))
     uri = run if "/" in run else find_run(run, address=address)
@@ -134,7 +140,7 @@ def now(
 
 
 def _now_over_there(run: str, address: str, timeout_s: float, *, as_json: bool) -> int:
-    """The cluster's nodes see the run's store; this machine need not."""
+    """Run `checkpoint now` as a job on the cluster, whose nodes can read the run's store; return its exit code."""
     words = ["checkpoint", "now", run, "--address", "auto", "--timeout", str(timeout_s)]
     words += ["--json"] if as_json else []
     write = relay(lambda line: line.startswith("{" if as_json else "step "))

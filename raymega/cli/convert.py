@@ -1,4 +1,4 @@
-"""`raymega convert`: from and to Hugging Face and torch checkpoints; no logic of its own."""
+"""Command `raymega convert`: options and output of the converters in `raymega/convert`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raymega.convert.torch_dcp.importer import Reading, dcp_import
 from raymega.convert.torch_dcp.names import DIALECTS
 
 convert_app = typer.Typer(
-    help="Bring models in and out.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
+    help="Import and export Hugging Face and torch.distributed.checkpoint models.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
     no_args_is_help=True,
 )
 _DIALECTS = ", ".join(DIALECTS)
@@ -32,17 +32,18 @@ def import_(
     make_vocab_size_divisible_by: Annotated[int | None, typer.Option(min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a Hugging Face model (gpt2, llama, qwen2, qwen3) into a checkpoint to start from.
+    """Convert a Hugging Face model (gpt2, llama, qwen2, qwen3) to a checkpoint to start from.
 
-    Prints the model section of a job file, and how a job starts from the weights.
+    Prints the model section of a job file, and the setting that starts from the weights.
 
     Options:
-        folder: Folder with config.json and safetensors files.
-        out: Folder or s3://bucket/prefix for the checkpoint.
-        make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this.
+        folder: Folder that holds config.json and safetensors files.
+        out: Output folder or s3://bucket/prefix.
+        make_vocab_size_divisible_by: Pad the vocabulary size to a multiple of this.
 
     Example: raymega convert hf-import Llama-3.2-1B/ --out llama-1b
     """
+    # The clock is read here, so that the converters stay pure.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     done = hf_import(
         folder, out, created=created, make_vocab_size_divisible_by=make_vocab_size_divisible_by
@@ -50,6 +51,7 @@ def import_(
     if as_json:
         print_json(json_object(done, uri="output", key="manifest"))
         return
+    # The output is a valid part of a job file: facts are YAML comments.
     print(f"# {done.num_parameters:,} parameters in {done.dtype}, with {', '.join(done.carried)}")
     print("# in a job file:")
     print(model_yaml(done.model), end="")
@@ -59,15 +61,17 @@ def import_(
 def export(
     uri: Uri,
     out: Annotated[str, typer.Option(metavar="DIR")],
-    dtype: Annotated[str, typer.Option(help=f"Format: {', '.join(DTYPES)}.")] = "saved",
+    dtype: Annotated[
+        str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")
+    ] = "saved",
     max_file_bytes: Annotated[int, typer.Option(min=1)] = MAX_FILE_BYTES,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a checkpoint, of a run the newest one, into a folder that transformers loads.
+    """Convert a checkpoint (for a run, its newest) to a folder that transformers loads.
 
     Options:
-        out: Folder to make.
-        max_file_bytes: Longest weight file, unless one tensor is longer.
+        out: Output folder, which is created.
+        max_file_bytes: Maximum size of a weight file in bytes; a larger tensor gets a file of its own.
 
     Example: raymega convert hf-export ~/.raymega/runs/verify --out verify-hf --dtype bfloat16
     """
@@ -83,7 +87,9 @@ def import_dcp(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: str,
     job: Annotated[Path | None, typer.Option(metavar="JOB.yaml")] = None,
-    names: Annotated[str, typer.Option(help=f"Whose names it has: {_DIALECTS}.")] = "raymega",
+    names: Annotated[
+        str, typer.Option(help=f"Naming scheme of the folder's tensors: {_DIALECTS}.")
+    ] = "raymega",
     rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None,
     ignore: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None,
     step: Annotated[int | None, typer.Option(min=0)] = None,
@@ -91,19 +97,19 @@ def import_dcp(
     tokens: Annotated[int | None, typer.Option(min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a torch.distributed.checkpoint folder into a checkpoint, optimizer state included.
+    """Convert a torch.distributed.checkpoint folder to a checkpoint, optimizer state included.
 
-    Nothing in the folder is run: only names of torch's own metadata are read, others are refused.
+    No code of the folder is executed: its metadata may hold only classes of torch's own format.
 
     Options:
-        folder: Folder that torch.distributed.checkpoint wrote.
-        out: Folder or s3://bucket/prefix for the checkpoint.
-        job: Job whose model it must be.
-        rename: Weights' names; may be repeated.
-        ignore: Entries that are left behind.
-        step: Completed steps.
-        samples: Consumed samples.
-        tokens: Consumed tokens.
+        folder: Folder written by torch.distributed.checkpoint.
+        out: Output folder or s3://bucket/prefix.
+        job: Job file with the model that the folder must hold.
+        rename: Rename a weight of the folder; may be repeated.
+        ignore: Skip the entries that match; may be repeated.
+        step: Completed steps; default: as in the folder.
+        samples: Consumed samples; default: as in the folder.
+        tokens: Consumed tokens; default: as in the folder.
 
     Example: raymega convert dcp-import outputs/step-1000 --names torchtitan --job job.yaml --out runs/mine
     """
@@ -123,19 +129,21 @@ def import_dcp(
     print(f"{done.uri}/{done.key}: {done.num_parameters:,} parameters, {', '.join(done.kinds)}")
     print("position: " + ", ".join(f"{name}={value}" for name, value in done.state.items()))
     for name in done.left_out:
-        print(f"left behind: {name}")
+        print(f"skipped: {name}")
 
 
 def export_dcp(
     uri: Uri,
     out: Annotated[str, typer.Option(metavar="DIR")],
-    names: Annotated[str, typer.Option(help=f"Whose names to give: {_DIALECTS}.")] = "raymega",
+    names: Annotated[
+        str, typer.Option(help=f"Naming scheme of the exported tensors: {_DIALECTS}.")
+    ] = "raymega",
     as_json: AsJson = False,
 ) -> None:
-    """Turn a checkpoint, of a run the newest one, into a folder for torch.distributed.checkpoint.
+    """Convert a checkpoint (for a run, its newest) to a torch.distributed.checkpoint folder.
 
     Options:
-        out: Folder to make.
+        out: Output folder, which is created.
 
     Example: raymega convert dcp-export ~/.raymega/runs/verify --out verify-dcp
     """

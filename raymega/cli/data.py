@@ -1,4 +1,4 @@
-"""`raymega data`: prepares and inspects datasets; no logic of its own."""
+"""Command `raymega data`: options and output of dataset preparation and inspection."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def prepare(
     address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Turn text into token shards with a Ray Data pipeline.
+    """Tokenize text into shards with a Ray Data pipeline.
 
-    A text file is a document; a .jsonl file has one a line, a .parquet file one a row (key or
-    column `text`). Running the same command again finds the finished dataset.
+    A document is a text file, a line of a .jsonl file or a row of a .parquet file (key or column
+    `text`). The same command again finds the finished dataset.
 
     Options:
-        inputs: Files, folders, URIs.
-        out: Folder that all nodes see, or s3://bucket/prefix.
+        inputs: Input files, folders or URIs.
+        out: Output folder that all nodes share, or s3://bucket/prefix.
         tokenizer: bytes, bpe:N (trained on the corpus), or a tokenizers file.
-        valid_fraction: Share of documents held out by path hash; 0 is none.
-        include: Read files that match, such as '*.py'; repeatable.
-        exclude: Leave out what matches, such as test/; repeatable.
+        valid_fraction: Share of documents held out for validation, chosen by a hash of their path; 0 is none.
+        include: Read only files that match, such as '*.py'; repeatable.
+        exclude: Skip files that match, such as test/; repeatable.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
     """
+    # Imported here: Ray Data is slow to import, and the other commands do without it.
     from raymega.prepare.pipeline import PrepareOptions
     from raymega.prepare.pipeline import prepare as run_prepare
 
@@ -69,15 +70,15 @@ def inspect(
     packing_window: Annotated[int, typer.Option(min=1)] = 4096,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a dataset holds; with --verify, whether every byte of it is whole.
+    """Show splits and sizes of a dataset; with --verify, check every byte of it.
 
-    With --seq-len also how many rows data.packing=best_fit makes of its documents.
+    With --seq-len, also the rows that data.packing=best_fit makes of its documents.
 
     Options:
-        uri: The dataset.
-        verify: Read every byte and compare.
-        seq_len: Pack documents into rows of so many tokens and report it.
-        packing_window: Documents that are packed together.
+        uri: Folder or URI of the dataset.
+        verify: Read every byte and compare checksums.
+        seq_len: Tokens per row: pack documents and report the efficiency; 0 does not pack.
+        packing_window: Number of documents that are packed together.
 
     Example: raymega data inspect corpus-tokens --verify --seq-len 8192
     """
@@ -108,6 +109,7 @@ def _show(
         result |= {"packing": packing} if packing else {}
         print_json(result | description)
         return
+    # tables of the splits, then the other facts as key: value
     splits = description.pop("splits")
     headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
     print(table(headers, [(name, *split.values()) for name, split in splits.items()]))

@@ -1,4 +1,4 @@
-"""`raymega doctor`: looks at the cluster that a job would use, and says what is wrong."""
+"""Command `raymega doctor`: checks the cluster that a job would use."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def doctor(
     calibrate: Annotated[Path | None, typer.Option(metavar="FILE.yaml")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check resources, versions, GPUs, clocks; with a job, also its store and its bandwidth.
+    """Check a cluster's resources, versions, GPUs and clocks; with a job, also its store and bandwidth.
 
-    Exit codes: 0 all is well, 1 there are problems, 2 a mistake in the job.
+    Exit codes: 0 no problems, 1 problems found, 2 an error in the job.
 
     Options:
-        job_file: Also check what this job needs.
-        calibrate: Measure kernels and transfers with the job's workers, and write an accelerator for
-            `raymega plan --gpu`.
+        job_file: Job file; also check what this job needs.
+        calibrate: Measure kernels and transfers with the job's workers, and write an accelerator file
+            for `raymega plan --gpu`.
 
     Example: raymega doctor jobs/verify.yaml --address local
     Example: raymega doctor jobs/verify.yaml --calibrate my-cluster.yaml
@@ -43,6 +43,7 @@ def doctor(
     if calibrate is not None:
         raise_faults(ConfigError, _calibrate_faults(job_file, calibrate))
     job = api.load_job(job_file, overrides or ()) if job_file else None
+    # checks, each shown as soon as it is done
     findings: list[CheckFinding] = []
     with session_at(address):
         plan = api.plan(job) if job else None
@@ -50,9 +51,11 @@ def doctor(
             findings.append(finding)
             if not as_json:
                 _show(finding)
+        # measurement of an accelerator, on the same cluster
         if calibrate is not None and plan is not None:
             device = api.calibrate(plan, name=calibrate.stem)
             calibrate.write_text(device, encoding="utf-8")
+    # summary and exit code
     num_problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         print_json({"problems": num_problems, "findings": findings})
@@ -70,25 +73,26 @@ def _calibrate_faults(job_file: Path | None, path: Path) -> list[Fault]:
         faults.append(
             Fault(
                 fact="raymega doctor --calibrate without a job file",
-                rule="the job's workers measure, on its device, in its number format, on its groups",
-                remedy="give a job that has room on the cluster",
+                rule="the job's workers measure, on its device, in its number format and in its process groups",
+                remedy="give a job file that fits the cluster, such as jobs/verify.yaml",
             )
         )
+    # The file's stem becomes the accelerator's name, which must not hide one of the catalogue.
     is_name = re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", path.stem) and path.stem not in CATALOGUE
     if path.suffix not in SUFFIXES or not is_name or not path.parent.is_dir():
         faults.append(
             Fault(
                 fact=f"--calibrate {path}",
-                rule="it is a file to write, FOLDER/NAME.yaml: the folder is there, the name of lower-case "
-                "letters, digits, dots and dashes and none of the catalogue's",
-                remedy="use for example my-cluster.yaml",
+                rule="it must be FOLDER/NAME.yaml in an existing folder; NAME has lower-case letters, digits, "
+                "dots, dashes and underscores, and is not in the catalogue",
+                remedy="use --calibrate my-cluster.yaml",
             )
         )
     return faults
 
 
 def _show_bandwidth(findings: list[CheckFinding]) -> None:
-    """What was measured on each axis beside what its link can carry."""
+    """Print the measured bandwidth of each axis beside that of its link."""
     measured = [f.values for f in findings if f.check == "bandwidth" and f.status == "ok"]
     rows = [
         (

@@ -1,4 +1,4 @@
-"""The `raymega` command: one typer application, and how errors become messages and exit codes."""
+"""Command `raymega`: the typer application, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Show the version and end."
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -58,9 +58,12 @@ def schema() -> None:
     Example: raymega schema > job.schema.json
     """
     text = json.dumps(Job.model_json_schema(), indent=2)
-    print(text.replace(str(Path.home()), "~"))  # of whoever reads the job, not of whoever asks
+    print(
+        text.replace(str(Path.home()), "~")
+    )  # defaults name the home of the reader, not of this user
 
 
+# top-level commands, then groups of commands
 for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
     add_command(app, _command)
 app.add_typer(data_app, name="data")
@@ -69,9 +72,10 @@ app.add_typer(convert_app, name="convert")
 
 
 def run() -> None:
-    """Entry point of the console script."""
+    """Run the command line; the entry point of the console script."""
     try:
         app()
+    # One line per fault; other exceptions are bugs and keep their traceback.
     except RaymegaError as error:
         for fault in error.faults:
             print(f"{type(error).__name__}: {fault}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`raymega node-agent`: looks after one node of a cluster and tells Ray when it is taken back."""
+"""Command `raymega node-agent`: drains a node in Ray when its cloud announces a preemption."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def node_agent(
     grace_s: Annotated[float, typer.Option(min=0)] = 30.0,
     poll_s: Annotated[float, typer.Option(min=0.1)] = POLL_S,
 ) -> None:
-    """Drain this node when its cloud takes it back, so that runs save and leave in time.
+    """Drain this node when its cloud preempts it, so that runs save and leave it in time.
 
-    Asks AWS (spot notices, IMDSv2) or Google (preemption) every few seconds. With a COMMAND it is its
-    parent, and a SIGTERM, as Kubernetes sends it, drains first and ends the command when the time is up.
+    Polls AWS (spot notices, IMDSv2) or Google (preemption) every few seconds. With a COMMAND, which it
+    starts as a child, a SIGTERM (as Kubernetes sends) first drains the node and later ends the command.
 
     Options:
-        command: Ray's start, run as a child: -- ray start --block ..
-        address: HOST:PORT of the cluster's head.
-        provider: Whose notices: auto, aws, gcp or none (Kubernetes: SIGTERM).
-        metadata: URL of the metadata service; default: where it always is.
-        node_id: Ray's id of the node; default: the one with this address.
-        grace_s: How long after a SIGTERM this process may live.
-        poll_s: Seconds between questions.
+        command: Command that starts Ray, run as a child: -- ray start --block ..
+        address: Address of the cluster's head, HOST:PORT.
+        provider: Source of notices: auto, aws, gcp or none (Kubernetes: SIGTERM).
+        metadata: URL of the metadata service; default: the provider's own.
+        node_id: Node id in Ray; default: the node with this machine's address.
+        grace_s: Seconds that this process may live after a SIGTERM.
+        poll_s: Seconds between two polls.
 
     Example: raymega node-agent --address 10.0.0.1:6379
     Example: raymega node-agent --address $HEAD:6379 --provider none -- ray start --block --address=$HEAD:6379

@@ -1,4 +1,4 @@
-"""Declares commands: options that several share, and docstrings that describe the others."""
+"""Options that several commands share, and help texts of options from the commands' docstrings."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="Job file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a field: --set run.steps=50")
+    list[str] | None,
+    typer.Option("--set", help="Override a field of the job, repeatable: --set run.steps=50"),
 ]
 Address = Annotated[
     str,
-    typer.Option(help="auto joins a running cluster, else starts a local one; local; HOST:PORT."),
+    typer.Option(
+        help="Ray cluster: auto (a running one, else a new local one), local, or HOST:PORT."
+    ),
 ]
 Uri = Annotated[
-    str, typer.Argument(help="A run's folder, one of its checkpoints/step-... or a manifest.")
+    str, typer.Argument(help="Folder of a run, one of its checkpoints/step-..., or a manifest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
+# The section `Options:` of a docstring, and one entry with its continuation lines.
 _OPTIONS = re.compile(r"^Options:\n((?: .*\n|\n)*)", re.MULTILINE)
 _OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Make ``function`` a command of ``app``, its docstring the help.
+    """Add ``function`` to ``app`` as a command, with its docstring as the help text.
 
-    A section ``Options:`` of the docstring has an entry ``parameter: text`` for each parameter that
-    does not bring its help along. A parameter that is annotated by its type alone is an option.
+    The section ``Options:`` of the docstring describes each parameter whose annotation has no help,
+    as ``parameter: text``. A parameter annotated with a plain type becomes an option.
     """
     text = f"{inspect.getdoc(function)}\n"
+    # Help texts move from the docstring into the annotations, which typer reads.
     found = _OPTIONS.search(text)
     hints = get_type_hints(function, include_extras=True)
     for parameter, described in _OPTION.findall(found[1] if found else ""):
@@ -45,10 +50,11 @@ def add_command(app: typer.Typer, function: Callable[..., None], name: str | Non
 
 
 def _described(name: str, hint: Any, text: str) -> Any:
-    """The annotation of a parameter with ``text`` for its help; a flag has no opposite."""
+    """Return the annotation with ``text`` as help; a plain bool becomes a flag without ``--no-``."""
     kind, declared = hint, typer.Option(*[f"--{name.replace('_', '-')}"] * (hint is bool))
     if hasattr(hint, "__metadata__"):
         kind, declared = get_args(hint)
+    # Annotations such as Overrides are shared by several commands.
     declared = copy(declared)
     declared.help = text
     return Annotated[kind, declared]

@@ -1,5 +1,4 @@
-"""Prints the answers of commands: one JSON value for programs; for people, tables that are never cut,
-so that they can be copied and piped."""
+"""Output of commands: JSON values for programs, and tables that are never truncated for people."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from raymega.errors import ConfigError, Fault
 
 
 def print_json(value: object) -> None:
-    """Print ``value`` as one line; what JSON does not know becomes what :func:`_plain` says."""
+    """Print ``value`` as one line of JSON; :func:`_plain` converts dataclasses, job sections and paths."""
     print(json.dumps(value, default=_plain), flush=True)
 
 
 def json_object(value: Any, **names: str) -> dict[str, Any]:
-    """A dataclass by its fields, in their order; ``names`` are those that JSON calls otherwise."""
+    """Return a dataclass as a dict of its fields; ``names`` maps field names to other JSON keys."""
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     return {names.get(name, name): content for name, content in found.items()}
 
 
 def _plain(value: object) -> object:
-    """A dataclass by its fields, a section of a job by what is not its default, a path as a text."""
+    """Return a dataclass as its fields, a job section as its non-default values, a path as text."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
     if is_dataclass(value):
@@ -38,7 +37,7 @@ def _plain(value: object) -> object:
 
 
 def relay(is_answer: Callable[[str], bool]) -> Callable[[str], None]:
-    """Make a writer of another process's output: answers go to stdout, other lines to stderr."""
+    """Return a function that writes text to stdout where ``is_answer(line)`` holds, else to stderr."""
 
     def write(text: str) -> None:
         for line in text.splitlines(keepends=True):
@@ -48,10 +47,10 @@ def relay(is_answer: Callable[[str], bool]) -> Callable[[str], None]:
 
 
 def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
-    """Write what ``--draw`` asks for.
+    """Write the file of ``--draw``.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written; ``rule`` and ``remedy`` are its texts.
     """
     try:
         path.write_text(drawing, encoding="utf-8")
@@ -61,7 +60,8 @@ def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lines of columns two spaces apart; whole numbers get thousands and stand to the right."""
+    """Return a table with columns two spaces apart; number columns are right-aligned."""
+    # Widths and alignment are those of the formatted cells.
     cells = [list(headers), *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     is_number = [

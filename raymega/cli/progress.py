@@ -1,4 +1,4 @@
-"""Progress bars on stderr, on a terminal only: phases of a preparation, steps of a run."""
+"""Progress bars on stderr, for terminals only: phases of a preparation, steps of a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ OnProgress = Callable[[str, int, int], None]
 
 @contextmanager
 def phase_bars() -> Iterator[OnProgress]:
-    """A bar a phase, gone at the end; nothing at all when no phase begins.
+    """Yield a function ``(phase, done, total)`` that shows one bar per phase, removed at the end.
 
-    The body calls what it is given with (phase, done, total).
+    Nothing is shown until the first call.
     """
     progress = _make_progress()
     bars: dict[str, int] = {}
 
     def show(phase: str, done: int, total: int) -> None:
         if phase not in bars:
+            # The first call starts the display.
             progress.start()
             bars[phase] = int(progress.add_task(phase, total=total))
         progress.update(bars[phase], completed=done)  # type: ignore[arg-type]  # TaskID is an int
@@ -37,20 +38,20 @@ def phase_bars() -> Iterator[OnProgress]:
 
 @contextmanager
 def step_bar() -> Iterator[StepBar]:
-    """A StepBar for the body. What prints to stdout must be made inside, so that it goes above."""
+    """Yield a StepBar; create consoles on stdout inside the body, so that lines appear above the bar."""
     with _make_progress() as progress:
         yield StepBar(progress)
 
 
 class StepBar:
-    """A sink: one bar over the steps of a run, with what the driver waits for before the first."""
+    """Sink that shows a bar over the steps of a run, and before the first step what the driver waits for."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("starting Ray", total=None)
 
     def emit(self, event: RunEvent) -> None:
-        """Move the bar; never blocks."""
+        """Update the bar; never block."""
         match event:
             case RunStarted():
                 self._progress.update(
@@ -59,15 +60,16 @@ class StepBar:
                     total=event.total_steps,
                     completed=event.step,
                 )
+            # Before the first step the bar names the phase of the start.
             case AttemptStarted():
                 self._progress.update(self._task, description="starting workers")
             case WorkersStarted():
-                self._progress.update(self._task, description="building")
+                self._progress.update(self._task, description="building the model")
             case StepFinished():
                 self._progress.update(self._task, description="training", completed=event.step)
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is open: :func:`step_bar` takes the bar away."""
+        """Return at once: :func:`step_bar` removes the bar."""
 
 
 def _make_progress() -> Progress:

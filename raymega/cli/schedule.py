@@ -1,4 +1,4 @@
-"""`raymega schedule`: prints, checks and draws a pipeline schedule, without starting anything."""
+"""Command `raymega schedule`: prints, checks, simulates and draws a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ def schedule(
     as_json: AsJson = False,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.svg")] = None,
 ) -> None:
-    """Show a schedule's bubble, peak activations and time line (forward 1, backward 2 units).
+    """Show bubble, peak activations and timeline of a pipeline schedule (forward 1, backward 2 units).
 
     Options:
-        pp: Ranks of the pipeline.
-        micro_batches: Micro-batches of a step.
-        chunks: Model chunks per rank; 0 is the schedule's fewest.
-        microbatch_group_size_per_vp_stage: interleaved: micro-batches a group; 0 is pp.
-        max_in_flight_microbatches: zb_auto: most that a rank holds; 0 is pp.
-        wgrad_activation_fraction: zb_auto: how much of its activations a micro-batch keeps for its
-            weight part.
-        times: Durations: --times forward=1,backward=2,weight=1,transfer=0,handling=0
-        draw: Write the time line here.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches per step.
+        chunks: Model chunks per rank; 0 is the schedule's minimum.
+        microbatch_group_size_per_vp_stage: For interleaved: micro-batches per group; 0 is pp.
+        max_in_flight_microbatches: For zb_auto: maximum number of micro-batches in flight on a rank; 0 is pp.
+        wgrad_activation_fraction: For zb_auto: share of a micro-batch's activations that is kept for its
+            weight gradient.
+        times: Durations in units: --times forward=1,backward=2,weight=1,transfer=0,handling=0
+        draw: Write the timeline to this file.
 
     Example: raymega schedule zb_v --pp 4 --micro-batches 8 --draw timeline.svg
     """
     name = name.lower().replace("-", "_")
-    if chunks == 0:  # an unknown name is make_schedule's to refuse
+    if chunks == 0:  # make_schedule refuses an unknown name
         chunks = SCHEDULES[name].least_chunks if name in SCHEDULES else 1
+    # build, check and simulate the schedule
     durations = _durations(times)
     sizes = Sizes(
         pp=pp,
@@ -65,20 +66,22 @@ def schedule(
     simulation = simulate(program, durations)
     title = f"{name}: ranks {pp}, micro-batches {micro_batches}"
     title += f", chunks {chunks}" if chunks > 1 else ""
+    # output
     if draw is not None:
         _write_picture(draw, simulation, title)
     if as_json:
+        # The sizes' field `times` is the option --times; the JSON calls it durations.
         numbers = {"schedule": name, **json_object(sizes)}
         numbers["durations"] = numbers.pop("times")
         print_json(numbers | _results(checked, simulation))
         return
     _show(title, program, checked, simulation)
     if draw is not None:
-        print(f"time line drawn in {draw}")
+        print(f"timeline written to {draw}")
 
 
 def _durations(times: str) -> Durations:
-    """The durations that ``a=1,b=2`` asks for; others keep their defaults."""
+    """Return the durations of ``a=1,b=2``, with defaults for the others."""
     known = {field.name for field in fields(Durations)}
     values: dict[str, float] = {}
     for pair in filter(None, times.split(",")):
@@ -86,14 +89,15 @@ def _durations(times: str) -> Durations:
         try:
             values[name.strip()] = float(number)
         except ValueError:
+            # Not a number: refuse the pair below.
             known = set()
         if name.strip() not in known or values[name.strip()] < 0:
             raise ConfigError(
                 Fault(
                     fact=f"--times {pair}",
-                    rule="it must be NAME=NUMBER with a number of at least 0 and a name out of "
+                    rule="it must be NAME=NUMBER with a number of at least 0 and a name of "
                     + ", ".join(field.name for field in fields(Durations)),
-                    remedy="write for example --times forward=1,backward=2,weight=1",
+                    remedy="use --times forward=1,backward=2,weight=1",
                 )
             )
     durations = Durations(**values)
@@ -101,15 +105,15 @@ def _durations(times: str) -> Durations:
         raise ConfigError(
             Fault(
                 fact=f"--times weight={durations.weight:g}",
-                rule=f"it is a part of the backward, which takes {durations.backward:g}",
-                remedy="give backward the sum of both parts",
+                rule=f"it must be at most backward={durations.backward:g}, of which it is a part",
+                remedy="set backward to the sum of both parts",
             )
         )
     return durations
 
 
 def _results(checked: CheckResult, simulation: Simulation) -> dict[str, object]:
-    """Measures, and the time line by rank, which is also the list of instructions."""
+    """Return the figures, and the timeline of each rank, which is also its list of instructions."""
     return {
         "bubble": simulation.bubble,
         "bubble_rate": simulation.bubble_rate,
@@ -133,7 +137,9 @@ def _results(checked: CheckResult, simulation: Simulation) -> dict[str, object]:
 
 def _show(title: str, program: Program, checked: CheckResult, simulation: Simulation) -> None:
     print(f"{title}; checked: no deadlock, each forward and backward once")
-    print(f"bubble {simulation.bubble:.3f} of ideal time, {simulation.bubble_rate:.1%} of all time")
+    print(
+        f"bubble {simulation.bubble:.3f} of ideal time, {simulation.bubble_rate:.1%} of total time"
+    )
     unit = "micro-batches on a chunk" if program.placement.chunks > 1 else "micro-batches"
     print(f"peak activations by rank, in {unit}: {checked.peak_activations}")
     print(timetable(program))
@@ -146,5 +152,5 @@ def _write_picture(path: Path, simulation: Simulation, title: str) -> None:
         path,
         picture,
         rule="it must name a file that can be written",
-        remedy="choose a file in an existing folder of yours",
+        remedy="use a file in an existing folder that you can write to",
     )

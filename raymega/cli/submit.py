@@ -1,4 +1,4 @@
-"""`raymega submit`: hands a job to a cluster's job server, and can follow or stop it."""
+"""Command `raymega submit`: submits a job to a cluster's job server, and follows or stops it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def submit(
     stop: bool = False,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Submit a job to a cluster; the same run name continues the same run, as its next attempt.
+    """Submit a job to a cluster; the same run name continues the same run.
 
-    Relative paths in the job are resolved here, on your machine. Ctrl-C while following leaves the
-    job running. With --follow and --stop the exit code is the driver's, else 0 means submitted.
+    Relative paths in the job are resolved on this machine. Ctrl-C while following leaves the job
+    running. With --follow and --stop the exit code is the driver's, else 0 means submitted.
 
     Options:
-        address: The head's job server, http://HOST:8265; auto is this machine's.
-        working_dir: Folder that is shipped to the nodes; holds the job file.
-        follow: Show the driver's output; end with its exit code.
-        stop: Ask the run's job to save and stop, and wait for it.
+        address: Job server of the head, http://HOST:8265; auto is this machine's.
+        working_dir: Folder to ship to the nodes; it must contain the job file.
+        follow: Show the driver's output, and exit with its exit code.
+        stop: Ask the run's job to save and stop, and wait for its end.
 
     Example: raymega submit jobs/llama-7b-16gpu.yaml --address http://127.0.0.1:8265 --follow
     """
     server = server_url(address)
     job = api.load_job(job_file, overrides or ())
     client = jobs_client.JobsClient(server)
+    # --stop acts on the run's newest job, and submits nothing.
     if stop:
         raise typer.Exit(jobs_client.stop_job(job, client=client))
     submission = jobs_client.submit_job(
@@ -57,7 +58,7 @@ def submit(
 
 
 def server_url(address: str) -> str:
-    """The job server's URL. Ray lets its variable win over an option; here the option wins."""
+    """Return the job server's URL; unlike in Ray, the option overrides RAY_API_SERVER_ADDRESS."""
     if address == "auto":
         address = os.environ.get("RAY_API_SERVER_ADDRESS", "auto")
     os.environ["RAY_API_SERVER_ADDRESS"] = server = jobs_client.job_server(address)
@@ -71,14 +72,16 @@ def _announce(submission: Submission, server: str, *, as_json: bool) -> None:
         print_json(event | {"entrypoint": submission.entrypoint})
         return
     print(f"submitted {name} to {server}: {submission.entrypoint}")
+    # Commands to paste: the job does not depend on this process.
     print(f"  follow: ray job logs --address {server} --follow {name}")
     print(f"  save and stop: ray job stop --address {server} {name}", flush=True)
 
 
 def _follow(client: JobsClient, submission_id: str, *, as_json: bool) -> int:
     try:
+        # With --json only the events reach stdout; Ray's own lines go to stderr.
         write = relay(lambda line: not as_json or line.startswith("{"))
         return client.follow(submission_id, write)
     except KeyboardInterrupt:
-        print(f"\n{submission_id} goes on without you", file=sys.stderr)
+        print(f"\n{submission_id} continues on the cluster", file=sys.stderr)
         return 1

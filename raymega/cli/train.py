@@ -1,4 +1,4 @@
-"""`raymega train`: runs the driver, or with --dry-run everything short of starting workers."""
+"""Command `raymega train`: runs the driver; with --dry-run it only checks and plans."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def train(
 ) -> None:
     """Run a job; the same run name continues the same run.
 
-    Exit codes: 0 finished, 2 a mistake in the job, 3 no capacity, 4 retry budget spent, 5 data or
+    Exit codes: 0 finished, 2 an error in the job, 3 no capacity, 4 retry budget exhausted, 5 data or
     numerics, 6 the run has another driver, 75 stopped and resumable.
 
     Options:
-        dry_run: Check and plan, look at the cluster, start nothing.
+        dry_run: Check the job and the cluster and show the plan, without starting workers.
 
     Example: raymega train jobs/verify.yaml --set run.steps=50
     """
+    # parallel.layout=auto is decided here, before anything starts.
     job, choice = api.load_chosen(
         job_file,
         overrides or (),

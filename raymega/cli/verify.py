@@ -1,4 +1,4 @@
-"""`raymega verify`: shows the proof of layout invariance; no logic of its own."""
+"""Command `raymega verify`: options and output of the layout-invariance test in `raymega/verify`."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def verify(
     timeout_s: Annotated[float, typer.Option(min=1, max=86400)] = 120.0,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Prove that this job trains the same run on any layout as on one rank.
+    """Check that this job trains the same on random parallel layouts as on one rank.
 
-    Trains it in float64 over CPU processes on layouts drawn at random, and compares loss, gradient
-    norm and every parameter after every step with the run on one rank. A deviation above 1e-9 is
-    exit 1, with the smallest layout that shows it. A large job is shrunk, its features kept.
+    Trains it in float64 over CPU processes, and compares loss, gradient norm and every parameter
+    after every step with the run on one rank. A deviation above 1e-9 is exit 1, with the smallest
+    layout that reproduces it. A large model is shrunk, its features kept.
 
     Options:
-        layouts: Layouts to draw.
-        max_ranks: Processes of the largest layout.
-        seed: Another seed draws other layouts.
+        layouts: Number of random layouts.
+        max_ranks: Maximum number of processes of a layout.
+        seed: Seed of the random layouts.
         steps: Optimizer steps on each layout.
-        max_params: Shrink the model to so many parameters.
-        timeout_s: Longest time of one layout.
+        max_params: Maximum number of parameters, to which a larger model is shrunk.
+        timeout_s: Maximum time of one layout, in seconds.
 
     Example: raymega verify jobs/verify.yaml --layouts 16 --seed 7
     """
@@ -73,13 +73,14 @@ def verify(
 
 
 class _Screen(Watcher):
-    """The bar, what was shrunk, and with --json a line a layout as soon as it is done."""
+    """Watcher that shows the progress bar, how the job was shrunk, and with --json a line per finished layout."""
 
     def __init__(self, on_progress: OnProgress, out: TextIO, *, as_json: bool) -> None:
         self._on_progress, self._out, self._as_json = on_progress, out, as_json
         self._total = self._done = self._tried = 0
 
     def on_start(self, shrunk: Shrunk, num_layouts: int) -> None:
+        # The run on one rank counts as one.
         self._total = num_layouts + 1
         if not self._as_json:
             self._print(_shrunk_text(shrunk))
@@ -95,10 +96,10 @@ class _Screen(Watcher):
 
     def on_shrinking(self) -> None:
         self._tried += 1
-        self._on_progress("looking for the smallest that fails", self._tried, self._tried + 1)
+        self._on_progress("searching the smallest failing layout", self._tried, self._tried + 1)
 
     def _print(self, text: str) -> None:
-        """While a bar stands, sys.stdout writes above it, to stderr: right for a terminal only."""
+        """Print to sys.stdout on a terminal, where rich puts it above the bar on stderr; else to the real stdout."""
         print(text, file=sys.stdout if self._out.isatty() else self._out, flush=True)
 
     def _advance(self) -> None:
@@ -107,7 +108,7 @@ class _Screen(Watcher):
 
 
 def _shrunk_text(shrunk: Shrunk) -> str:
-    lines = ["as the job, but for:" if shrunk.changes else "exactly the job"]
+    lines = ["the job, with these changes:" if shrunk.changes else "exactly the job"]
     lines += [f"  {change}" for change in shrunk.changes]
     lines += ["not tested here:", *(f"  {gap}" for gap in shrunk.untested)]
     return "\n".join(lines) + "\n"
@@ -116,22 +117,24 @@ def _shrunk_text(shrunk: Shrunk) -> str:
 def _show_report(report: Report) -> None:
     print(table(HEADERS, [_row(outcome) for outcome in report.outcomes]))
     print()
+    # what limits the comparison: near ties of routers, undetermined weights, fp8 rounding
     if isfinite(report.router_margin):
         print(
             f"smallest router margin {report.router_margin:.1e}: rounding changes no choice of an "
-            "expert while it is far smaller"
+            "expert as long as deviations are far smaller"
         )
     if report.undecided:
         print(
-            f"may differ by what noise can move them: {', '.join(report.undecided)}: the loss does not "
-            "depend on them, so their gradient is rounding, which the optimizer makes a step of"
+            f"compared with a looser limit: {', '.join(report.undecided)}: the loss does not depend on them, "
+            "so their gradient is rounding noise, which the optimizer scales to a full step"
         )
     if isfinite(report.fp8_margin):
         print(
-            f"smallest fp8 margin {report.fp8_margin:.1e} of the range: a deviation that is far smaller "
-            "rounds no number to another value in 8 bits"
+            f"smallest fp8 margin {report.fp8_margin:.1e} of the range: far smaller deviations round no number "
+            "to another fp8 value"
         )
     if report.is_same:
+        # passed: the largest deviation
         worst = _worst(report)
         print(
             f"same run on all {len(report.outcomes)} layouts over {report.options.steps} steps: "
@@ -139,10 +142,11 @@ def _show_report(report: Report) -> None:
             f"{report.options.limit:g}; {report.seconds:.1f} s"
         )
         return
-    assert report.smallest, "there is one when a layout failed"
+    assert report.smallest, "a layout failed, so there is a smallest one"
+    # failed: the smallest layout, and the settings that reproduce it
     failed = sum(not outcome.is_same for outcome in report.outcomes)
     print(f"NOT the same run on {failed} of {len(report.outcomes)} layouts; {report.seconds:.1f} s")
-    print(f"smallest layout that shows it: {report.smallest.layout.describe()}")
+    print(f"smallest layout that reproduces it: {report.smallest.layout.describe()}")
     print(_explain(report.smallest, report.options.limit))
     print("train it with " + " ".join(f"--set {o}" for o in report.smallest.layout.overrides()))
 
@@ -160,6 +164,7 @@ def _explain(outcome: Outcome, limit: float) -> str:
 
 def _row(outcome: Outcome) -> tuple[object, ...]:
     layout, found = outcome.layout, outcome.comparison
+    # Ranks that raised have no deviations: show the error in their place.
     head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.extras())
     seconds = f"{outcome.seconds:.1f}"
     if found is None:
@@ -181,6 +186,7 @@ def _worst(report: Report) -> Deviation:
 
 def _outcome_object(outcome: Outcome) -> dict[str, object]:
     layout, found = outcome.layout, outcome.comparison
+    # the layout, then the deviations
     described = {
         "layout": layout.describe(),
         "grid": {axis: layout.degree(axis) for axis in DEGREES},
@@ -200,7 +206,7 @@ def _outcome_object(outcome: Outcome) -> dict[str, object]:
 
 
 def _deviation_object(found: Deviation) -> dict[str, object]:
-    """JSON has no infinity: what is not a number stands as a text."""
+    """Return a deviation as plain values, with the text "infinite" for inf and nan, which JSON lacks."""
     value: object = found.value if found.value < float("inf") else "infinite"
     return {"quantity": found.quantity, "step": found.step, "deviation": value}
 

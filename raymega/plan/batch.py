@@ -31,6 +31,7 @@ class BatchPlan:
         Consecutive samples form a micro-batch, and consecutive micro-batches go to consecutive
         data-parallel ranks. The set of samples of a step is therefore the same on every grid.
         """
+        # sample order: micro-batch, dp rank, row
         start = (micro_batch * self.dp + dp_rank) * self.micro_batch_size
         offsets = range(start, start + self.micro_batch_size)
         return tuple(first_sample + i if i < self.global_batch_size else -1 for i in offsets)
@@ -80,6 +81,7 @@ def phases(ramp: Sequence[RampStage], batch: BatchPlan) -> Iterator[Phase]:
     step, sample = 1, 0
     for stage in ramp:
         size = stage.batch.global_batch_size
+        # An earlier stage may have consumed this stage's samples: then it has no step.
         num_steps = max(0, -(-(stage.until_samples - sample) // size))
         if num_steps:
             yield Phase(

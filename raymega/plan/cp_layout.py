@@ -75,6 +75,7 @@ def rank_ranges(lengths: Sequence[int], *, cp: int, cp_rank: int) -> tuple[range
         if cp == 1:
             ranges.append(range(begin, begin + length))
         else:
+            # zigzag: chunk r with chunk 2 cp - 1 - r
             size = length // (2 * cp)
             firsts = (begin + chunk * size for chunk in (cp_rank, 2 * cp - 1 - cp_rank))
             ranges += (range(first, first + size) for first in firsts)
@@ -93,6 +94,7 @@ def segments(rows: Sequence[Sequence[int]], *, cp: int) -> tuple[Segment, ...]:
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
+            # Alike rows are one segment for all.
             where = slice(None) if len(rows) == 1 else slice(row, row + 1)
             found.append(Segment(rows=where, start=start, size=length // cp))
             start += length // cp
@@ -109,6 +111,7 @@ def ring_parts(
     queries here come after all keys of a higher rank, and the early ones before. Each block of two
     ranks is half a square, and none needs a mask.
     """
+    # own keys; then a lower rank's; then a higher rank's
     if source == here or not is_causal:
         return (AttentionPart(queries=segment.all, keys=segment.all, is_causal=is_causal),)
     if source < here:

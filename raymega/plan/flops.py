@@ -30,6 +30,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     part. With the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's
     tables.
     """
+    # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size
     layers = (layer_tensors(model, layer) for layer in range(model.num_layers))

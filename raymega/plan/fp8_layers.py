@@ -46,6 +46,7 @@ def fp8_blocks(num_layers: int, precision: PrecisionSection) -> range:
     """Return the numbers of the blocks whose linear layers multiply in fp8."""
     if precision.fp8 == "none":
         return range(0)
+    # The first and the last blocks stay in the compute dtype.
     return range(precision.fp8_end_blocks, num_layers - precision.fp8_end_blocks)
 
 

@@ -124,8 +124,7 @@ class Grid:
         return self._number(coords, self.dense_axes)
 
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``; the first axis varies
-        fastest."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, the first axis fastest."""
         return tuple(map(self.rank, self._along(axes, self.coords(rank))))
 
     @property
@@ -170,6 +169,7 @@ class Grid:
 
     def _number(self, coords: Coords | ExpertCoords, axes: Sequence[str]) -> int:
         """Return the number of a place on ``axes``; the inverse of :meth:`_digits`."""
+        # mixed radix, fastest axis first
         number, stride = 0, 1
         for axis in axes:
             number += coords.on(axis) * stride
@@ -185,6 +185,7 @@ class Grid:
     def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Yield every group of :meth:`group`, each once, by lowest first member."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        # the member with coordinate 0 on every axis represents its group
         for rank in range(self.world_size):
             here = self.coords(rank)
             if all(here.on(axis) == 0 for axis in axes):

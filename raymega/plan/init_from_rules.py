@@ -24,6 +24,7 @@ LAST_STEP = ("*.moe.router.counts",)
 def init_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, str]:
     """Return the tensors of a checkpoint that are used, each with its name in the run's model."""
     renames = make_renames(section.init_rename)
+    # ignored names are the checkpoint's own, before renaming
     left = (*section.init_ignore, *LAST_STEP)
     return {name: renamed(name, renames) for name in saved if not matches(name, left)}
 

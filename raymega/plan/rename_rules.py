@@ -31,6 +31,7 @@ class Rename:
         if len(head) < len(self.old):
             return None
         pairs = list(zip(self.old, head, strict=True))
+        # ``*`` matches any part, others match themselves
         if any(old not in (ANY, part) for old, part in pairs):
             return None
         met = iter([part for old, part in pairs if old == ANY])

@@ -93,8 +93,10 @@ def make_plan(job: Job) -> RunPlan:
     Raises:
         PlanError: The job's values break a rule; the error has every rule that they break.
     """
+    # rules first: what follows needs legal values
     raise_faults(PlanError, job_faults(job_values(job)))
     grid, schedule = make_grid(job.parallel), job.schedule
+    # stages on ranks, batches, layers on stages
     placement = make_placement(schedule.name, pp=grid.pp, chunks=schedule.chunks)
     ramp, batch = _batches(job, grid)
     return RunPlan(

@@ -36,10 +36,11 @@ class SaveCost:
 def save_cost(plan: RunPlan, rank: int) -> SaveCost:
     """Return the cost of ``rank``'s part of a checkpoint.
 
-    It is exact but for rows that replicas share unevenly.
+    It is exact except for rows that replicas share unevenly.
     """
     section, share = plan.job.checkpoint, share_bytes(plan, rank)
     buffer_bytes = min(share, section.buffer_bytes or share)
+    # A data file is never larger than the buffer.
     file_bytes = min(section.file_bytes, buffer_bytes)
     return SaveCost(
         share_bytes=share,
@@ -87,6 +88,7 @@ def _held_bytes(
     """Return the bytes of dense tensors and of experts in ``stage``, before replicas divide them."""
     held = {False: 0, True: 0}
     for tensor in stage_tensors(job.model, stage):
+        # a tied table is saved by the first stage alone
         if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
             box = tensor.box(tp=tp, tp_rank=tp_rank, experts=place)
             held[tensor.is_expert] += _bytes_of(job, tensor.role, box)
@@ -95,6 +97,7 @@ def _held_bytes(
 
 def _bytes_of(job: Job, role: Role, box: Box) -> int:
     """Return the bytes of a master and its optimizer state."""
+    # The master is in float32 or better; moments may have fewer bits.
     full, form = max(4, DTYPE_BYTES[job.precision.dtype]), format_of(job.optimizer, role)
     of_kind = state_bytes(form, box.num_elements, scale_boxes(box).begun.num_elements, full)
     return box.num_elements * full + of_kind * len(kinds_of(job.optimizer.name, role))

@@ -45,6 +45,7 @@ def partners(nodes: Sequence[str]) -> dict[str, str]:
     Each node is the partner of one other, so that none keeps more than two nodes' copies. A single
     node is its own partner, and then there is one copy.
     """
+    # a ring by name: each node's partner is the next one, the last one's the first
     ring = sorted(set(nodes))
     return dict(zip(ring, (*ring[1:], *ring[:1]), strict=True))
 
@@ -56,6 +57,7 @@ def copy_nodes(node_of: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         node_of: Name of the node of each rank.
     """
     partner = partners(node_of)
+    # A single node is its own partner: dict.fromkeys keeps it once.
     return tuple(tuple(dict.fromkeys((node, partner[node]))) for node in node_of)
 
 
@@ -68,6 +70,7 @@ def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, homes in enumerate(copy_nodes(node_of)):
+        # the rank's own node holds its buffers, the partner holds the second copy
         cost = snapshot_cost(plan, rank, num_copies=len(homes))
         taken[node_of[rank]] += cost.buffer_bytes
         taken[homes[-1]] += cost.keeper_bytes
@@ -100,7 +103,7 @@ def memory_faults(
 
 
 def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotCost:
-    """Return the bytes of ``rank``'s snapshots; exact but for rows that replicas share unevenly.
+    """Return the bytes of ``rank``'s snapshots; exact except for rows that replicas share unevenly.
 
     Args:
         plan: Plan of the run.

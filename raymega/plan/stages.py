@@ -28,10 +28,10 @@ MAX_DIGITS = len(str(MAX_LENGTH))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One stage in layer order: layers [first_layer, first_layer + num_layers).
+    """A stage in layer order: layers [first_layer, first_layer + num_layers).
 
-    ``are_ends_together`` says that the pipeline's first and last stage are on one rank, so that a
-    tied table is there once.
+    ``are_ends_together`` says that the pipeline's first and last stage are on one rank, which then has
+    a single copy of a tied table.
     """
 
     index: int
@@ -42,17 +42,17 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage holds the embedding."""
+        """True where the stage holds the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage holds the final norm, the head and the loss."""
+        """True where the stage holds the final norm, the head and the loss."""
         return self.index == self.num_stages - 1
 
     @property
     def has_tensors(self) -> bool:
-        """Whether the stage holds anything; a stage that does not only passes on what it gets."""
+        """True where the stage holds any tensor; another stage only passes activations on."""
         return self.num_layers > 0 or self.is_first or self.is_last
 
     @property
@@ -90,6 +90,7 @@ def even_counts(total: int, num_stages: int) -> list[int]:
     """
     if num_stages == 0:
         return []
+    # the remainder, from the middle outwards
     base, extra = divmod(total, num_stages)
     middle = (num_stages - 1) / 2
     by_distance = sorted(range(num_stages), key=lambda stage: (abs(stage - middle), stage))
@@ -108,6 +109,7 @@ def layer_counts(
         num_stages: Number of stages of the whole pipeline.
         loss_cost: Cost of head and loss in units of a layer, for ``auto``.
     """
+    # by cost, or by a layout text
     if parallel.stages == "auto":
         return _cheapest(num_layers, num_stages, loss_cost)
     if parallel.stages != "even":
@@ -132,6 +134,7 @@ def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: 
         if parallel.stages not in KINDS:
             faults += _text_faults(parallel.stages, num_layers, num_stages)
         return faults
+    # stages given by hand: the other stages must be able to hold the rest
     ends = _given_ends(parallel, num_stages)
     rest, num_free = num_layers - sum(ends.values()), num_stages - len(ends)
     if rest < 0 or (num_free == 0 and rest):
@@ -147,11 +150,11 @@ def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: 
 
 
 def _unused_faults(parallel: ParallelSection) -> list[Fault]:
-    """Return the faults of fields that are set and that only the even split goes by."""
+    """Return the faults of fields that are set and that only the even split reads."""
     return [
         Fault(
             fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
-            rule=f"only parallel.stages=even goes by it, and it is {parallel.stages!r}",
+            rule=f"it has an effect only with parallel.stages=even, and that is {parallel.stages!r}",
             remedy=f"remove it (parallel.{field}={str(default).lower()}), or set parallel.stages=even",
         )
         for field, default in EVEN_ONLY.items()
@@ -173,6 +176,7 @@ def _without_debts(counts: list[int], free: list[int]) -> tuple[int, ...]:
 
     Layers that an end is short of come from the fullest of the ``free`` stages.
     """
+    # A negative count is an end whose embedding or loss counts for more than its share of layers.
     for stage, count in enumerate(counts):
         for _ in range(-count):
             counts[stage] += 1
@@ -185,6 +189,7 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
     if num_stages == 1:
         return (num_layers,)
 
+    # The other stages share the remaining layers evenly; of equal splits the fuller last stage wins.
     def dearest(num_last: int) -> tuple[float, int]:
         others = -(-(num_layers - num_last) // (num_stages - 1))
         return max(others, num_last + loss_cost), -num_last
@@ -196,6 +201,7 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 def _expand(text: str) -> str:
     """Return the text with repetitions written out: ``Et*2|(t|)*2,L`` becomes ``Ett|t|t|L``."""
     text = re.sub(r"[\s,]", "", text)
+    # innermost parentheses first, until none are left; then single letters
     while (longer := re.sub(r"\(([^()]*)\)\*(\d+)", _repeat, text)) != text:
         text = longer
     return re.sub(r"([EtL|])\*(\d+)", _repeat, text)
@@ -214,6 +220,7 @@ def _text_faults(text: str, num_layers: int, num_stages: int) -> list[Fault]:
     expanded = _expand(text)
     stages = expanded.split(CUT)
     rules = []
+    # the first broken rule of the text's form; counts only in a well-formed text
     if len(expanded) >= MAX_LENGTH:
         rules.append(f"it must be shorter than {MAX_LENGTH:,} when repetitions are written out")
     elif re.search(r"[^EtL|]", expanded):

@@ -63,12 +63,12 @@ class GlobalTensor:
 
     @property
     def is_expert(self) -> bool:
-        """Whether its parts are placed by the experts' view of the grid."""
+        """True where its parts are placed by the experts' view of the grid."""
         return self.etp_dim >= 0
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer updates it, and keeps moments of it."""
+        """True where the optimizer updates it, and keeps moments of it."""
         return self.role != "state"
 
     @property
@@ -102,11 +102,13 @@ class GlobalTensor:
     def box(self, *, tp: int, tp_rank: int, experts: ExpertPlace = WHOLE_EXPERTS) -> Box:
         """Return the block of a rank, by its place on tp or, of an expert tensor, among experts."""
         offset, shape = [0] * len(self.shape), list(self.shape)
+        # experts over ep, features over etp
         if self.is_expert:
             shape[0] //= experts.ep
             shape[self.etp_dim] //= experts.etp
             offset[0] = shape[0] * experts.ep_rank
             offset[self.etp_dim] = shape[self.etp_dim] * experts.etp_rank
+        # tp, with neighbours that share a key or value head
         if self.tp_dim >= 0:
             sharers = self.sharers(tp=tp)
             shape[self.tp_dim] //= tp // sharers
@@ -225,6 +227,7 @@ def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
     q_width = model.num_heads * model.head_width
     kv_width = model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     kv_latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+    # queries: through a latent, or directly
     if mla.q_lora_rank:
         table += [
             _weight(f"{at}.q_down", (mla.q_lora_rank, model.hidden_size), tp_dim=-1, std=std),
@@ -238,6 +241,7 @@ def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
         _scale(f"{at}.kv_latent_norm", mla.kv_lora_rank),
         _weight(f"{at}.kv_up", (kv_width, mla.kv_lora_rank), tp_dim=0, std=std),
     ]
+    # output projection, over the heads' values
     values = model.num_heads * mla.v_head_dim
     return table + _row_linear(f"{at}.out", values, model, "attention.out")
 

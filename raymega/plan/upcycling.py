@@ -49,6 +49,7 @@ class Upcycling:
         """
         if name not in self.sources or not name.endswith(BACK):
             return 1.0
+        # the sum of a token's weights at the start: 1, or top_k even scores
         moe = self.moe
         share = 1.0
         if not moe.norm_topk_prob:
@@ -79,6 +80,7 @@ class Upcycling:
         dim = 1 if name.endswith(BACK) else 0
         for expert in range(shape[0]):
             offset = list(box.offset)
+            # an expert's part of the features begins at its own 0
             offset[dim] -= expert % self.granularity * shape[1 + dim]
             placed = Box(offset=(expert, *offset), shape=(1, *box.shape))
             if placed.intersect(whole) is not None:
@@ -89,6 +91,7 @@ def make_upcycling(
     moe: MoeSection, given: Mapping[str, Shape], wanted: Mapping[str, Shape]
 ) -> Upcycling:
     """Return the ``wanted`` tensors of experts that a model can make from those ``given``."""
+    # experts that the checkpoint lacks, in blocks whose dense layer it has
     sources = {
         new: new.replace(EXPERTS, DENSE)
         for new in wanted

@@ -55,6 +55,7 @@ def data_parallel_shard_size(parallel: ParallelSection) -> int:
 
 def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     """Return how many of ``replicas`` share one copy of the state."""
+    # without sharding every replica has a whole copy
     if parallel.sharding == "none":
         return 1
     return data_parallel_shard_size(parallel) or replicas

@@ -1,6 +1,6 @@
-"""ConsoleSink: a run as a person follows it: a short line every few steps, events as sentences.
+"""ConsoleSink prints a run to a stream: a line every few steps, and one sentence for each other event.
 
-It owns wording and layout; the numbers' meaning is tracking.names'.
+Wording and layout are defined here; `tracking/names.py` defines what each metric means.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from raymega.tracking.expert_load import collapse_warning
 
 GIB_BYTES = 1024**3
 MIB_BYTES = 1024**2
+# Metric name, format of the cell, factor from the metric's unit to the shown one.
 STEP_COLUMNS = (
     ("train/loss", "loss {:8.4f}", 1.0),
     ("train/grad_norm", "grad norm {:8.3f}", 1.0),
@@ -52,10 +53,10 @@ Trouble = SaveFailed | AttemptFailed | BadStep | StragglerDetected | RoutingColl
 
 
 class ConsoleSink:
-    """Prints to a stream; colour only where the stream is a terminal."""
+    """Sink that prints events to a stream, in colour only on a terminal."""
 
     def __init__(self, stream: TextIO, *, every: int) -> None:
-        """Print the steps that ``every`` divides, the first of each attempt, and the last."""
+        """Print every ``every``-th step, the first step of each attempt, and the last step of the run."""
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._every = every
         self._name = ""
@@ -63,10 +64,12 @@ class ConsoleSink:
         self._is_first_step = True
 
     def emit(self, event: RunEvent) -> None:
-        """Print the event when it is worth a line; blocks only while the stream does."""
+        """Print the event's line, if it has one; block only while the stream does."""
         match event:
+            # steps: most are left out, see ``every``
             case StepFinished():
                 self._print_step(event)
+            # the run and its attempts
             case RunStarted():
                 self._name, self._total_steps = event.name, event.total_steps
                 self._print(_run_started(event), style="bold")
@@ -80,15 +83,17 @@ class ConsoleSink:
                 pass  # numbers for curves and the heat map
             case Recovered():
                 self._print(_recovered(event), style="green")
+            # all other events: red for trouble, plain for news
             case _ if isinstance(event, Trouble):
                 self._print(_trouble(event), style="red")
             case _:
                 self._print(_news(event))
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is waiting to be printed."""
+        """Return at once: nothing is buffered."""
 
     def _print_step(self, event: StepFinished) -> None:
+        # The first step of an attempt shows at once that training is under way.
         is_due = event.step % self._every == 0 or event.step == self._total_steps
         if is_due or self._is_first_step:
             self._print(_step_line(event, self._total_steps))
@@ -99,14 +104,14 @@ class ConsoleSink:
 
 
 def _cells(metrics: Mapping[str, float], columns: tuple[tuple[str, str, float], ...]) -> list[str]:
-    """The metrics in their columns' form; one that is absent is left out."""
+    """Return the metrics formatted by their columns, without those that are absent."""
     return [
         form.format(metrics[name] * factor) for name, form, factor in columns if name in metrics
     ]
 
 
 def _step_line(event: StepFinished, total_steps: int) -> str:
-    """Cells of fixed width, so that lines stand under one another."""
+    """Return the line of a step, in cells of fixed width so that columns align across lines."""
     width = len(str(total_steps))
     place = f"step {event.step:>{width}}/{total_steps}"
     return "   ".join([place, *_cells(event.metrics, STEP_COLUMNS)])
@@ -115,7 +120,7 @@ def _step_line(event: StepFinished, total_steps: int) -> str:
 def _run_started(event: RunStarted) -> str:
     if event.is_resumed:
         return (
-            f"Run {event.name} goes on from step {event.step} of {event.total_steps}. {event.uri}"
+            f"Run {event.name} resumes from step {event.step} of {event.total_steps}. {event.uri}"
         )
     return f"Run {event.name} starts; {event.total_steps} steps. {event.uri}"
 
@@ -128,8 +133,8 @@ def _attempt_started(event: AttemptStarted) -> str:
 
 
 def _from(event: AttemptStarted | Recovered) -> str:
-    """A checkpoint is what one expects, and goes without saying."""
-    return " in nodes' memory" if event.source == "memory" else ""
+    """Return where the state comes from, unless it is a checkpoint, which is the usual case."""
+    return " (in-memory snapshot)" if event.source == "memory" else ""
 
 
 def _grid(grid: Mapping[str, int]) -> str:
@@ -140,9 +145,10 @@ def _run_finished(event: RunFinished, name: str) -> str:
     ending = {
         "finished": "finished",
         "failed": "FAILED",
-        "preempted": "stopped, to be resumed,",
-        "superseded": "went to another driver; this one ended",
+        "preempted": "stopped (resumable)",
+        "superseded": "was taken over by another driver",
     }
+    # The reason is empty for a finished run.
     checkpoint = event.checkpoint_uri or "none"
     return " ".join(
         part
@@ -161,25 +167,24 @@ def _trouble(event: Trouble) -> str:
         case RoutingCollapsed():
             return collapse_warning(event.layer, event.experts, event.step)
         case SaveFailed():
-            return f"The checkpoint of step {event.step} failed, training goes on: {event.reason}"
+            return f"Checkpoint of step {event.step} failed, training continues: {event.reason}"
         case StragglerDetected():
             return (
-                f"Rank {event.rank} on node {event.node} is slow: {event.work_s * 1000:.0f} ms of work a step, "
-                f"{event.ratio:.1f} times the others of its stage."
+                f"Straggler: rank {event.rank} on node {event.node} works {event.work_s * 1000:.0f} ms per step, "
+                f"{event.ratio:.1f} times the median of the other ranks of its stage."
             )
         case BadStep():
             where = f"; {event.where}" if event.where else ""
-            return f"Step {event.step} was done once more, and {event.action}: {event.fact}{where}"
+            return f"Bad step {event.step}: {event.fact}; recomputed, {event.action}{where}"
         case AttemptFailed():
-            return f"Attempt {event.attempt} was lost after step {event.step}: {event.cause}"
+            return f"Attempt {event.attempt} failed after step {event.step}: {event.cause}"
 
 
 def _recovered(event: Recovered) -> str:
     return (
-        f"Recovered: noticed in {event.detection_s:.1f} s, back where it was {event.recovery_s:.1f} s "
-        f"later, from the state of step {event.restored_step}"
-        f"{_from(event)}; "
-        f"{_count(event.lost_steps, 'step')} done again{_phases(event)}."
+        f"Recovered: detected in {event.detection_s:.1f} s; resumed from step {event.restored_step}"
+        f"{_from(event)}, {_count(event.lost_steps, 'lost step')} recomputed in {event.recovery_s:.1f} s"
+        f"{_phases(event)}."
     )
 
 
@@ -190,30 +195,32 @@ def _phases(event: Recovered) -> str:
 
 def _news(event: RunEvent) -> str:
     match event:
+        # start of an attempt
         case WorkersStarted():
             nodes = _count(len(set(event.nodes.values())), "node")
-            return f"{_count(len(event.pids), 'worker')} at work on {nodes}."
+            return f"{_count(len(event.pids), 'worker')} started on {nodes}."
         case NodesChecked():
-            return f"Checked in {event.seconds:.1f} s: {event.detail}."
+            return f"Nodes checked in {event.seconds:.1f} s: {event.detail}."
+        # results and saves
         case EvaluationFinished():
             found = ", ".join(_cells(event.metrics, EVALUATION_COLUMNS))
             return f"Validation at step {event.step}: {found}."
         case CheckpointCommitted():
             return (
-                f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stood still "
+                f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "
                 f"{event.stall_s * 1000:.0f} ms, written in {event.save_s:.1f} s."
             )
         case SaveProgress():
             share = event.written_bytes / max(1, event.num_bytes)
-            return f"Saving step {event.step}: {share:.0%} of {_size(event.num_bytes)} are written."
+            return f"Saving step {event.step}: {share:.0%} of {_size(event.num_bytes)} written."
         case SaveSkipped():
             return (
-                f"The checkpoint of step {event.step} is left out: the one before is still being "
-                "written."
+                f"Checkpoint of step {event.step} skipped: the previous one is still being written."
             )
+        # files and figures
         case Timeline():
             return (
-                f"Time line of step {event.step}: measured bubble {event.metrics['run/bubble']:.1%} of busy "
+                f"Timeline of step {event.step}: measured bubble {event.metrics['run/bubble']:.1%} of busy "
                 f"time, simulated {event.metrics['run/simulated_bubble']:.1%}."
             )
         case ArtefactWritten():

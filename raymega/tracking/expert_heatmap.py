@@ -1,6 +1,6 @@
-"""The heat map of a run's experts: each one's load over the steps, layer by layer.
+"""Heat map of expert load: one row per expert of each layer, one column per step.
 
-It reads metrics.jsonl, the complete local record, and draws; it computes no metric.
+Data are the events ``experts`` of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Loads = Mapping[int, Mapping[int, Sequence[float]]]
-"""Tokens by expert: of each step, of each layer."""
+"""Tokens of each expert, by step and layer."""
 WIDTH_INCHES, ROW_INCHES = 8.0, 0.09
 MIN_INCHES, MAX_INCHES = 3.0, 16.0
 MOST_DOUBLINGS = 2.0
-"""Colours end at a quarter and at four times an even load."""
+"""End of the colour scale, in powers of two: a quarter and four times the mean load."""
 
 
 def load_expert_loads(path: Path) -> Loads:
-    """Read the lines of metrics.jsonl; of a step that was done twice the last counts."""
+    """Read the expert loads of metrics.jsonl; of a recomputed step the last record counts."""
     loads: dict[int, dict[int, list[float]]] = {}
     for record in read_records(path):
+        # A restart drops the steps beyond the one from which it resumes.
         if record["event"] == "attempt":
             for later in [step for step in loads if step > record.get("step", 0)]:
                 del loads[later]
@@ -37,12 +38,12 @@ def load_expert_loads(path: Path) -> Loads:
 
 
 def draw_heat(loads: Loads, path: Path, *, title: str) -> None:
-    """Write the picture to ``path``: steps across, experts of all layers down.
+    """Draw the heat map to ``path``: steps on the x axis, experts of all layers on the y axis.
 
     Args:
-        loads: At least one step.
-        path: Where to write; its suffix says the format.
-        title: Headline, such as the run's name.
+        loads: Expert loads of at least one step.
+        path: Output file; its suffix selects the format.
+        title: Title of the figure, such as the run's name.
     """
     rows = _rows(loads)
     height = min(MAX_INCHES, max(MIN_INCHES, 1.2 + ROW_INCHES * len(rows)))
@@ -57,6 +58,7 @@ def draw_heat(loads: Loads, path: Path, *, title: str) -> None:
         vmax=MOST_DOUBLINGS,
     )
     bar = figure.colorbar(image, ax=axes, pad=0.02)
+    # colour bar in multiples of the mean load
     ticks = [-2, -1, 0, 1, 2]
     bar.set_ticks(ticks, labels=["1/4", "1/2", "even", "2 x", "4 x"])
     bar.outline.set_visible(False)
@@ -65,10 +67,11 @@ def draw_heat(loads: Loads, path: Path, *, title: str) -> None:
 
 
 def _rows(loads: Loads) -> list[list[float]]:
-    """Doublings of an even load: a row an expert, a column a step."""
+    """Return log2 of each expert's load over the mean load, [experts of all layers, steps]."""
     steps, first = sorted(loads), loads[min(loads)]
     rows = []
     for layer in sorted(first):
+        # A load of 0 has no logarithm: clip it well below the end of the colour scale.
         for expert in range(len(first[layer])):
             shares = []
             for step in steps:
@@ -85,6 +88,7 @@ def _dress(axes: Axes, loads: Loads, title: str) -> None:
     axes.set_xlabel("step", color=INK)
     shown = range(0, len(steps), max(1, len(steps) // 8))
     axes.set_xticks([*shown], labels=[str(steps[place]) for place in shown])
+    # White lines between layers, a label in the middle of every n-th.
     edges, places = 0, []
     for layer in sorted(first):
         size = len(first[layer])

@@ -1,6 +1,6 @@
-"""How evenly experts are loaded: from tokens by expert to metrics, and to a warning in words.
+"""Load balance of experts: metrics and the warning of a collapse, from the tokens of each expert in one step.
 
-Pure numbers of one step; how they are gathered is training's, how they are drawn expert_heat's.
+Pure functions. `train/train_statistics.py` gathers the counts, `tracking/expert_heatmap.py` draws them.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STARVED_SHARE = 0.1
-"""An expert with less than this share of an even load is starved."""
+"""Share of the mean load below which an expert counts as starved."""
 COLLAPSED_SHARE = 0.25
-"""Routing collapses where at least this share of a layer's experts is starved."""
+"""Share of starved experts from which on the routing of a layer counts as collapsed."""
 MIN_MEAN_TOKENS = 10.0
-"""With fewer tokens an expert in the mean, an empty one is chance."""
+"""Mean tokens per expert below which none counts as starved: an empty one may be chance."""
 MAX_NAMED = 8
 
 
 def starved_experts(counts: Sequence[float]) -> tuple[int, ...]:
-    """Numbers of the experts that hardly any token reaches."""
+    """Return the indices of experts with less than STARVED_SHARE of the mean load."""
     mean = sum(counts) / len(counts)
     if mean < MIN_MEAN_TOKENS:
         return ()
@@ -25,12 +25,12 @@ def starved_experts(counts: Sequence[float]) -> tuple[int, ...]:
 
 
 def is_collapsed(counts: Sequence[float]) -> bool:
-    """Whether so many experts are starved that the layer wastes them."""
+    """Return whether at least COLLAPSED_SHARE of the experts is starved."""
     return len(starved_experts(counts)) >= COLLAPSED_SHARE * len(counts)
 
 
 def load_metrics(layer: int, counts: Sequence[float]) -> dict[str, float]:
-    """Of one layer that has routed some tokens."""
+    """Return the metrics ``moe/...`` of a layer, from its token counts (not all zero)."""
     mean = sum(counts) / len(counts)
     return {
         f"moe/max_load/{layer}": max(counts) / mean,
@@ -40,11 +40,11 @@ def load_metrics(layer: int, counts: Sequence[float]) -> dict[str, float]:
 
 
 def collapse_warning(layer: int, experts: Sequence[int], step: int) -> str:
-    """A sentence that names the layer and its starved experts."""
+    """Return a sentence that names the layer and its starved experts."""
     is_one = len(experts) == 1
     return (
-        f"Routing collapses in layer {layer} at step {step}: expert{'' if is_one else 's'} "
-        f"{_names(experts)} {'gets' if is_one else 'get'} less than {STARVED_SHARE:.0%} of an even load."
+        f"Routing collapse in layer {layer} at step {step}: expert{'' if is_one else 's'} "
+        f"{_names(experts)} {'gets' if is_one else 'get'} less than {STARVED_SHARE:.0%} of the mean load."
     )
 
 

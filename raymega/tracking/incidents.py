@@ -1,6 +1,6 @@
-"""IncidentsSink: one page for each recovery of a run: what failed, who stood where, what was decided, what it cost.
+"""IncidentsSink writes a Markdown page for each failure and its recovery: cause, ranks, decision, cost.
 
-It puts together what other events said; what a recovery passes through is orchestrate's.
+The page is assembled from events. `orchestrate/driver/recovery_log.py` measures the phases of a recovery.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from raymega.events import (
 from raymega.tracking.sink import Sink
 
 MAX_RANKS = 64
-"""Rows of the table of ranks; a larger run shows the first ones."""
+"""Maximum number of rows in the table of ranks; a larger run shows the lowest ranks."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Incident:
-    """From the first failure to the step that makes up for it."""
+    """Events from the first failure until its lost steps are recomputed or the run ends."""
 
     number: int
     noticed_s: float
@@ -43,18 +43,18 @@ class _Incident:
 
 
 class IncidentsSink:
-    """Writes ``incident-001.md`` and so on, when a recovery is over or the run ends without one.
+    """Sink that writes ``incident-001.md`` and so on, after each recovery or when the run ends without one.
 
-    It must come before ``watcher``'s sinks, so that they hear of the files before the end.
+    It must come before the sinks behind ``watcher``, which get RunFinished after its files.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float], watcher: Sink) -> None:
-        """Write into ``folder``, which is made when there is something to write.
+        """Write into ``folder``, which is created with the first page.
 
         Args:
-            folder: Pages of earlier drivers stay.
-            clock: Seconds since the epoch.
-            watcher: Told of each file.
+            folder: Output folder; pages of earlier drivers are kept, and numbers continue.
+            clock: Clock in seconds since the epoch.
+            watcher: Sink that gets an ArtefactWritten for each page.
         """
         self._folder, self._clock, self._watcher = folder, clock, watcher
         self._name = ""
@@ -64,24 +64,28 @@ class IncidentsSink:
         self._open: _Incident | None = None
 
     def emit(self, event: RunEvent) -> None:
-        """Remember, and write at the end of an incident: some kilobytes to a local file."""
+        """Record the event; at the end of an incident write its page, some kilobytes in a local file."""
         match event:
+            # context, kept for the page of a later failure
             case RunStarted():
                 self._name = event.name
             case WorkersStarted():
                 self._nodes = event.nodes
             case BadStep() | StragglerDetected():
+                # The five newest are enough to see a pattern.
                 self._signs = [*self._signs[-4:], event]
+            # the failure itself, further failures, and the attempts that follow
             case AttemptStarted():
                 self._start(event)
             case AttemptFailed():
                 self._fail(event)
+            # the end of the incident
             case Recovered() | RunFinished() if self._open is not None:
                 self._write(self._open, event)
                 self._open = None
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is open."""
+        """Return at once: no file is open."""
 
     def _start(self, event: AttemptStarted) -> None:
         self._grid = event.grid
@@ -89,6 +93,7 @@ class IncidentsSink:
             self._open.attempts.append(event)
 
     def _fail(self, event: AttemptFailed) -> None:
+        # A failure before the recovery is over belongs to the same incident.
         if self._open is None:
             number = 1 + len(list(self._folder.glob("incident-*.md")))
             self._open = _Incident(
@@ -106,18 +111,20 @@ class IncidentsSink:
 
 
 def _page(name: str, incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]:
+    # head: what failed, when it was detected, what the driver decided
     first = incident.failures[0]
     noticed = datetime.fromtimestamp(incident.noticed_s, tz=UTC).isoformat(timespec="milliseconds")
     yield f"# Run {name}: incident {incident.number}"
     yield ""
-    yield f"- What: {_line(first.cause)}"
-    yield f"- Noticed: {noticed}, in attempt {first.attempt}, after step {first.step}"
-    yield f"- Decided: {_line(first.decision) or 'nothing'}"
+    yield f"- Cause: {_line(first.cause)}"
+    yield f"- Detected: {noticed}, in attempt {first.attempt}, after step {first.step}"
+    yield f"- Decision: {_line(first.decision) or 'nothing'}"
     for later in incident.failures[1:]:
         yield f"- Then, in attempt {later.attempt}: {_line(later.cause)}; {_line(later.decision)}"
+    # result, earlier warnings, ranks
     yield from _outcome(incident, end)
     if incident.signs:
-        yield from ("", "## Seen before", "")
+        yield from ("", "## Warnings before the failure", "")
         yield from (f"- {_sign(sign)}" for sign in incident.signs)
     yield from _ranks(first, incident.nodes)
 
@@ -128,12 +135,12 @@ def _outcome(incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]
     if isinstance(end, RunFinished):
         yield f"- Outcome: the run {end.status} at step {end.step}: {_line(end.reason)}"
         return
-    yield f"- Steps lost: {end.lost_steps}; attempt {end.attempt} went on from step {end.restored_step}"
-    yield f"- State from: {'memory of other nodes' if end.source == 'memory' else end.source}"
-    yield from ("", "## Where the time went", "", "| phase | seconds |", "|---|---|")
+    yield f"- Steps lost: {end.lost_steps}; attempt {end.attempt} resumed from step {end.restored_step}"
+    yield f"- State from: {'snapshot in memory of other nodes' if end.source == 'memory' else end.source}"
+    yield from ("", "## Time by phase", "", "| phase | seconds |", "|---|---|")
     phases = {"detect": end.detection_s} | dict(end.phases)
     yield from (f"| {phase} | {seconds:.3f} |" for phase, seconds in phases.items())
-    yield f"| in all | {end.detection_s + end.recovery_s:.3f} |"
+    yield f"| total | {end.detection_s + end.recovery_s:.3f} |"
 
 
 def _ranks(first: AttemptFailed, nodes: Mapping[int, str]) -> Iterator[str]:
@@ -141,13 +148,13 @@ def _ranks(first: AttemptFailed, nodes: Mapping[int, str]) -> Iterator[str]:
         return
     yield from (
         "",
-        "## Where each rank was last seen",
+        "## Last known state of each rank",
         "",
-        "| rank | node | where |",
+        "| rank | node | state |",
         "|---|---|---|",
     )
     for rank in sorted(first.whereabouts)[:MAX_RANKS]:
-        mark = " (here it began)" if rank == first.rank else ""
+        mark = " (failed first)" if rank == first.rank else ""
         yield f"| {rank}{mark} | {nodes.get(rank, '')[:12]} | {_line(first.whereabouts[rank])} |"
     if len(first.whereabouts) > MAX_RANKS:
         yield f"| ... | | {len(first.whereabouts) - MAX_RANKS} more |"
@@ -164,5 +171,5 @@ def _grid(grid: Mapping[str, int]) -> str:
 
 
 def _line(text: str) -> str:
-    """On one line, and harmless in a table."""
+    """Return the text on one line, without the separator of table cells."""
     return " ".join(text.split()).replace("|", "/")

@@ -1,7 +1,6 @@
-"""JsonLinesSink: every event as one line of JSON, for metrics.jsonl and for ``raymega train --json``.
+"""JsonLinesSink writes each event as one line of JSON: metrics.jsonl and ``raymega train --json``.
 
-It owns the lines' form. The stream, a file or stdout, is given; what is drawn from the lines is
-tracking.plots'.
+docs/watching.md lists the events. `tracking/loss_plot.py` and `tracking/expert_heatmap.py` read the lines back.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ Record = dict[str, object]
 
 
 class JsonLinesSink:
-    """Writes one line an event and flushes it, so that a reader sees it at once.
+    """Sink that writes and flushes one line per event, so that a reader sees it at once.
 
-    Lines of steps and evaluations have the metrics under their short names and the attempt's grid.
-    Floats are written so that reading gives the same bits; one that is not finite is null.
+    Lines of steps and evaluations hold the metrics under their short names, and the attempt's grid.
+    Floats survive a round trip bit for bit; NaN and infinity become null.
     """
 
     def __init__(self, stream: TextIO, *, is_owner: bool = False) -> None:
-        """Write to ``stream``; ``is_owner`` closes it with the sink."""
+        """Write to ``stream``, and with ``is_owner`` close it together with the sink."""
         self._stream = stream
         self._is_owner = is_owner
         self._run_id = ""
         self._grid: Mapping[str, int] = {}
 
     def emit(self, event: RunEvent) -> None:
-        """Write the event's line; blocks only while the stream does."""
+        """Write the event's line; block only while the stream does."""
         if isinstance(event, RunStarted):
             self._run_id = event.run_id
         if isinstance(event, AttemptStarted):
@@ -54,7 +53,7 @@ class JsonLinesSink:
         self._stream.flush()
 
     def close(self, timeout_s: float) -> None:  # noqa: ARG002 - nothing is waiting
-        """Close the stream when it is the sink's own."""
+        """Close the stream if the sink owns it."""
         if self._is_owner:
             self._stream.close()
 
@@ -64,10 +63,12 @@ class JsonLinesSink:
             case StepFinished() | EvaluationFinished():
                 place = {"grid": dict(self._grid), "attempt": event.attempt}
                 return head | {"step": event.step} | _by_short_name(event.metrics) | place
+            # run_id comes from RunStarted: readers find the run by the last line alone.
             case RunFinished():
                 return head | {"run_id": self._run_id} | _fields(event)
             case Timeline():
                 return head | _place(event) | _by_short_name(event.metrics)
+            # JSON has string keys only: ranks and layers become strings.
             case Memory():
                 ranks = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
                 return head | _place(event) | {"ranks": ranks}
@@ -79,7 +80,7 @@ class JsonLinesSink:
 
 
 def open_jsonl(path: Path) -> JsonLinesSink:
-    """A sink that goes on at the end of ``path``; makes its folder."""
+    """Return a sink that appends to ``path``, whose folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return JsonLinesSink(path.open("a", encoding="utf-8"), is_owner=True)
 
@@ -93,7 +94,7 @@ def _by_short_name(metrics: Mapping[str, float]) -> Record:
 
 
 def _fields(event: RunEvent) -> Record:
-    """The event's own fields; mappings are copied as plain ones."""
+    """Return the event's dataclass fields by name, mappings as plain dicts."""
     values = ((field.name, getattr(event, field.name)) for field in fields(event))
     return {n: dict(v) if isinstance(v, Mapping) else _finite(v) for n, v in values}
 

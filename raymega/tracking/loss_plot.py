@@ -1,6 +1,6 @@
-"""The picture of a run: training loss over steps, with validation, restarts and a reference line.
+"""Loss curve of a run: training and validation loss over steps, with restarts and reference levels.
 
-It reads metrics.jsonl, the complete local record, and draws; it computes no metric.
+Data are the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MIN_POINTS_TO_SMOOTH = 60
 
 @dataclass(kw_only=True, slots=True)
 class LossCurve:
-    """The history that survived: of a step that was done twice, the last value counts.
+    """Losses of the surviving history: of a recomputed step the last value counts.
 
     Attributes:
         train: Training loss by step.
         evaluation: Validation loss by step.
-        restarts: Where an attempt ended and from which step the next went on.
+        restarts: Last step of each lost attempt, and the step from which the next one resumed.
     """
 
     train: dict[int, float] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class LossCurve:
 
 
 def load_curve(path: Path) -> LossCurve:
-    """Read the lines of metrics.jsonl; a last line that a killed driver tore is passed over."""
+    """Read the losses of metrics.jsonl; a line torn by a killed driver is skipped."""
     curve = LossCurve()
     for record in read_records(path):
         step = record.get("step", 0)
@@ -53,13 +53,13 @@ def load_curve(path: Path) -> LossCurve:
 def draw_curve(
     curve: LossCurve, path: Path, *, title: str, references: Mapping[str, float]
 ) -> None:
-    """Write the picture to ``path``; its suffix (.png, .svg) says the format.
+    """Draw the curve to ``path``; its suffix (.png, .svg) selects the format.
 
     Args:
-        curve: What to draw.
-        path: Where to write.
-        title: Headline, such as the run's name.
-        references: Level lines by label, such as the data's unigram entropy in nats.
+        curve: Losses and restarts to draw.
+        path: Output file.
+        title: Title of the figure, such as the run's name.
+        references: Levels of horizontal lines in nats by label, such as the unigram entropy of the data.
     """
     figure = make_figure(*SIZE_INCHES)
     axes = figure.add_subplot()
@@ -72,10 +72,10 @@ def draw_curve(
 
 
 def make_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches, which ``savefig`` writes.
+    """Return an empty figure of ``width`` by ``height`` inches, to be written by ``savefig``.
 
-    It is made without pyplot, which keeps process-wide state and may look for a display, and matplotlib
-    is imported here: it takes a second, and only a finished run draws.
+    pyplot is avoided: it keeps process-wide state and may look for a display. matplotlib is imported
+    here because that takes a second, and only a finished run draws.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def make_figure(width: float, height: float) -> Figure:
 
 
 def read_records(path: Path) -> Iterable[dict[str, Any]]:  # Any: lines of JSON
-    """The lines of metrics.jsonl that are whole."""
+    """Yield the lines of metrics.jsonl that are valid JSON."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
@@ -95,7 +95,8 @@ def read_records(path: Path) -> Iterable[dict[str, Any]]:  # Any: lines of JSON
 
 
 def _restart(curve: LossCurve, step: int) -> None:
-    """A new attempt goes on from ``step``: what lies beyond it belongs to the lost attempt."""
+    """Record a restart from ``step``, and drop the values of the lost attempt beyond it."""
+    # The first attempt of a run is no restart.
     if curve.train:
         curve.restarts.append((max(curve.train), step))
     for series in (curve.train, curve.evaluation):
@@ -106,15 +107,17 @@ def _restart(curve: LossCurve, step: int) -> None:
 def _draw_train(axes: Axes, train: Mapping[int, float]) -> None:
     steps = sorted(train)
     losses = [train[step] for step in steps]
+    # Few points: one plain curve.
     if len(steps) < MIN_POINTS_TO_SMOOTH:
         axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="training")
         return
+    # Many points: the raw curve in the background, its running mean in front.
     axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
     axes.plot(steps, _smooth(losses), color=BLUE, linewidth=2.0, label="training (smoothed)")
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Mean over a centred window of about a fiftieth of the curve, narrower at its ends."""
+    """Return the mean over a centred window of about 2 % of the curve, narrower at its ends."""
     half = max(1, len(values) // 100)
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -136,6 +139,7 @@ def _draw_evaluation(axes: Axes, evaluation: Mapping[int, float]) -> None:
         zorder=4,
         label="validation",
     )
+    # The last value, as a number beside its point.
     axes.annotate(
         f"{losses[-1]:.2f}",
         (steps[-1], losses[-1]),
@@ -163,9 +167,10 @@ def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
 
 
 def _draw_restarts(axes: Axes, restarts: list[tuple[int, int]]) -> None:
-    """A line where the attempt was lost and a band over the steps that were done again."""
+    """Draw a line where each attempt was lost, and a band over the recomputed steps."""
+    # One entry in the legend for all restarts.
     for number, (lost, restored) in enumerate(restarts):
-        label = "restart, with steps done again" if number == 0 else None
+        label = "restart, with recomputed steps" if number == 0 else None
         axes.axvspan(restored, lost, color=RED, alpha=0.12, linewidth=0, label=label)
         axes.axvline(lost, color=RED, linewidth=1.0, linestyle=(0, (1, 2)))
 

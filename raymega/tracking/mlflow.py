@@ -1,7 +1,6 @@
-"""MlflowSink: hands events to MLflow from a thread of its own, so that no server can stall a run.
+"""MlflowSink hands events to MLflow from a thread of its own, so that no server can stall a run.
 
-It owns the thread, the patience and the bounds, and what is given up when a server stays away; what is
-written is tracking.mlflow_recorder's.
+Queue, retries and limits are here; `tracking/mlflow_recorder.py` writes the records.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from raymega.tracking.sink import Stamped
 if TYPE_CHECKING:
     from raymega.tracking.mlflow_recorder import Recorder
 
+# Limits. mlflow's own retries are off: the thread retries with growing waits.
 MAX_PENDING_EVENTS = 20_000
 MAX_STEPS_PER_REQUEST = 50
 MAX_RETRY_WAIT_S = 60.0
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 
 def tracking_uri(setting: str, folder: Path) -> str:
-    """The URI that ``tracking.mlflow_uri`` means: ``run`` is a sqlite file in ``folder``."""
+    """Return the URI that ``tracking.mlflow_uri`` means; ``run`` is a sqlite file in ``folder``."""
     if setting != "run":
         return setting
     return f"sqlite:///{folder.expanduser().resolve() / 'mlflow.db'}"
 
 
 class MlflowSink:
-    """One run in one MLflow server or database.
+    """Sink for one run in one MLflow server or database.
 
-    ``emit`` only queues. The thread writes every ``flush_s`` seconds, and at once what is not a
-    step. While the server is away it tries again with growing waits; the queue is bounded, and only
-    the oldest step records are given up when it is full.
+    ``emit`` only queues. The thread writes steps every ``flush_s`` seconds and other events at once.
+    While the server is unavailable it retries with growing waits; when the bounded queue is full, the
+    oldest step records are dropped.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class MlflowSink:
         """Start the thread.
 
         Args:
-            uri: MLflow tracking URI.
-            experiment: Name of the experiment; made when it is missing.
-            clock: Seconds since the epoch, for the records' time stamps.
-            flush_s: Longest time that a step record waits while the server is well.
+            uri: Tracking URI of MLflow.
+            experiment: Name of the experiment; created if missing.
+            clock: Clock in seconds since the epoch, for the records' timestamps.
+            flush_s: Maximum time in seconds that a step record waits while the server answers.
         """
         self._uri = uri
         self._experiment = experiment
@@ -71,36 +71,40 @@ class MlflowSink:
 
     @property
     def run_id(self) -> str:
-        """MLflow's id of the parent run; empty until the thread has made or found it."""
+        """Return MLflow's id of the parent run; empty until the thread has created or found it."""
         return "" if self._recorder is None else self._recorder.run_id
 
     def emit(self, event: RunEvent) -> None:
-        """Queue the event; returns at once."""
+        """Queue the event and return at once."""
         if self._is_off:
             return
         self._buffer.put(Stamped(time_s=self._clock(), event=event))
+        # Steps come often and can wait for the next flush.
         if not isinstance(event, StepFinished):
             self._wake.set()
 
     def close(self, timeout_s: float) -> None:
-        """Let the thread write what is queued, then leave it behind if it is not done in time."""
+        """Let the thread write what is queued, for at most ``timeout_s``, and log how many records are missing."""
+        # wake the thread, which then drains the queue once more
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
+        # still queued, dropped for want of room, or in a request that did not return
         num_missing = len(self._buffer) + self._buffer.num_dropped + self._num_in_flight
         if not self._is_off and (num_missing or self._thread.is_alive()):
             log.warning(
-                "MLflow at %s lacks %d records after %.0f s of closing; metrics.jsonl has them all",
+                "MLflow at %s lacks %d records after %.0f s of closing; metrics.jsonl has all of them",
                 self._uri,
                 num_missing,
                 timeout_s,
             )
 
     def _work(self) -> None:
-        """The thread: open the client, write what is queued, wait, until closed or refused."""
+        """Run the thread: write the queue and wait, until closed or until MLflow refuses the run."""
         wait_s = self._flush_s
         is_last = False
         while not (is_last or self._is_off):
+            # Read before the drain: what was queued before close() is still written.
             is_last = self._closing.is_set()
             wait_s = self._flush_s if self._drain() else min(2 * wait_s, MAX_RETRY_WAIT_S)
             if not is_last:
@@ -108,7 +112,7 @@ class MlflowSink:
                 self._wake.clear()
 
     def _drain(self) -> bool:
-        """Write the queue until it is empty; false when the server is away."""
+        """Write until the queue is empty; return False when the server is unavailable."""
         while batch := self._buffer.pop(MAX_STEPS_PER_REQUEST):
             self._num_in_flight = len(batch)
             try:
@@ -134,15 +138,16 @@ class MlflowSink:
         self._is_away = False
 
     def _is_refused(self, batch: Sequence[Stamped], error: Exception) -> bool:
-        """Log the failure; true when the batch is not worth another try."""
+        """Log the failure; return True when MLflow refused the batch, so that a retry is useless."""
         from raymega.tracking.mlflow_recorder import is_refusal
 
         if not is_refusal(error):
             if not self._is_away:
-                log.warning("MLflow at %s does not take records, trying on: %s", self._uri, error)
+                log.warning("MLflow at %s does not accept records, retrying: %s", self._uri, error)
             self._is_away = True
             return False
         log.warning("MLflow refused %s: %s", type(batch[0].event).__name__, error)
+        # Without its parent run there is nothing to write the other records to.
         if isinstance(batch[0].event, RunStarted):
             log.warning("this run is not recorded in MLflow at %s", self._uri)
             self._is_off = True
@@ -150,9 +155,9 @@ class MlflowSink:
 
 
 class EventBuffer:
-    """First in, first out; safe between threads; never blocks.
+    """Bounded FIFO queue of events, safe between threads; it never blocks.
 
-    Only step records are ever dropped, the oldest first: they are many, and metrics.jsonl has them.
+    Only step records are dropped, the oldest first: they are many, and metrics.jsonl has them.
     """
 
     def __init__(self, max_events: int) -> None:
@@ -166,24 +171,25 @@ class EventBuffer:
 
     @property
     def num_dropped(self) -> int:
-        """Step records given up so far."""
+        """Return the number of step records dropped so far."""
         return self._num_dropped
 
     def put(self, item: Stamped) -> None:
-        """Append; makes room when full."""
+        """Append an event, and drop the oldest step records beyond the limit."""
         with self._lock:
             self._items.append(item)
             self._make_room()
 
     def pop(self, limit: int) -> list[Stamped]:
-        """Remove and return the head: up to ``limit`` step records in a row, or one other event."""
+        """Remove and return up to ``limit`` consecutive step records from the head, or one other event."""
         with self._lock:
+            # Steps share one request; any other event needs its own calls, in its place.
             steps = sum(1 for _ in takewhile(_is_step, islice(self._items, limit)))
             count = min(len(self._items), max(1, steps))
             return [self._items.popleft() for _ in range(count)]
 
     def give_back(self, batch: Sequence[Stamped]) -> None:
-        """Put a taken batch at the head again, in its order."""
+        """Return a batch to the head of the queue, in its order."""
         with self._lock:
             self._items.extendleft(reversed(batch))
             self._make_room()

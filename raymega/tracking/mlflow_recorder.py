@@ -1,8 +1,7 @@
-"""A run's records in MLflow: one parent run for its whole life, one child run an attempt.
+"""Recorder writes a run to MLflow: one parent run for its whole life, one child run per attempt.
 
-Every call may block on the network and may be repeated after it failed: what is there already is
-found, not made twice. It owns the layout of records; the thread, the queue and the patience are
-tracking.mlflow's, which alone imports this module, because importing mlflow takes seconds.
+Every call may block on the network and may be repeated after a failure: existing records are found, not
+created twice. Only the thread of `tracking/mlflow.py` imports this module: importing mlflow takes seconds.
 """
 
 # mypy: allow-untyped-calls
@@ -59,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 def limit_client(*, timeout_s: int, max_retries: int) -> None:
-    """Make mlflow fail soon, say little and call nobody else; a user's own settings are kept.
+    """Set short timeouts and disable telemetry and prints of mlflow, except where the user has set them.
 
     With mlflow's defaults one call to a dead server takes four minutes.
     """
@@ -78,10 +77,10 @@ def limit_client(*, timeout_s: int, max_retries: int) -> None:
 
 
 class Recorder:
-    """Writes events to one MLflow server or database.
+    """Writer of events to one MLflow server or database.
 
-    A series keeps its steps rising: a step that a restart does again is written to its attempt's
-    run only. The last step of each series is kept as a tag, so a later driver goes on from there.
+    In the parent run the steps of a series only rise: a recomputed step is written to the child run of
+    its attempt alone. A tag keeps the last step of each series, from which a later driver continues.
     """
 
     def __init__(self, *, uri: str, experiment: str) -> None:
@@ -96,12 +95,13 @@ class Recorder:
 
     @property
     def run_id(self) -> str:
-        """MLflow's id of the parent run; empty before RunStarted was recorded."""
+        """Return MLflow's id of the parent run; empty before RunStarted is recorded."""
         return self._parent
 
     def record(self, batch: Sequence[Stamped]) -> None:
-        """Write one event, or several StepFinished of one attempt in one request."""
+        """Write one event, or several StepFinished of one attempt in one request per run."""
         match batch[0].event:
+            # parent run and child run
             case RunStarted() as event:
                 self._open_run(event)
             case AttemptStarted() as event:
@@ -109,6 +109,7 @@ class Recorder:
             case WorkersStarted() as event:
                 nodes = sorted(set(event.nodes.values()))
                 self._tag(self._child, {"nodes": ", ".join(nodes), "num_nodes": len(nodes)})
+            # tags: checkpoints, failed saves, warnings, failures
             case CheckpointCommitted() as event:
                 tags = {"raymega.checkpoint": event.uri, "raymega.checkpoint_step": event.step}
                 self._tag(self._parent, tags)
@@ -122,6 +123,7 @@ class Recorder:
                 self._client.log_artifact(self._parent, event.path)
             case _:
                 pass
+        # metrics last, as they need the runs opened above
         self._log_metrics(batch)
         if isinstance(batch[-1].event, RunFinished):
             self._finish(batch[-1].event)
@@ -129,6 +131,7 @@ class Recorder:
     def _open_run(self, event: RunStarted) -> None:
         self._experiment_id = self._find_or_make_experiment()
         self._name = event.name
+        # A later driver finds the run of an earlier one by raymega's own id.
         run = self._search(f"tags.`{RUN_ID_TAG}` = '{event.run_id}'") or self._make_run(
             event.name, {RUN_ID_TAG: event.run_id, MLFLOW_SOURCE_NAME: "raymega train"}
         )
@@ -139,7 +142,7 @@ class Recorder:
         self._write_job(event, run.data.params)
 
     def _write_job(self, event: RunStarted, old_params: Mapping[str, str]) -> None:
-        """Fields that stay for life become params, the others tags that show the present value."""
+        """Log the fields that never change as params, and the others as tags with the current value."""
         fields = dict(_flatten(event.job))
         fixed = {name: value for name, value in fields.items() if name.startswith(FIXED_FIELDS)}
         tags = {f"job.{name}": value for name, value in fields.items() if name not in fixed}
@@ -149,7 +152,7 @@ class Recorder:
         self._client.log_dict(self._parent, dict(event.job), "job.yaml")
 
     def _find_or_make_experiment(self) -> str:
-        """The experiment's id; another driver may make it between the two calls."""
+        """Return the experiment's id; another driver may create it between the two calls."""
         found = self._client.get_experiment_by_name(self._experiment)
         if found is not None:
             return str(found.experiment_id)
@@ -173,14 +176,16 @@ class Recorder:
         return f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{self._parent}'"
 
     def _end_orphans(self) -> None:
-        """A driver that was killed leaves its last attempt RUNNING; end it."""
+        """End the child runs that a killed driver has left as RUNNING."""
         condition = f"{self._is_child()} and status = 'RUNNING'"
         for run in self._client.search_runs([self._experiment_id], condition):
             self._client.set_terminated(run.info.run_id, "KILLED")
 
     def _open_attempt(self, event: AttemptStarted) -> None:
+        # The driver sends no event for the end of an attempt that is replaced.
         self._end_attempt("KILLED")
         number = str(event.attempt)
+        # A repeated call finds the child run that the failed one has created.
         run = self._search(f"{self._is_child()} and tags.`{ATTEMPT_TAG}` = '{number}'")
         run = run or self._make_run(
             f"{self._name} attempt {number}",
@@ -217,10 +222,12 @@ class Recorder:
     def _log_metrics(self, batch: Sequence[Stamped]) -> None:
         parent: list[Metric] = []
         child: list[Metric] = []
+        # Changed only after both requests succeeded: a failed batch is written again.
         last_steps = dict(self._last_steps)
         for item in batch:
             for metric in _metrics(item):
                 child.append(metric)
+                # The child run gets every value, the parent only those beyond its last step.
                 last = last_steps.get(metric.key, -1)
                 if _is_series(item) and metric.step <= last:
                     continue
@@ -240,6 +247,7 @@ class Recorder:
     def _tag(self, run_id: str, tags: Mapping[str, object]) -> None:
         if not run_id:
             return
+        # MLflow limits the length of values and the number per request.
         pairs = [RunTag(name, str(value)[:MAX_VALUE_CHARS]) for name, value in tags.items()]
         for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
             self._client.log_batch(run_id, tags=chunk)
@@ -260,10 +268,12 @@ def _sign_tag(event: BadStep | StragglerDetected | RoutingCollapsed) -> dict[str
 
 
 def is_refusal(error: Exception) -> bool:
-    """The server answered and will answer so again: repeating the call is of no use."""
+    """Return whether MLflow refused the call, so that a retry would fail the same way."""
     if isinstance(error, MlflowException):
+        # client errors, except timeout (408) and rate limit (429)
         status = error.get_http_status_code()
         return 400 <= status < 500 and status not in (408, 429)
+    # A missing or forbidden file stays so; other OSErrors are connections.
     local = (FileNotFoundError, IsADirectoryError, PermissionError)
     return isinstance(error, local) or not isinstance(error, OSError)
 
@@ -275,7 +285,7 @@ def _metrics(item: Stamped) -> Iterator[Metric]:
 
 
 def _is_series(item: Stamped) -> bool:
-    """A value of each step, as against something that happened and is never a repetition."""
+    """Return whether the event is part of a per-step series, which a restart may repeat."""
     return isinstance(item.event, StepFinished | EvaluationFinished)
 
 
@@ -292,10 +302,10 @@ def _flatten(fields: Mapping[str, object], prefix: str = "") -> Iterable[tuple[s
 
 
 def _changed(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, object]:
-    """Fields that a resumed run changed against its params, which MLflow never rewrites; as tags."""
+    """Return tags for the fields that differ from the run's params, which MLflow never rewrites."""
     changed = {n: v for n, v in now.items() if n in before and before[n] != str(v)}
     for name, value in changed.items():
-        log.warning("MLflow keeps %s=%s as a param; the run now has %s", name, before[name], value)
+        log.warning("MLflow keeps the param %s=%s; the run now has %s", name, before[name], value)
     return {f"changed.{name}": value for name, value in changed.items()}
 
 
@@ -312,7 +322,7 @@ def _version(package: str) -> str:
 
 
 def _artefact_location(uri: str) -> str | None:
-    """Beside a sqlite file, where MLflow would use the working directory; else the server's own."""
+    """Return a folder beside the sqlite file; None for a server, which has its own location."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).resolve().parent

@@ -1,6 +1,6 @@
-"""PlotsSink: the run's pictures, drawn once at its end: loss curve, experts, time line, trace.
+"""PlotsSink draws the run's figures once, at its end: loss curve, expert load, pipeline timeline, trace.
 
-It owns when and where; how they look is tracking.plots' and schedule.draw's.
+Drawing itself is in `tracking/loss_plot.py`, `tracking/expert_heatmap.py` and `schedule/timeline_svg.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raymega.tracking.sink import Sink
 
 
 class PlotsSink:
-    """Keeps the newest recorded time line, and draws when the run is finished.
+    """Sink that keeps the newest recorded timeline, and draws when the run is finished.
 
-    It must come before ``watcher``'s sinks, so that they hear of the files before the end.
+    It must come before the sinks behind ``watcher``, which get RunFinished after its files.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class PlotsSink:
         """Draw into ``folder``.
 
         Args:
-            folder: Where the files go.
-            metrics: The run's metrics.jsonl, which the curve is read from.
-            references: Level lines of the loss curve by label, in nats.
-            watcher: Told of each file.
-            files: Others of the run that were there before it, with their titles: told of too.
+            folder: Output folder.
+            metrics: Path of the run's metrics.jsonl, from which the curves are read.
+            references: Levels of horizontal lines in the loss curve by label, in nats.
+            watcher: Sink that gets an ArtefactWritten for each file.
+            files: Titles of existing files by path, announced to ``watcher`` as well.
         """
         self._folder, self._metrics = folder, metrics
         self._references, self._watcher = references, watcher
@@ -48,7 +48,7 @@ class PlotsSink:
         self._timeline: Timeline | None = None
 
     def emit(self, event: RunEvent) -> None:
-        """Remember what the pictures need; draws at RunFinished, which takes about 2 s."""
+        """Record what the figures need; draw them at RunFinished, which takes about 2 s."""
         match event:
             case RunStarted():
                 self._name = event.name
@@ -58,13 +58,16 @@ class PlotsSink:
                 self._draw()
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is open."""
+        """Return at once: no file is open."""
 
     def _draw(self) -> None:
+        # existing files, such as the planner's choice of layout
         for path, title in self._files.items():
             self._tell(path, title)
+        # pipeline timeline and trace of the newest recorded step
         if self._timeline is not None:
             self._draw_timeline(self._timeline)
+        # loss curve and expert load, from metrics.jsonl
         curve = load_curve(self._metrics) if self._metrics.exists() else None
         if curve is not None and curve.train:
             path = self._folder / "loss.png"
@@ -73,19 +76,19 @@ class PlotsSink:
         loads = load_expert_loads(self._metrics) if self._metrics.exists() else {}
         if loads:
             path = self._folder / "experts.svg"
-            draw_heat(loads, path, title=f"run {self._name}, load of experts")
-            self._tell(path, "Load of experts")
+            draw_heat(loads, path, title=f"run {self._name}, expert load")
+            self._tell(path, "Expert load")
 
     def _draw_timeline(self, event: Timeline) -> None:
         rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
         title = (
-            f"run {self._name}, step {event.step}, as recorded; the schedule alone has a bubble of "
+            f"run {self._name}, step {event.step}, as recorded; simulated bubble of the schedule: "
             f"{event.metrics['run/simulated_bubble']:.3f}"
         )
         path = self._folder / "timeline.svg"
         picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
         path.write_text(picture, encoding="utf-8")
-        self._tell(path, "Pipeline time line")
+        self._tell(path, "Pipeline timeline")
         trace = self._folder / "trace.json"
         trace.write_text(json.dumps(merge_trace(event.events, event.transfers)), encoding="utf-8")
         self._tell(trace, "Trace for Perfetto")

@@ -1,7 +1,7 @@
-"""RayMetricsSink: the metrics of a run as Ray metrics, which every node's agent shows to Prometheus.
+"""RayMetricsSink publishes a run's metrics as Ray metrics, which the agent of each node exports to Prometheus.
 
-It owns tags, freshness and the thread that publishes; names are tracking.names', and which event
-carries which metric is tracking.metrics'.
+Tags, refresh and the publishing thread are here; names are in `tracking/names.py`, and `metrics_of` of
+`tracking/sink.py` says which event carries which metric.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from raymega.tracking.sink import metrics_of, standing_metrics_of
 log = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
-"""Ray forgets a gauge that is not set again within two of its report intervals (20 s)."""
+"""Seconds between publications; Ray drops a gauge not set again within two report intervals (20 s)."""
 TAGS = ("run", "attempt")
 RANK_TAG = "rank"
 SINCE_BEGIN = (
     "checkpoint/failed_saves", "checkpoint/skipped_saves", "run/bad_steps", "run/rollbacks",
 )  # fmt: skip
-"""What is counted from the driver's begin on."""
+"""Names of the metrics that count from the driver's start, and so begin at 0."""
 NO_RANK = -1
 
 
 class Instruments(Protocol):
-    """Where values go; called from the sink's thread only."""
+    """Destination of values; called from the sink's thread only."""
 
     def publish(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-        """Show ``value`` under ``tags``; of a counter, the total under these very tags."""
+        """Publish ``value`` under ``tags``; for a counter, the total under exactly these tags."""
 
 
 class _Key(NamedTuple):
@@ -54,11 +54,10 @@ class _Key(NamedTuple):
 
 
 class RayMetricsSink:
-    """Shows the newest value of each metric under the stable tags run, attempt and rank.
+    """Sink that publishes the newest value of each metric under the stable tags run, attempt and rank.
 
-    ``emit`` only remembers. The thread sets every value again each ``refresh_s``, so that what is
-    measured rarely stays visible while the run lives, and what belongs to an earlier attempt or to
-    a run that is over fades away.
+    ``emit`` only stores values. The thread publishes all of them every ``refresh_s``: a metric that is
+    measured rarely stays visible while the run lives, and values of an earlier attempt expire.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class RayMetricsSink:
         """Start the thread.
 
         Args:
-            clock: Seconds since the epoch, for the time of the last step.
-            instruments: Ray's own unless a test brings others.
-            refresh_s: Time between two publications.
+            clock: Clock in seconds since the epoch, for the time of the last step.
+            instruments: Destination of the values; Ray's gauges and counters unless a test passes others.
+            refresh_s: Seconds between two publications.
         """
         self._clock, self._refresh_s = clock, refresh_s
         self._instruments = instruments or RayInstruments()
@@ -86,24 +85,27 @@ class RayMetricsSink:
         self._thread.start()
 
     def emit(self, event: RunEvent) -> None:
-        """Remember what the event says; returns at once."""
+        """Store the event's values and return at once."""
         with self._lock:
             self._turn(event)
+            # measured: forgotten with the attempt
             for name, value in metrics_of(event).items():
                 self._measured[_Key(name, NO_RANK)] = value
             for rank, values in event.ranks.items() if isinstance(event, Measured) else ():
                 self._measured.update({_Key(name, rank): value for name, value in values.items()})
+            # standing: kept over attempts
             for name, value in standing_metrics_of(event).items():
                 self._stand(name, value)
 
     def close(self, timeout_s: float) -> None:
-        """Publish once more and stop; what Ray has not sent by then it sends when it is closed."""
+        """Publish once more and stop the thread; Ray sends what is pending when it shuts down."""
         self._closing.set()
         self._thread.join(timeout_s)
 
     def _turn(self, event: RunEvent) -> None:
-        """What an event changes beside the values that it carries."""
+        """Update tags, counts and standing values, which an event does not carry as metrics."""
         match event:
+            # Counts begin at 0, or rates over them would miss the first increase.
             case RunStarted():
                 self._run = event.name
                 for name in SINCE_BEGIN:
@@ -127,21 +129,25 @@ class RayMetricsSink:
         self._stand(name, self._standing.get(_Key(name, NO_RANK), 0) + 1)
 
     def _stand(self, name: str, value: float) -> None:
-        """Remember a value that outlives the attempt."""
+        """Store a value that outlives the attempt."""
         self._standing[_Key(name, NO_RANK)] = value
 
     def _work(self) -> None:
+        # The last round comes after close(), so that final values are published.
         is_last = False
         while not is_last:
             is_last = self._closing.wait(self._refresh_s)
             try:
                 self._publish()
             except Exception as error:  # noqa: BLE001 - the thread's edge: watching stops no run
-                log.warning("Ray takes no metrics, and gets no more of them: %r", error)
+                log.warning(
+                    "Ray does not accept metrics, so none are published any more: %r", error
+                )
                 return
 
     def _publish(self) -> None:
         with self._lock:
+            # Copied under the lock: publishing may take long.
             values = self._standing | self._measured
             tags = dict(zip(TAGS, (self._run, str(self._attempt)), strict=True))
         for key, value in values.items():
@@ -152,7 +158,7 @@ class RayMetricsSink:
 
 
 class RayInstruments:
-    """Ray's gauges and counters, made when they are first needed. Nothing goes out without a Ray."""
+    """Gauges and counters of Ray, created on first use; without a running Ray nothing is published."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, ray_metrics.Gauge] = {}
@@ -160,19 +166,20 @@ class RayInstruments:
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def publish(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-        """See Instruments."""
+        """Publish a value to Ray; see :class:`Instruments`."""
         if not ray.is_initialized():
             return
         if metric.kind == "counter":
             self._raise_to(metric, value, dict(tags))
             return
         name = metric.prometheus_name
+        # Gauges are kept: creating one registers it with Ray's agent.
         if name not in self._gauges:
             self._gauges[name] = ray_metrics.Gauge(name, metric.help, tuple(tags))
         self._gauges[name].set(value, dict(tags))
 
     def _raise_to(self, metric: Metric, total: float, tags: dict[str, str]) -> None:
-        """Ray counts by increments: the rise since the last time; a total never falls."""
+        """Increment Ray's counter by the rise since the last call; a lower total changes nothing."""
         name = metric.prometheus_name
         if name not in self._counters:
             self._counters[name] = ray_metrics.Counter(name, metric.help, tuple(tags))

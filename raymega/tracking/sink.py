@@ -1,6 +1,6 @@
-"""What watches a run: the protocol of a sink, several behind one, and which metrics each event carries.
+"""Sink is the protocol of a run's watchers; CompositeSink puts several behind one.
 
-Where events go is each sink's; what they say is raymega.events', the metrics' meaning tracking.names'.
+``metrics_of`` says which metrics each event of `raymega/events.py` carries; `tracking/names.py` defines them.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A watcher of one run. Built before the first event, closed after the last."""
+    """Watcher of one run, built before the first event and closed after the last."""
 
     def emit(self, event: RunEvent) -> None:
-        """Take an event.
+        """Process an event.
 
-        Called by the control loop, from one thread, in order, some ten times a second at most. It
-        must return within a millisecond: anything that can block (network, database) happens in
-        the sink's own thread. The controller holds a CompositeSink, which never raises.
+        The control loop calls it from one thread, in order, at most some ten times a second. It must
+        return within a millisecond: anything that can block (network, database) belongs in a thread of
+        the sink. The controller holds a CompositeSink, which never raises.
         """
 
     def close(self, timeout_s: float) -> None:
-        """Flush and let go; called once, after RunFinished. Returns within ``timeout_s``."""
+        """Flush and release resources within ``timeout_s``; called once, after RunFinished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamped:
-    """An event and when it was emitted, in seconds since the epoch."""
+    """Event with the time of its emission, in seconds since the epoch."""
 
     time_s: float
     event: RunEvent
 
 
 class CompositeSink:
-    """Hands every event to every sink, in order; a sink that raises is let go with one log line."""
+    """Sink that hands each event to several sinks in order; one that raises is dropped with a log line."""
 
     def __init__(
         self, sinks: Sequence[Sink], *, clock: Callable[[], float] = time.monotonic
@@ -60,7 +60,7 @@ class CompositeSink:
         self._clock = clock
 
     def emit(self, event: RunEvent) -> None:
-        """Never raises; takes as long as its sinks together."""
+        """Hand the event to every sink; never raise."""
         for sink in tuple(self._sinks):
             try:
                 sink.emit(event)
@@ -69,7 +69,7 @@ class CompositeSink:
                 log.warning("%s failed and gets no more events: %r", _name(sink), error)
 
     def close(self, timeout_s: float) -> None:
-        """Close the sinks in order within ``timeout_s`` together; never raises."""
+        """Close the sinks in order, within ``timeout_s`` for all of them; never raise."""
         deadline = self._clock() + timeout_s
         for sink in self._sinks:
             try:
@@ -83,8 +83,10 @@ def _name(sink: Sink) -> str:
 
 
 def metrics_of(event: RunEvent) -> Mapping[str, float]:
-    """The event's metrics by name; empty when it carries none. All are of the event's step; what each
-    rank has of its own is ``ranks`` of a Measured."""
+    """Return the event's metrics by name, all of the event's step; empty when it carries none.
+
+    Metrics of single ranks are in ``ranks`` of a Measured.
+    """
     match event:
         case Measured():
             return event.metrics
@@ -112,7 +114,7 @@ def metrics_of(event: RunEvent) -> Mapping[str, float]:
 
 
 def standing_metrics_of(event: RunEvent) -> Mapping[str, float]:
-    """Where the run stands after the event: what a sink without a step axis shows beside."""
+    """Return the run's state after the event as metrics, for sinks without a step axis."""
     match event:
         case RunStarted():
             return {

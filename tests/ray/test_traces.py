@@ -86,4 +86,4 @@ def test_measured_bubble_stands_beside_the_simulated_one(traced):
     assert any(
         m.get("run/simulated_bubble") == pytest.approx(line["simulated_bubble"]) for m in metrics
     )
-    assert "the schedule alone has a bubble of" in (folder / "timeline.svg").read_text()
+    assert "simulated bubble of the schedule: " in (folder / "timeline.svg").read_text()

@@ -15,24 +15,24 @@ VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
 
 @dataclass
 class Outcome:
-    """How a command ended, and what it said."""
+    """Result of a command: exit code, events and stderr."""
 
     code: int
     events: list[dict] = field(default_factory=list)
     stderr: str = ""
 
     def all(self, name: str) -> list[dict]:
-        """Events of one kind."""
+        """Return the events of one name."""
         return [event for event in self.events if event["event"] == name]
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step; of a step that was done twice, the last."""
+        """Return the loss by step; of a recomputed step, the last one."""
         return {event["step"]: event["loss"] for event in self.all("step")}
 
 
 class Running:
-    """What a watcher of the lines may do to the command."""
+    """Handle of a running command, with which a watcher of its events can send signals."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process

@@ -42,7 +42,7 @@ class Drills:
         return run_drill(drill, self.box, lambda last: self._undisturbed(drill, layout, last))
 
     def _undisturbed(self, drill, layout, last):
-        """It has the same losses whatever patience a run has with lost nodes."""
+        """Return the undisturbed run's events, cached by layout and steps: other settings do not change its losses."""
         key = (layout, drill.job.run.steps)
         if key not in self._calm:
             self._calm[key] = run_baseline(drill, self.box, last=last)

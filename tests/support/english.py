@@ -39,7 +39,7 @@ class Docstring:
 
     Attributes:
         line: the number of the line on which its owner begins.
-        text: its text, without indentation.
+        text: text of the docstring, without indentation.
     """
 
     path: Path

@@ -27,7 +27,7 @@ BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class FakeClock:
-    """Stands still unless told to go on."""
+    """Clock whose time changes only by ``advance``."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -89,11 +89,11 @@ class PatientExecutor(InlineExecutor):
 
 
 class FakeWorkerGroup:
-    """A WorkerGroup whose workers are a script: each attempt is a list of polls.
+    """WorkerGroup whose workers follow a script: each attempt is a list of polls.
 
     ``script`` holds, for each attempt, the lists of reports that successive polls return. A poll
-    beyond the script returns nothing and lets ``clock`` go on by the whole timeout. ``lacking`` is
-    what successive reserves return before the slots are there.
+    beyond the script returns nothing and advances ``clock`` by the whole timeout. ``lacking`` is what
+    successive reserves return before the slots are available.
     """
 
     def __init__(self, clock, store, *, world_size, script, lacking=(), snapshot_manager=None):

@@ -1,4 +1,4 @@
-"""Which faults in which phases the tests inflict: every legal one, and pairs that cover pairs of values."""
+"""Faults that the tests inject: every kind in every legal phase, and runs of two faults by pairwise coverage."""
 
 from random import Random
 
@@ -9,13 +9,13 @@ NUM_CANDIDATES = 50
 
 
 def legal_cells(*, has_network: bool = False) -> list[tuple[str, str]]:
-    """Every kind of fault in every phase in which it can come, of those that need a network or of the others."""
+    """Return all legal (kind, phase), either of kinds that need a network or of the others."""
     kinds = {kind: facts for kind, facts in KINDS.items() if facts.needs_network == has_network}
     return [(kind, phase) for kind, facts in kinds.items() for phase in facts.phases]
 
 
 def covering_pairs(*, seed: int, size: int) -> list[list[ChaosFault]]:
-    """``size`` runs of two faults each that meet as many pairs of values as they can.
+    """Return ``size`` runs of two faults each that cover as many pairs of values as possible.
 
     The values are the first fault's kind and phase and the second's kind and phase; a pair is two of
     them in different places. Greedy, as all pairwise tools are: of some candidates drawn by ``seed``
@@ -39,7 +39,7 @@ def _pairs(values: tuple[str, str, str, str]) -> set[tuple[int, str, int, str]]:
 
 
 def _run_of_two(kind: str, phase: str, kind2: str, phase2: str) -> list[ChaosFault]:
-    """A second fault in the start of an attempt needs one that begins; then a kill sees to that."""
+    """Return both faults, with a kill between them if the second needs a new attempt and the first causes none."""
     first = ChaosFault(kind=kind, phase=phase, at=3 if phase in STEP_PHASES else 1)
     second = ChaosFault(kind=kind2, phase=phase2, at=6 if phase2 in STEP_PHASES else 1)
     if KINDS[kind].ends_attempt or phase2 in STEP_PHASES:

@@ -1,4 +1,4 @@
-"""Keepers in processes of their own, and what they and others take of the machine's memory."""
+"""Keepers (memory servers) in processes of their own, and the memory that a process takes."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ def _keep(answers) -> None:
 
 @contextmanager
 def keeper_processes(number):
-    """The process id and the address of each of so many."""
+    """Yield the pid and the address of each of ``number`` keepers."""
     answers = SPAWN.Queue()
     with ExitStack() as stack:
         for _ in range(number):
@@ -32,7 +32,7 @@ def keeper_processes(number):
 
 
 def memory_of(pid) -> int:
-    """Bytes of a process's own, and of what it shares with others its part."""
+    """Return the proportional set size (PSS) of anonymous and shared memory, in bytes."""
     rows = (Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines()
     parts = dict(row.split(":") for row in rows[1:])
     return sum(1024 * int(parts[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))

@@ -1,4 +1,4 @@
-"""Leases for tests of what is done under one; those of tests that are over keep nobody out."""
+"""Leases for tests of code that runs under one; a lease left by an earlier test blocks no later one."""
 
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.run_store.lease import Lease
@@ -6,7 +6,7 @@ from raymega.orchestrate.run_store.lease_holder import this_process
 
 
 def take_lease(store, clock=None):
-    """A lease that this process holds, which nobody renews: it outlasts any test."""
+    """Return a lease held by this process, which outlasts any test without renewal."""
     lease = Lease(
         store,
         holder=this_process(),

@@ -1,4 +1,4 @@
-"""What is left on a Ray cluster that a run should have cleared away, and making an end of it."""
+"""Actors and placement groups that a run left on a Ray cluster, and their removal."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 
 def leftovers(patience_s=60.0):
-    """Living actors and placement groups, after they had ``patience_s`` to go."""
+    """Return the ids of actors and placement groups that still live after ``patience_s`` seconds."""
     deadline_s = time.monotonic() + patience_s
     while (left := _living()) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -20,7 +20,7 @@ def leftovers(patience_s=60.0):
 
 
 def clear_away(patience_s=60.0):
-    """End every actor and placement group of the connected cluster, on this machine; what is left of them.
+    """End all actors and placement groups of the connected local cluster, and return those still left.
 
     By what Ray lists, and not by handles: those of a test that failed live on in its traceback, and a
     placement group has none.

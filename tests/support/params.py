@@ -37,7 +37,7 @@ def make_param(tensor, *, tp=1, tp_rank=0, dtype=torch.float64, seed=7, **ties):
 
 
 def sharing_of(groups):
-    """How the replicas of a rank share their state out."""
+    """Return how a rank's replicas share their state."""
     return Sharing(whole=groups.replicas, inside=groups.sharers, across=groups.copies)
 
 

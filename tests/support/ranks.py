@@ -50,7 +50,7 @@ class RankFailureError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnv:
-    """What a rank of :func:`run_grid` knows."""
+    """Environment of a rank in :func:`run_grid`."""
 
     rank: int
     grid: Grid

@@ -36,7 +36,7 @@ class SavedBytes:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """One tensor for each piece of memory, in the order in which they were saved."""
+        """Return one tensor per storage, in the order in which they were saved."""
         return tuple(self._seen.values())
 
     def __enter__(self) -> SavedBytes:

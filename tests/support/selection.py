@@ -1,4 +1,4 @@
-"""Which tests a session runs: cases drawn by a seed, shards of the whole suite, and what passed before.
+"""Selection of a session's tests: cases drawn by a seed, shards of the suite, and tests that passed before.
 
 `make test` runs of a function marked ``sample(n)`` only n cases, drawn by a seed that is printed (of cases marked
 ``sample(n, of=kind)`` n of each kind), and no test marked ``wide`` or ``matrix``. `make test-all` runs

@@ -1,4 +1,4 @@
-"""What every object store keeps to; a test module imports these and offers a `store` fixture."""
+"""Tests that every object store must pass; a test module imports them and defines a `store` fixture."""
 
 import threading
 

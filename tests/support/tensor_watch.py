@@ -6,8 +6,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorWatch(TorchDispatchMode):
-    """How many columns tensors had that are no flat memory, how many elements the largest memory has, and
-    whose operators there were, such as ``c10d``."""
+    """Dispatch mode that records column counts of non-flat tensors, the largest storage, and operator namespaces.
+
+    ``elements`` is the largest number of elements of a storage, ``columns`` the sizes of the last dim, and
+    ``owners`` the operators' namespaces, such as ``c10d``.
+    """
 
     def __init__(self):
         super().__init__()

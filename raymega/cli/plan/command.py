@@ -1,4 +1,4 @@
-"""`raymega plan`: shows what a job will do, without starting anything."""
+"""Command `raymega plan`: plans a job, predicts its speed and searches layouts, without starting anything."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from raymega.planner.search.search import search
 
 _NO_JOB = Fault(
     fact="raymega plan without a job file",
-    rule="it plans a job, or compares published runs with --runs RUNS.csv, or a run with --calibrate RUN",
-    remedy="give a job file; jobs/verify.yaml is one that runs as it is",
+    rule="it takes a job file, --runs RUNS.csv or --calibrate RUN",
+    remedy="use raymega plan jobs/verify.yaml",
 )
 _NO_SEARCH = Fault(
     fact="--gpus without --top",
     rule="a job's own layout takes as many GPUs as its grid has ranks",
-    remedy="add --top 5 for layouts on so many GPUs, or set the degrees by --grid",
+    remedy="add --top 5 to search layouts on that many GPUs, or set the degrees with --grid",
 )
 _TWO_SUBJECTS = Fault(
     fact="raymega plan with both a job file and --runs or --calibrate",
     rule="it plans a job, or compares runs with predictions",
     remedy="give one of them",
 )
-_GPU = f"Predict time and memory on {', '.join(CATALOGUE)}, or a YAML file's."
+_GPU = f"Predict time and memory on a GPU: {', '.join(CATALOGUE)}, or a YAML file."
 
 
 def plan(
@@ -53,18 +53,18 @@ def plan(
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Show grid, stages, batch, schedule, parameters, bytes of state and activations of a job.
+    """Show a job's grid, stages, batch, schedule, parameters, state bytes and activations.
 
     Options:
-        job_file: The job file.
-        grid: Degrees to plan with: --grid tp=2,pp=2
-        gpus: With --top: search layouts on so many GPUs; 0 is as the job has ranks.
-        top: Show the K fastest layouts that fit; on h100 or cpu without --gpu.
-        straggler: Predict with one device that takes so many times as long.
-        draw: Draw memory and time line; on h100 or cpu without --gpu.
-        runs: A table of published runs to compare with, no job.
-        calibrate: The folder of a run that took steps: how wrong was it, and what fits?
-        as_json: One JSON object; with --runs one a line.
+        job_file: Job file.
+        grid: Parallel degrees to plan with: --grid tp=2,pp=2
+        gpus: With --top: number of GPUs to search layouts for; 0 is the job's number of ranks.
+        top: Show this many of the fastest layouts that fit; without --gpu, on h100 or cpu.
+        straggler: Predict with one device that is this many times slower.
+        draw: Draw memory and timeline as HTML; without --gpu, on h100 or cpu.
+        runs: Compare predictions with a table of published runs (.csv).
+        calibrate: Compare predictions with a finished run, given by its folder, and fit the constants to it.
+        as_json: Print one JSON object; with --runs one per line.
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
@@ -72,6 +72,7 @@ def plan(
     Example: raymega plan jobs/llama-70b-512gpu.yaml --gpu h100 --draw plan.html
     """
     raise_faults(ConfigError, _option_faults(job_file, runs or calibrate, num_gpus=gpus, top=top))
+    # comparisons with measured runs need no job
     if runs is not None:
         predictions.show_runs(runs, as_json=as_json)
         return
@@ -79,28 +80,31 @@ def plan(
         show_calibration(calibrate, gpu, as_json=as_json)
         return
     assert job_file is not None
+    # plan of the job, with the degrees of --grid
     degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
     job, choice = api.load_chosen(job_file, [*(overrides or ()), *degrees])
     made = api.plan(job)
     if not as_json:
         predictions.show_choice(choice)
+    # search
     if top:
         device = _slowed(gpu or _device_of(job), straggler)
         _show_best(made, device, gpus or made.grid.world_size, top=top, as_json=as_json)
         return
+    # the plan itself, with a prediction if a GPU is given
     show_plan(made, as_json=as_json, device=_slowed(gpu, straggler) if gpu else None)
     if draw is not None:
         predictions.write_picture(made, _slowed(gpu or _device_of(job), straggler), draw)
 
 
 def _slowed(gpu: str, straggler: float) -> Accelerator:
-    """What ``--gpu`` names; ``--straggler`` counts where it is given, else what a file says."""
+    """Return the accelerator ``gpu``, with ``--straggler`` where given, else the file's own factor."""
     device = find_accelerator(gpu)
     return replace(device, straggler=straggler) if straggler > 1 else device
 
 
 def _device_of(job: Job) -> str:
-    """What to predict for when nobody says: what the job names, or an H100."""
+    """Return the default of ``--gpu``: the job's accelerator, else ``cpu`` or ``h100`` by its device."""
     if job.cluster.accelerator != BY_DEVICE:
         return job.cluster.accelerator
     return "cpu" if job.cluster.device == "cpu" else "h100"

@@ -1,4 +1,4 @@
-"""`raymega plan --calibrate RUN`: how wrong the planner was of a run, and an accelerator that fits it."""
+"""Output of `raymega plan --calibrate RUN`: prediction errors for a run, and an accelerator fitted to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raymega.planner.search.selection import seconds
 
 
 def show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
-    """Measured steps beside predictions with the constants of ``gpu``, and with those that fit."""
+    """Print measured steps beside predictions with the constants of ``gpu``, and with fitted ones."""
     layouts = read_layouts(run)
     job = layouts[0].plan.job
     name = gpu or ("cpu" if job.cluster.device == "cpu" else "h100")
@@ -31,6 +31,7 @@ def show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
     if as_json:
         print_json(_object(done, text))
         return
+    # one row per measured layout
     rows = [
         (
             layout.plan.grid.describe(), layout.num_steps, seconds(layout.step_s),
@@ -39,7 +40,7 @@ def show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
         )
         for layout, before, after in _predicted(done)
     ]  # fmt: skip
-    print(f"run {job.run.name}, predicted as {done.before.name} and with constants that fit it")
+    print(f"run {job.run.name}, predicted as {done.before.name} and with fitted constants")
     headers = ("grid", "steps", "measured", "predicted", "error", "fitted", "error")
     print(table(headers, rows))
     print(
@@ -55,12 +56,13 @@ def show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
             ],
         )
     )
-    print("\nas an accelerator: save these lines as a .yaml file for --gpu\n")
+    # the fitted accelerator, to paste into a file
+    print("\naccelerator file: save these lines as FILE.yaml for --gpu FILE.yaml\n")
     print(text, end="")
 
 
 def _predicted(done: Calibration) -> Iterator[tuple[MeasuredLayout, float, float]]:
-    """Each layout with its seconds by the constants before and after."""
+    """Yield each layout with its predicted step time (s), before and after the fit."""
     for layout in done.layouts:
         before, after = (
             step_time(layout.plan, device).total_s for device in (done.before, done.after)

@@ -1,4 +1,4 @@
-"""What `raymega plan` says of seconds and bytes on GPUs that nobody here has; no logic of its own."""
+"""Output of predictions in `raymega plan`: step time and memory on a GPU, and the search's result."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from raymega.planner.search.selection import Choice, seconds
 
 GIB = 2**30
 RUN_HEADERS = (
-    "source", "model", "GPUs", "published s", "predicted s", "error", "GiB", "as predicted",
+    "source", "model", "GPUs", "published s", "predicted s", "error", "GiB", "predicted GiB",
 )  # fmt: skip
 
 
 def prediction(plan: RunPlan, device: Accelerator) -> RankedLayout:
-    """The plan as it is, with its expected time and memory."""
+    """Return the plan with its predicted step time and memory on ``device``."""
     return RankedLayout(plan=plan, time=played_step(plan, device), memory=memory_use(plan))
 
 
 def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
-    """For ``--json``."""
+    """Return a prediction as a JSON object."""
     job = found.plan.job
     return {
         "gpu": device.name,
@@ -55,22 +55,25 @@ def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, obj
 
 
 def show_prediction(found: RankedLayout, device: Accelerator) -> None:
-    """For people: where the seconds and the bytes go."""
+    """Print the parts of the predicted step time and of the fullest rank's memory."""
     time, memory = found.time, found.memory
+    # step time by part
     parts = {
         name.removesuffix("_s").replace("_", " "): value for name, value in asdict(time).items()
     }
-    print(f"\non {found.plan.grid.world_size} x {device.name}, a step as predicted")
+    print(f"\non {found.plan.grid.world_size} x {device.name}, predicted step")
     rows = [
         (name, seconds(value), f"{value / time.total_s:.1%}")
         for name, value in parts.items()
+        # Parts that most jobs lack are left out when they are 0.
         if value or name not in ("sharing", "experts", "straggler")
     ]
     print(table(("part", "time", "share"), [*rows, ("step", seconds(time.total_s), "100.0%")]))
     print(
-        f"{found.tokens_per_s:,.0f} tokens/s and {_readable_flops(found)} of the model on each, "
+        f"{found.tokens_per_s:,.0f} tokens/s and {_readable_flops(found)} of model FLOPs per GPU, "
         f"MFU {_mfu(found, device):.1%}"
     )
+    # memory of the fullest rank
     verdict = "fits" if memory.total_bytes <= device.memory_bytes else "does not fit"
     print(
         f"fullest rank: pp {memory.pp_rank}, {memory.state_bytes / GIB:.1f} GiB state, "
@@ -81,51 +84,54 @@ def show_prediction(found: RankedLayout, device: Accelerator) -> None:
 
 
 def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
-    """Memory and time line as one HTML page.
+    """Write memory and timeline of the plan on ``device`` as one HTML page.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     write_drawing(
         path,
         draw_plan(prediction(plan, device), device),
-        rule="it is a file that can be written, in a folder that is there",
-        remedy="use for example plan.html",
+        rule="it must be a file that can be written, in an existing folder",
+        remedy="use --draw plan.html",
     )
 
 
 def show_choice(choice: Choice | None) -> None:
-    """Why a job has its layout, where the planner chose it."""
+    """Print why the planner chose the job's layout; nothing when the job gives its own."""
     if choice is None:
         return
     print("parallel.layout=auto")
     for reason in choice.reasons:
         print(f"  {reason}")
-    print("  as given: " + " ".join(f"--set {text}" for text in choice.overrides))
+    print("  same as: " + " ".join(f"--set {text}" for text in choice.overrides))
 
 
 def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
-    """The best layouts, and what ruled out the others."""
+    """Print the best layouts, and how many others each reason ruled out."""
     print(f"\nbest layouts on {device.name}")
     headers = (
         "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step", "tokens/s/GPU",
-        "MFU", "GiB", "most time beside compute",
+        "MFU", "GiB", "largest cost besides compute",
     )  # fmt: skip
     print(table(headers, [_search_row(found, device) for found in result.best]))
+    # the settings that turn this job into the best layout
     changes = result.best[0].overrides(job)
     print(
-        "the first, from this job: " + (" ".join(f"--set {text}" for text in changes) or "as it is")
+        "to get the first from this job: "
+        + (" ".join(f"--set {text}" for text in changes) or "nothing to set")
     )
     print(_binding(result, device))
+    # excluded layouts by reason
     for reason, count in result.refused.most_common():
         print(f"{count:,} others: {reason}")
     print(expected_error(device))
 
 
 def _binding(result: SearchResult, device: Accelerator) -> str:
-    """What keeps the first from being faster."""
+    """Return whether memory rules out a faster layout, and by how much."""
     if result.missed is None:
-        return "memory does not bind: nothing that does not fit would be faster"
+        return "memory does not bind: no layout that exceeds it would be faster"
     missed, best = result.missed, result.best[0]
     options = missed.plan.job
     return (
@@ -151,7 +157,7 @@ def _search_row(found: RankedLayout, device: Accelerator) -> tuple[object, ...]:
 
 
 def show_runs(path: Path, *, as_json: bool) -> None:
-    """Published runs beside what is predicted for them."""
+    """Print published runs beside their predictions."""
     rows = []
     for run in read_runs(path):
         found = None if run.skipped else compare(run, accelerator(run.gpu))
@@ -193,7 +199,7 @@ def _run_row(run: PublishedRun, found: PublishedComparison | None) -> tuple[obje
 
 
 def _mfu(found: RankedLayout, device: Accelerator) -> float:
-    """Of the peak for the job's number format."""
+    """Return model FLOP/s over the device's peak for the job's number format."""
     return _tflops(found) * 1e12 / device.peak_flops(DTYPE_BYTES[found.plan.job.precision.dtype])
 
 
@@ -203,6 +209,6 @@ def _readable_flops(found: RankedLayout) -> str:
 
 
 def _tflops(found: RankedLayout) -> float:
-    """Model FLOP/s of one GPU in units of 1e12."""
+    """Return the model TFLOP/s of one GPU."""
     job = found.plan.job
     return flops_per_token(job.model, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12

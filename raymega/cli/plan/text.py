@@ -1,4 +1,4 @@
-"""How `raymega plan` shows a plan: tables for people, one object for programs; no logic of its own."""
+"""Output of a plan in `raymega plan`: tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = {
 
 
 def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:
-    """Print a plan for people, or as one JSON object; with ``device`` what to expect on such."""
+    """Print a plan as tables or as one JSON object; with ``device``, also its predicted time and memory."""
     found = predictions.prediction(plan, device) if device else None
     if as_json:
         shown = {**_plan_object(plan), **_packing_object(plan)}
@@ -64,13 +64,13 @@ def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
 
 
 def _activation_bytes(plan: RunPlan) -> tuple[int, ...]:
-    """The most activations that a rank keeps in any step of the run, for each rank of the pipeline."""
+    """Return the peak activation bytes of each pipeline rank, over all batch sizes of the run."""
     by_batch = [_activation_bytes_of(plan, batch) for batch in plan.batches]
     return tuple(max(peaks) for peaks in zip(*by_batch, strict=True))
 
 
 def _activation_bytes_of(plan: RunPlan, batch: BatchPlan) -> tuple[int, ...]:
-    """The same of a step with ``batch``, by formula."""
+    """Return the peak activation bytes of each pipeline rank in a step with ``batch``, by formula."""
     shape, placement = activation_shape(plan.job), plan.placement
     stages = [stage_activations(shape, stage) for stage in plan.stages]
     return tuple(
@@ -150,11 +150,11 @@ def _show_summary(plan: RunPlan) -> None:
 
 
 def _tail(batch: BatchPlan) -> str:
-    return f"; {batch.num_masked} slots of the tail are masked" if batch.num_masked else ""
+    return f"; {batch.num_masked} padding slots are masked" if batch.num_masked else ""
 
 
 def _show_phase(plan: RunPlan, phase: Phase) -> None:
-    """One line of a ramp; a batch that never changes has none."""
+    """Print a phase of the batch ramp; nothing when the batch size never changes."""
     batch, last = phase.batch, phase.first_step + phase.num_steps - 1
     if phase.first_step == 1 and not phase.num_steps:
         return
@@ -167,7 +167,8 @@ def _show_phase(plan: RunPlan, phase: Phase) -> None:
 
 
 def _show_stages(plan: RunPlan) -> None:
-    """A row a stage; where it lives too, when that is not simply the rank of its number."""
+    """Print a row per stage, with its pipeline rank and chunk if ranks hold several chunks."""
+    # The pipeline rank of a stage is obvious without chunks.
     has_chunks = plan.placement.chunks > 1
     rows: list[tuple[object, ...]] = []
     for stage in plan.stages:
@@ -180,6 +181,7 @@ def _show_stages(plan: RunPlan) -> None:
 
 
 def _layers(stage: Stage) -> str:
+    # Stages may hold only the embedding or the head.
     last = stage.first_layer + stage.num_layers - 1
     if stage.num_layers > 1:
         return f"{stage.first_layer} to {last}"
@@ -187,8 +189,9 @@ def _layers(stage: Stage) -> str:
 
 
 def _show_ranks(plan: RunPlan) -> None:
+    # columns: coordinates, parameters, bytes by part, totals
     head = ("rank", "tp", "cp", "dp", "pp", "parameters", "owned")
-    headers = (*head, *PARTS, "state in all", "activations")
+    headers = (*head, *PARTS, "total state", "activations")
     rows, activations = [], _activation_bytes(plan)
     for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
         at = plan.grid.coords(rank)
@@ -208,15 +211,17 @@ def _show_ranks(plan: RunPlan) -> None:
 
 
 def _show_saves(plan: RunPlan) -> None:
-    """What a checkpoint costs the rank that has most of it."""
+    """Print what a checkpoint costs the rank with the largest part of it."""
     section = plan.job.checkpoint
+    # All data-parallel replicas have the same size: look at the first.
     first = [rank for rank in range(plan.grid.world_size) if plan.grid.coords(rank).dp == 0]
     cost = max((save_cost(plan, rank) for rank in first), key=lambda cost: cost.share_bytes)
+    # where the bytes are copied before they are written
     place = f"{_readable(cost.buffer_bytes)} of host memory"
     if shares_snapshot(plan.job):
-        place = "the memory of snapshots, of which none begins until it is written"
+        place = "the memory of snapshots, which pause until it is written"
     elif cost.buffer_bytes < cost.share_bytes:
-        place += ", piece by piece while training waits"
+        place += ", in pieces while training stalls"
     least = f", in {cost.least_s:.1f} s or more" if section.bytes_per_s else ""
     files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
     print(
@@ -227,10 +232,11 @@ def _show_saves(plan: RunPlan) -> None:
 
 
 def _show_context(plan: RunPlan) -> None:
-    """What each way of context parallelism costs; nothing when there is none."""
+    """Print the cost of each method of context parallelism; nothing with cp=1."""
     costs, parallel = context_costs(plan.job), plan.job.parallel
     if not costs:
         return
+    # The number of ranks that the group spans decides between NVLink and network.
     span = max(plan.grid.group("cp", 0)) + 1
     head = ("cp_method", "GFLOP", "to inner", "around", "memory while", "H100 ms")
     rows = [
@@ -249,10 +255,11 @@ def _show_context(plan: RunPlan) -> None:
 
 
 def _show_snapshots(plan: RunPlan) -> None:
-    """What copies in memory cost the ranks that have most; nothing when there are none."""
+    """Print what in-memory snapshots cost the rank with the largest part; nothing without them."""
     every = plan.job.elastic.snapshot_every
     if not every:
         return
+    # The largest part decides how much memory every node needs.
     cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
     print(
         f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
@@ -261,7 +268,7 @@ def _show_snapshots(plan: RunPlan) -> None:
     print(
         f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} of its own, which the node's "
         f"keeper sees, and {_readable(cost.keeper_bytes)} in that keeper ({NUM_GENERATIONS} snapshots of it "
-        "and of a rank of the node before); on one node half of that, which the loss of the node takes along"
+        "and of a rank of the previous node); on one node half of that, which is lost with the node"
     )
 
 
@@ -270,7 +277,7 @@ def _steps(number: int) -> str:
 
 
 def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
-    """Of one replica's ranks, which the others' equal."""
+    """Return the snapshot costs of one replica's ranks; other replicas have the same."""
     places = ((rank, plan.grid.coords(rank)) for rank in range(plan.grid.world_size))
     return [snapshot_cost(plan, rank) for rank, at in places if at.dp == at.cp == 0]
 
@@ -283,7 +290,7 @@ def _readable(num_bytes: int) -> str:
 
 
 def _packing_object(plan: RunPlan) -> dict[str, object]:
-    """Nothing when nothing is packed."""
+    """Return the cost of packed documents as a JSON object; empty without packing."""
     if plan.job.data.packing == "none":
         return {}
     step, why = api.look_at_packing(plan)
@@ -294,6 +301,7 @@ def _show_packing(plan: RunPlan) -> None:
     """Print the cost of packed documents, static and dynamic; nothing when none are packed."""
     if plan.job.data.packing == "none":
         return
+    # Reading the documents' lengths may fail here: the data may be on the cluster only.
     step, why = api.look_at_packing(plan)
     seq_len, cp = plan.job.data.seq_len, plan.job.parallel.cp
     print(
@@ -301,7 +309,7 @@ def _show_packing(plan: RunPlan) -> None:
         "rank at most, so activations are those above"
     )
     if step is None:
-        print(f"documents are not known here ({why}): a row is one document at the worst, as above")
+        print(f"documents are not known here ({why}); worst case: one document per row, as above")
         return
     print(
         f"the first step's {plan.batch.global_batch_size} rows hold {step.num_documents:,} documents, "
@@ -319,7 +327,7 @@ def _show_packing(plan: RunPlan) -> None:
 def _show_dynamic(step: PackedStep) -> None:
     found = step.dynamic
     if found is None:
-        print(f"dynamic cp: not tried here for more than {MOST_RANKS} ranks of dp * cp")
+        print(f"dynamic cp: not estimated for more than {MOST_RANKS} ranks of dp * cp")
         return
     print(
         f"dynamic cp: {_h100_ms(found.seconds)} ({step.static_s / found.seconds:.2f} times as fast), "
@@ -333,7 +341,7 @@ def _h100_ms(seconds: float) -> str:
 
 
 def _fallback_objects(plan: RunPlan, device: Accelerator | None) -> list[dict[str, object]]:
-    """Fallback grids, from the highest number of workers downwards."""
+    """Return the fallback grids as JSON objects, by decreasing number of workers."""
     return [
         {
             "most_workers": each.most,
@@ -346,16 +354,17 @@ def _fallback_objects(plan: RunPlan, device: Accelerator | None) -> list[dict[st
 
 
 def _show_fallbacks(plan: RunPlan, device: Accelerator | None) -> None:
-    """A row for each grid; nothing for a single worker."""
+    """Print the grids for fewer workers; nothing for a job with one worker."""
     section, world_size = plan.job.elastic, plan.grid.world_size
     if world_size == 1:
         return
+    # three cases: wait, no smaller grid, a table of grids
     if section.min_workers == "grid":
         print("\nwhen workers are lost: wait for the whole grid (elastic.min_workers=grid)")
         return
     print(
-        f"\nwhen workers are lost and not replaced within {section.replan_after_s:g} s, the run goes on "
-        "with the same batch"
+        f"\nwhen workers are lost and not replaced within {section.replan_after_s:g} s, the run continues "
+        "with the same global batch"
     )
     rows = [_fallback_row(each) for each in _fallbacks(plan, device)]
     print(table(("workers left", "grid", "uses", "micro-batches"), rows) if rows else "on no grid")

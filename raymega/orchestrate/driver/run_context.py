@@ -99,7 +99,7 @@ class RunContext:
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
-            self.state = replace(self.state, reason="taken up from a checkpoint that was there")
+            self.state = replace(self.state, reason="resumed from an existing checkpoint")
         self.recovery_log = RecoveryLog(
             policy_of(plan.job.elastic), clock, first_step=self.state.step, earlier=past.failures
         )

@@ -162,7 +162,7 @@ class Journal:
             step=0,
             saved_step=0,
             since_s=self._clock.monotonic(),
-            reason="taken up again" if num_attempts else "first start",
+            reason="resumed" if num_attempts else "first start",
         )
 
     def begin(self, plan: RunPlan, state: RunState, *, restored: str, spares: int) -> None:

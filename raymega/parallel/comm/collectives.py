@@ -1,9 +1,9 @@
-"""The one wrapper around torch.distributed: collectives and transfers that refuse to be wrong.
+"""The one wrapper around torch.distributed: collectives and transfers with checked arguments.
 
-gloo moves the wrong elements of a strided tensor without a word, and torch's own functions do
-nothing at all on a group where coalescing once failed. So every operation is checked here, goes
-straight to the group's handle, and turns a failure into a CommunicationError that says who waited
-for whom. It owns no group, and differentiates nothing: that is parallel.collectives.
+gloo moves the wrong elements of a strided tensor and reports no error. torch's public functions do
+nothing at all on a group where coalescing once failed. So every operation checks its tensor, calls
+the ProcessGroup directly, and turns a failure into a CommunicationError that names the group, its
+ranks and the time waited. Nothing here is differentiable: see `parallel/tensor_parallel/mappings.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from raymega.parallel.comm.work import (
     wait_once,
 )
 
+# The options of a collective take a ReduceOp, not a name.
 REDUCTIONS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
+# Formats that are sent and reduced as they are; others, such as float8, travel as a view of uint8.
 DTYPES = frozenset(
     {
         torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
@@ -39,7 +41,7 @@ DTYPES = frozenset(
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Work:
-    """Begin :func:`all_reduce`; the tensor must be left alone until it is waited for."""
+    """Start :func:`all_reduce`; neither read nor write the tensor before the wait returns."""
     _check("all_reduce", tensor, group)
     options = c10d.AllreduceOptions()
     options.reduceOp = REDUCTIONS[op]
@@ -47,13 +49,13 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Wor
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    """Combine in place over the group by ``sum`` or ``max``, and return the same tensor."""
+    """Reduce ``tensor`` in place over the group by ``sum`` or ``max``, and return it."""
     start_all_reduce(tensor, group, op).wait(group.timeout_s)
     return tensor
 
 
 def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin :func:`all_gather`; the result may be read when it was waited for."""
+    """Start :func:`all_gather`; read the result only after the wait."""
     _check("all_gather", tensor, group, divisor=1)
     gathered = tensor
     if group.size > 1:
@@ -64,14 +66,14 @@ def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
 
 
 def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N, ...] -> [size * N, ...] in group order; the tensor itself when the group has size 1."""
+    """Gather [N, ...] to [size * N, ...] in group order; return the tensor itself at group size 1."""
     gathered, pending = start_all_gather(tensor, group)
     pending.wait(group.timeout_s)
     return gathered
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin :func:`reduce_scatter`; leave the tensor alone, and the result, until waited for."""
+    """Start :func:`reduce_scatter`; touch neither the tensor nor the result before the wait returns."""
     _check("reduce_scatter", tensor, group, divisor=group.size)
     rows = tensor
     if group.size > 1:
@@ -85,17 +87,20 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tens
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N, ...] -> [N / size, ...], own rows of the sum; itself when the group has size 1."""
+    """Sum [N, ...] over the group and return this rank's rows [N / size, ...] of the sum.
+
+    Return the tensor itself at group size 1.
+    """
     rows, pending = start_reduce_scatter(tensor, group)
     pending.wait(group.timeout_s)
     return rows
 
 
 def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
-    """Begin to replace this rank's even part of ``tensor`` [N] by the sum; the rest is then void.
+    """Start to replace this rank's even part of ``tensor`` [N] by the sum; other parts get undefined.
 
-    gloo has no reduce-scatter: torch's copies the tensor and all-reduces it. So does this one, but
-    without the copy and so that its completion can be watched.
+    gloo has no reduce-scatter: torch emulates it by an all-reduce of a copy. On CPUs this function
+    all-reduces in place instead, which needs no copy and lets a callback see the completion.
     """
     _check("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
@@ -110,7 +115,7 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
 
 
 def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Work:
-    """Begin to fill ``tensor`` [N], of which each rank has its even part, with all ranks' parts."""
+    """Start to all-gather within ``tensor`` [N], of which each rank has filled its own even part."""
     _check("all_gather", tensor, group, divisor=group.size)
     return _start(
         "all_gather",
@@ -121,16 +126,16 @@ def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Work:
 
 
 def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Work:
-    """Begin to fill ``whole`` [size * N] with all ranks' ``part`` [N], which lies elsewhere."""
+    """Start to all-gather ``part`` [N] into ``whole`` [size * N], two tensors that share no memory."""
     _check("all_gather", whole, group, divisor=group.size)
     _check("all_gather", part, group)
     return _start("all_gather", whole, group, lambda handle: handle._allgather_base(whole, part))
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin an all-to-all of even parts: x [N, ...] -> [N, ...], everybody's i-th part at place i.
+    """Start an all-to-all of even parts: [N, ...] -> [N, ...], part i goes to the rank at place i.
 
-    Leave the tensor alone, and the result, until waited for.
+    Touch neither the tensor nor the result before the wait returns.
     """
     _check("all_to_all", tensor, group, divisor=group.size)
     received = tensor if group.size == 1 else torch.empty_like(tensor)
@@ -142,10 +147,10 @@ def start_all_to_all(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
 def start_exchange(
     tensor: torch.Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]
 ) -> tuple[torch.Tensor, Work]:
-    """Begin an all-to-all of uneven parts: ``sent[i]`` rows go to place i, ``received[i]`` come.
+    """Start an all-to-all of uneven parts: send ``sent[i]`` rows to place i, receive ``received[i]``.
 
-    x: [sum of sent, ...] -> [sum of received, ...] in group order. Who sends and who receives must
-    agree. Leave the tensor alone, and the result, until waited for.
+    [sum of sent, ...] -> [sum of received, ...] in group order. Sender and receiver must agree on the
+    counts. Touch neither the tensor nor the result before the wait returns.
     """
     _check("exchange", tensor, group)
     assert tensor.shape[0] == sum(sent), "parts are the rows"
@@ -161,10 +166,10 @@ def start_exchange(
 
 
 def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Work]:
-    """Begin to give ``tensor`` to the rank ``by`` places on, around, and to get one of its shape.
+    """Start to send ``tensor`` to the rank ``by`` places further on the ring, and to receive its equal.
 
-    One collective that sends to one and receives from one: NCCL needs both at once, and gloo tells
-    of a collective, not of a transfer, when it is complete.
+    The shift is one all-to-all with a single peer each way. NCCL needs send and receive in one call,
+    and gloo reports completion of a collective, but not of a point-to-point transfer.
     """
     _check("shift", tensor, group)
     received = tensor if group.size == 1 else torch.empty_like(tensor)
@@ -182,7 +187,7 @@ def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.T
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
-    """Overwrite in place with the values of the rank at place ``source``; return the tensor."""
+    """Overwrite ``tensor`` in place with that of the rank at place ``source``, and return it."""
     _check("broadcast", tensor, group)
     options = c10d.BroadcastOptions()
     options.rootRank = source
@@ -193,18 +198,19 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Return when every rank of the group has called it; on a GPU it waits for the host too."""
+    """Return when every rank of the group has called it; on a GPU the host waits as well."""
     if group.handle is None:
         return
     is_gpu = group.resolve().name() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    # item() copies to the host, which makes the host wait for the stream.
     all_reduce(torch.zeros(1, device=device), group).item()
 
 
 def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
-    """Begin to send to the rank at place ``peer``; leave the tensor alone until waited for.
+    """Start to send to the rank at place ``peer``; do not write to the tensor before the wait returns.
 
-    Sends to one peer arrive in order; over gloo the ``tag`` must match as well.
+    Sends to one peer arrive in order. Over gloo the ``tag`` must match as well.
     """
     _check("send", tensor, group)
     _check_peer("send", group, peer)
@@ -218,9 +224,9 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
 
 
 def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
-    """Begin to receive from the rank at place ``peer`` into ``tensor``.
+    """Start to receive from the rank at place ``peer`` into ``tensor``.
 
-    Shape and dtype must be the sender's: gloo ends the process when the sizes differ.
+    Shape and dtype must equal the sender's: gloo ends the process when the sizes differ.
     """
     _check("receive", tensor, group)
     _check_peer("receive", group, peer)
@@ -234,7 +240,7 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether another rank is, as a rule, the cause of ``error``."""
+    """Return whether ``error`` is of a kind that another rank usually caused."""
     return isinstance(error, CommunicationError | dist.DistError)
 
 
@@ -245,13 +251,16 @@ def _start(
     launch: Callable[[dist.ProcessGroup], dist.Work],
     wait: Wait = wait_in_turns,
 ) -> Work:
-    """Launch on torch's group; nothing to do and nothing to wait for at size 1."""
+    """Launch an operation on torch's group; at group size 1 return a Work that is complete."""
     what = partial(_name, operation, group)
+    # wait: bounded by the host over gloo, by NCCL's watchdog on a GPU
     if tensor.device.type != "cpu":
         wait = wait_on_stream
+    # one rank: the callers have made the result the tensor itself
     if group.handle is None:
         return Work(what, None, wait, group.waited)
     try:
+        # The clock is read first: a launch may block, and the part counts as given only after it.
         handle, launched_s = group.resolve(), time.perf_counter()
         return Work(what, launch(handle), wait, group.waited, launched_s=launched_s)
     except RuntimeError as error:
@@ -267,17 +276,19 @@ def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``ranks`` for a message: all, or of more than 8 the first and how many there are."""
+    """Return ``ranks`` as text for a message; of more than 8 the first 8 and the total."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
 
 
 def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int = 0) -> None:
-    """Refuse what would be silently wrong, at size 1 too so that one rank finds the mistake.
+    """Raise InternalError for a tensor that torch would send wrongly without an error.
 
-    With a ``divisor``, dim 0 has to divide into so many parts.
+    Group size 1 is checked too, so that a run on one rank finds the mistake. With a ``divisor``, dim 0
+    must be a multiple of it.
     """
     where = f"{operation} on group {group.name}"
+    # memory layout and format
     if not tensor.is_contiguous():
         raise _mistake(
             f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
@@ -290,12 +301,14 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
             f"it must be one of {', '.join(sorted(str(d)[6:] for d in DTYPES))}",
             "send another format as tensor.view(torch.uint8), or convert what is to be summed",
         )
+    # autograd: the operation would cut the graph
     if tensor.requires_grad and torch.is_grad_enabled():
         raise _mistake(
             f"{where}: the tensor is part of a gradient graph",
             "no gradient would flow through the operation",
             "use raymega.parallel.tensor_parallel.mappings, or detach the tensor",
         )
+    # even parts
     if divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
         raise _mistake(
             f"{where}: shape {tuple(tensor.shape)}",
@@ -304,6 +317,7 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
         )
     if group.handle is None:
         return
+    # device: gloo groups take CPU tensors, NCCL groups GPU tensors
     served = {device.type for device in group.resolve()._device_types}
     if tensor.device.type not in served:
         raise _mistake(
@@ -314,7 +328,7 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
 
 
 def _check_peer(operation: str, group: Group, peer: int) -> None:
-    """Refuse a peer that is no other place of the group."""
+    """Raise InternalError unless ``peer`` is another place of the group."""
     if peer == group.index or not 0 <= peer < group.size:
         raise _mistake(
             f"{operation} on group {group.name}: peer {peer} from place {group.index}",

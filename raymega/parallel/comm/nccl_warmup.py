@@ -1,9 +1,9 @@
-"""Makes NCCL's communicators before the first step, in an order in which no rank waits for ever.
+"""Create NCCL's communicators before the first step, in an order that cannot deadlock.
 
-NCCL makes a communicator at its group's first use, and for transfers one for each two ranks; until
-the others come, that call holds up the host, though it only queues work later. In a pipeline two
-neighbours whose first calls are both sends would wait for each other. gloo connects all ranks when
-a group is made and needs none of this.
+NCCL creates a communicator at the first use of a group, and for point-to-point transfers one for
+each pair of ranks. That first call blocks the host until the peers arrive; later calls only queue
+work. Two pipeline neighbours whose first calls are both sends would wait for each other. gloo
+connects all ranks when a group is made and needs none of this.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from raymega.parallel.comm.process_groups import Group, Groups
 
 
 def open_communicators(groups: Groups, device: torch.device) -> None:
-    """Use every group of this rank once, and both pipeline groups between all that exchange.
+    """Use every group of this rank once, and both pipeline groups between each pair that exchanges.
 
-    Every rank of the world must call it, at the same point.
+    Every rank of the world must call it at the same point.
 
     Raises:
-        CommunicationError: A peer did not come in time.
+        CommunicationError: A peer did not arrive within the group's timeout.
     """
     sums = (
         groups.tp, groups.cp, groups.hierarchical_cp_size, groups.cp_outer, groups.dp, groups.replicas,
         groups.micro, groups.etp, groups.ep, groups.edp, groups.sharers, groups.copies,
         groups.expert_sharers, groups.expert_copies, *groups.nested, groups.embedding,
     )  # fmt: skip
+    # collectives: several names may share one communicator, so each handle is used once
     for group in {group.handle: group for group in sums}.values():
         all_reduce(torch.zeros(1, device=device), group)
+    # pipeline: one message each way for each pair, in the order of pairs()
     here = groups.pp_forward.index
     for lower, upper in pairs(groups.pp_forward.size):
         if here in (lower, upper):
@@ -41,10 +43,11 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
 
 
 def pairs(num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Places that exchange messages under any schedule: neighbours, and the two ends of a loop.
+    """Yield the pairs of pipeline places that exchange messages under any schedule.
 
-    Those that follow each other until an even-odd change share no rank, so all of one turn meet at
-    once; who is in two of them takes them in this order, as all others do.
+    They are the neighbours, and the two ends for interleaved schedules. Even pairs come first, then odd
+    ones. Pairs of one half share no rank, so all of them meet at once. A rank in two pairs takes them in
+    this order, as its peers do.
     """
     for first in (0, 1):
         for lower in range(first, num_ranks - 1, 2):

@@ -1,6 +1,6 @@
-"""Communicators: opens the world, builds every group of the grid with one timeout, closes them.
+"""Communicators: open the world, build every group of the grid with one timeout, and close them.
 
-Who belongs to a group is plan.grid's; what is sent over one is parallel.comm's.
+`plan/grid.py` decides which ranks form a group; `parallel/comm/collectives.py` sends over one.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _connections = Connections()
 
 @dataclass(slots=True)
 class WaitTimer:
-    """How long this rank's host has waited for others, in all operations of all its groups."""
+    """Seconds that this rank's host has waited for other ranks, over all operations of all its groups."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """One communicator as one of its ranks sees it.
+    """A communicator as one of its ranks sees it.
 
     Attributes:
-        name: For messages, such as ``tp``.
+        name: Name for messages, such as ``tp``.
         ranks: Global ranks, ascending, which is torch's order too.
-        index: Own place in ``ranks``; peers are named by their place as well.
-        timeout_s: Longest wait of one operation.
-        handle: torch's name for it; None when the group has one rank and nothing is ever sent.
-        waited: Where waits for its operations add up; groups of one rank share it.
+        index: Place of this rank in ``ranks``; peers are named by their place as well.
+        timeout_s: Longest wait of one operation, in seconds.
+        handle: torch's name for the group; None when it has one rank and nothing is ever sent.
+        waited: Timer to which each wait adds its seconds; all groups of a rank share one.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Group:
         return len(self.ranks)
 
     def resolve(self) -> dist.ProcessGroup:
-        """torch's group, looked up at each use so that nobody else keeps it alive.
+        """Return torch's group, looked up at each use so that this value does not keep it alive.
 
-        gloo closes a connection only with the last reference to its group. So aborting the world
-        reaches the peers at once, whatever still holds this value.
+        gloo closes a connection only with the last reference to its group. So an abort reaches the peers
+        at once, whatever still holds this value.
 
         Raises:
             CommunicationError: The world was closed or aborted.
@@ -89,21 +89,32 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Every group that one rank belongs to.
+    """All groups that one rank belongs to.
 
-    ``replicas`` is dp x cp: ranks that hold the same parameters and see different tokens, so that
-    gradients are summed, and state is shared out, over them. ``hierarchical_cp_size`` are neighbours on cp that
-    exchange heads, ``cp_outer`` the ranks that have one place in all neighbourhoods. The two pipeline
-    groups have equal ranks: activations travel on one, gradients on the other, so that neither waits
-    behind the other. ``micro`` is tp x cp, the ranks that share a micro-batch's tokens. ``etp``, ``ep``
-    and ``edp`` are the experts' view of the same ranks: those that cut each expert, those that share the
-    experts out, and those that hold the same part of the same ones, over which its gradients are summed.
-    ``sharers`` are neighbours among the replicas that share out one copy of the state, ``copies`` the
-    ranks that own the same part of the other copies: all replicas and none, unless sharding is hybrid;
-    ``expert_sharers`` and ``expert_copies`` are the same of edp.
-    ``embedding`` joins first and last stage; elsewhere it has one rank. ``nested`` are this rank's
-    neighbourhoods of 2, 4, ... among its replicas, of which dynamic context parallelism takes one a
-    micro-batch; empty without it.
+    Attributes:
+        world: All ranks.
+        tp: Ranks that cut the layers.
+        cp: Ranks that cut the sequence.
+        hierarchical_cp_size: Neighbours on cp that exchange heads (Ulysses).
+        cp_outer: Ranks of cp that have the same place in each such neighbourhood.
+        dp: Ranks that read different samples.
+        replicas: The dp x cp ranks. They hold the same parameters and see different tokens, so that
+            gradients are summed, and state is sharded, over them.
+        pp_forward: Ranks of the pipeline, for activations.
+        pp_backward: The same ranks, for gradients: on its own communicator, so that neither direction
+            waits behind the other.
+        micro: The tp x cp ranks, which share a micro-batch's tokens.
+        etp: Ranks that cut each expert.
+        ep: Ranks that share the experts out.
+        edp: Ranks that hold the same part of the same experts, over which its gradients are summed.
+        embedding: First and last stage; one rank elsewhere.
+        sharers: Neighbours among the replicas that shard one copy of the state; all of them unless
+            sharding is hybrid.
+        copies: Ranks that own the same part of the other copies; one rank unless sharding is hybrid.
+        expert_sharers: The same as ``sharers``, within edp.
+        expert_copies: The same as ``copies``, within edp.
+        nested: Neighbourhoods of 2, 4, ... replicas that this rank is in, of which dynamic context
+            parallelism takes one for each micro-batch; empty without it.
     """
 
     world: Group
@@ -128,14 +139,14 @@ class Groups:
 
 
 def host_store(host: str) -> tuple[str, Store]:
-    """Serve a store on a fresh port; return its ``host:port`` and the store, which must be kept."""
+    """Serve a TCPStore on a free port; return its ``host:port`` and the store, which must be kept."""
     with without_name_servers():
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return f"{host}:{store.port}", store
 
 
 def file_store(path: Path, world_size: int) -> Store:
-    """A store in a file, for ranks of one machine."""
+    """Return a store in a file, for ranks of one machine."""
     return FileStore(str(path), world_size)
 
 
@@ -148,26 +159,28 @@ def open_world(
     timeout_s: float,
     device: torch.device,
 ) -> None:
-    """Meet the other ranks: NCCL for a GPU, gloo for a CPU.
+    """Initialise torch.distributed with the other ranks: NCCL for a GPU, gloo for a CPU.
 
     Args:
         rank: Global rank of this process.
-        world_size: Ranks to wait for.
+        world_size: Number of ranks to wait for.
         rendezvous: ``host:port`` of the store.
-        store: The store itself where this process has it already, else None.
-        timeout_s: Longest wait for the others, and of any operation later.
-        device: Where tensors live that will be sent; a GPU must be the current one.
+        store: The store itself where this process already has it, else None.
+        timeout_s: Longest wait for the other ranks, and of any later operation, in seconds.
+        device: Device of the tensors that will be sent; a GPU must be the current one.
 
     Raises:
         CommunicationError: The store or a rank did not answer in time.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
+        # rendezvous store
         if store is None:
             host, _, port = rendezvous.rpartition(":")
             with without_name_servers():
                 store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set_timeout(timeout)
+        # world: sockets that appear from here until built() belong to it
         _connections.begin()
         count_groups_anew()
         # device_id is left out: it makes torch split every group off the world, in which all
@@ -184,7 +197,7 @@ def open_world(
 
 
 def alone(rank: int) -> Group:
-    """A group of one: an axis that is not there."""
+    """Return a group of one rank, for an axis of degree 1."""
     return Group(name="alone", ranks=(rank,), index=0, timeout_s=0.0, handle=None)
 
 
@@ -197,24 +210,23 @@ def build_groups(
     is_nested: bool = False,
     sharers: int = 0,
 ) -> Groups:
-    """Make the groups of ``rank``, after :func:`open_world` (a world of one needs none).
+    """Build the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
-    A rank makes only groups that it belongs to, with their members. torch names a group by its
-    ranks and by how many groups the process has made before, so members must have made equally
-    many: ``embedding``, which middle stages lack, has to come last; of two stages it is theirs.
+    A rank creates only the groups that it belongs to, together with their members. torch names a group
+    by its ranks and by how many groups the process has created before. So the members must have created
+    equally many. ``embedding`` comes last, because middle stages do not have it.
 
     Args:
-        grid: All ranks.
-        rank: This one.
-        timeout_s: Longest wait of any operation, and for the members.
-        hierarchical_cp_size: How many neighbours on cp exchange heads; a divisor of its degree.
-        is_nested: Make the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
-        sharers: How many replicas share out one copy of the state; a divisor of theirs, 0 is all.
+        grid: The grid of all ranks.
+        rank: Global rank of this process.
+        timeout_s: Longest wait of any operation, and for the members, in seconds.
+        hierarchical_cp_size: Number of neighbours on cp that exchange heads; a divisor of the cp degree.
+        is_nested: Build the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
+        sharers: Number of replicas that shard one copy of the state; a divisor of dp * cp, 0 is all.
 
     Raises:
-        CommunicationError: A member did not come in time.
+        CommunicationError: A member did not arrive within ``timeout_s``.
     """
-
     waited = WaitTimer()
 
     def make(name: str, ranks: tuple[int, ...]) -> Group:
@@ -224,13 +236,14 @@ def build_groups(
     tp, cp, dp = (make(axis, grid.group(axis, rank)) for axis in ("tp", "cp", "dp"))
 
     def make_again(name: str, ranks: tuple[int, ...], *likes: Group) -> Group:
-        """A communicator that is there already, where one has these ranks: on all of them, or none."""
+        """Return a group of ``likes`` with the same ranks, else a new one; all members decide alike."""
         like = next((like for like in likes if set(like.ranks) == set(ranks)), None)
         return make(name, ranks) if like is None else replace(like, name=name)
 
     replicas = make_again("replicas", tuple(sorted(grid.group(("cp", "dp"), rank))), dp)
     place = replicas.index
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
+    # cp: neighbours exchange heads, the others exchange keys and values
     neighbours = cp.ranks[cp.index // hierarchical_cp_size * hierarchical_cp_size :][
         :hierarchical_cp_size
     ]
@@ -270,25 +283,25 @@ def build_groups(
 
 
 def close_world() -> None:
-    """Take down every group when all work is done; does nothing when there is none."""
+    """Destroy every group once all work is done; do nothing without a world."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort_world() -> None:
-    """Fail the operations that this process and its peers wait in; called from any thread.
+    """Fail the operations that this process and its peers wait in; any thread may call it.
 
     Afterwards the groups are gone, and a new world may be opened on a new store. A rank that is still
-    meeting the others ends with its timeout.
+    in the rendezvous fails with its timeout.
     """
     if not dist.is_initialized():
         return
     is_gloo = dist.get_backend() == "gloo"
     groups = abort_groups()
-    # A gloo group with an operation under way is torn down only after that: not in this thread.
+    # Destroying a gloo group blocks until its pending operation has ended, so a thread does it.
     while groups:
         threading.Thread(target=[groups.pop()].clear, daemon=True).start()
-    if is_gloo:  # which gives up collectives, and no transfers
+    if is_gloo:  # it aborts collectives, but not point-to-point transfers
         _connections.cut()
 
 
@@ -318,7 +331,7 @@ def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: floa
 
 
 def _wait_for_all(rank: int, timeout_s: float) -> None:
-    """Meet once more: a rank that left while others still connect to it would make them fail."""
+    """All-reduce once over the world, so that no rank leaves while others still connect to it."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     try:
         dist.all_reduce(torch.zeros(1, device=device))
@@ -335,16 +348,17 @@ def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:
 
 
 def _sharers(whole: Group, number: int) -> tuple[int, ...]:
-    """Of a group whose every ``number`` neighbours share one copy out those that are with this rank."""
+    """Return the ``number`` neighbours, this rank among them, that shard one copy of the state."""
     size = _group_size(whole, number)
     return whole.ranks[whole.index // size * size :][:size]
 
 
 def _copies(whole: Group, number: int) -> tuple[int, ...]:
-    """Of such a group the ranks that own the same part of their copies."""
+    """Return the ranks that own the same part of their copy of the state as this rank."""
     return whole.ranks[whole.index % _group_size(whole, number) :: _group_size(whole, number)]
 
 
+# A number that does not divide the group means one copy over all of it; validation reports it.
 def _group_size(whole: Group, number: int) -> int:
     return number if number and whole.size % number == 0 else whole.size
 

@@ -1,8 +1,8 @@
-"""CommLog: when the collectives of a recorded step ran, and how long the step stood still for them.
+"""CommLog: when the collectives of a recorded step ran, and how long the step waited for them.
 
-On a CPU the host's clock is read, by whoever completes an operation. On a GPU the host only queues
-work, so events on streams are: a side stream waits for the operation, so that its end is marked
-without holding up the stream that computes. Which of the two it is, is decided in one place.
+On a CPU the host's clock is read, in the thread that completes an operation. On a GPU the host only
+queues work, so CUDA events are recorded: a side stream waits for the operation and marks its end,
+without delaying the compute stream. `_Origin` decides which of the two is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from raymega.schedule.timeline import Event
 
 
 class Waitable(Protocol):
-    """An operation under way."""
+    """A pending operation."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is complete, on a GPU when the current stream is ordered behind it."""
+        """Return when it is complete; on a GPU only order the current stream behind it."""
 
 
 class Numbered(Protocol):
-    """A bucket, as far as a trace knows it: its number and its model chunk."""
+    """The properties of a bucket that a trace reads: its number and its model chunk."""
 
     @property
     def index(self) -> int:
@@ -35,14 +35,14 @@ class Numbered(Protocol):
 
     @property
     def chunk(self) -> int:
-        """Model chunk whose parameters it holds."""
+        """Index of the model chunk whose parameters it holds."""
 
 
 class CommLog:
-    """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` while waited for.
+    """Events of one step: ``reduce 3`` from launch to completion, ``wait_reduce 3`` for each wait.
 
-    The micro-batch of an event is the number of its bucket; transfers between context-parallel
-    ranks, between experts and in the update have no bucket, and those of a name are counted from 0.
+    The event's micro-batch number is the number of its bucket. Transfers between context-parallel
+    ranks, between experts and in the update have no bucket; each name is numbered from 0.
     """
 
     def __init__(self) -> None:
@@ -53,25 +53,25 @@ class CommLog:
         self._sent_bytes = Counter[str]()
 
     def new_step(self) -> None:
-        """A step begins, recorded or not; what was paused is over, if its update was left out."""
+        """Begin a step, recorded or not, and drop a paused recording whose update was skipped."""
         self._sent_bytes.clear()
         self._origin, self._is_open = None, False
 
     def sent_bytes(self, names: Collection[str]) -> int:
-        """What this rank has sent in transfers of ``names`` since :meth:`new_step`."""
+        """Return the bytes that this rank has sent in transfers of ``names`` since :meth:`new_step`."""
         return sum(self._sent_bytes[name] for name in names)
 
     def start(self) -> None:
-        """Record from now on, which is time 0."""
+        """Start to record; now is time 0 of the events."""
         self._flights, self._numbers = [], Counter()
         self._origin, self._is_open = _Origin(), True
 
     def track(self, name: str, bucket: Numbered, pending: Work) -> Waitable:
-        """Watch an operation that was just launched, if a step is being recorded."""
+        """Track a collective of a bucket that was just launched, if a step is being recorded."""
         return self._watch(name, (bucket.index, bucket.chunk), pending)
 
     def track_transfer(self, name: str, pending: Work, *, sent_bytes: int) -> Waitable:
-        """The same for a transfer of activations, in which this rank sends so much."""
+        """Track a transfer without a bucket, and count the ``sent_bytes`` of this rank."""
         self._sent_bytes[name] += sent_bytes
         number = self._numbers[name]
         self._numbers[name] += 1
@@ -86,24 +86,25 @@ class CommLog:
         return flight
 
     def pause(self, work: Sequence[Event], *, began_s: float) -> tuple[Event, ...]:
-        """Pause recording; the time line of ``work`` and of what was tracked beside it.
+        """Pause recording, and return ``work`` and the operations tracked so far on one time line.
 
         Args:
-            work: Events in seconds since ``began_s``; empty if nothing was recorded.
-            began_s: A reading of the host's clock.
+            work: Events of the schedule, in seconds since ``began_s``; empty if nothing was recorded.
+            began_s: Reading of ``time.perf_counter`` on the host.
 
         Returns:
             All events in seconds since :meth:`start`, those of ``work`` first.
         """
         if self._origin is None:
             return tuple(work)
+        # The schedule's events count from its own start; move them to the log's time 0.
         shift = self._origin.of_host(began_s)
         shifted = [e._replace(start_s=e.start_s + shift, end_s=e.end_s + shift) for e in work]
         return (*shifted, *self._seen())
 
     @contextmanager
     def rest(self) -> Iterator[list[Event]]:
-        """Go on with what was paused; the list has what was tracked in between when that is over."""
+        """Resume a paused recording; on exit the yielded list holds what was tracked inside."""
         events: list[Event] = []
         self._is_open = self._origin is not None
         try:
@@ -119,11 +120,12 @@ class CommLog:
 
 
 class _Origin:
-    """Time 0 of a recording: a reading of the clock, and on a GPU an event at the same moment."""
+    """Time 0 of a recording: a reading of the host's clock, and on a GPU a CUDA event at that moment."""
 
     def __init__(self) -> None:
         self.marker: torch.cuda.Event | None = None
         self.side: torch.cuda.Stream | None = None
+        # The device is idle after synchronize, so the event and the clock mark the same moment.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self.marker, self.side = _mark(), torch.cuda.Stream()
@@ -141,20 +143,20 @@ class _Origin:
 
 
 class _Flight:
-    """Watches an operation by the host's clock, and lets go of its tensors when it was waited for."""
+    """An operation timed by the host's clock; its tensors are released after the first wait."""
 
     def __init__(self, name: str, at: tuple[int, int], pending: Work, origin: _Origin) -> None:
         self._name, self._at, self._origin = name, at, origin
         self._pending: Work | None = pending
         self._waited: list[tuple[float, float]] = []
         self._launched_s = origin.of_host(pending.launched_s)
-        # The callback must not hold this object: the operation would keep itself and its tensors.
+        # The callback must not refer to self: the operation would then keep itself and its tensors.
         self._done_s = done_s = list[float]()
-        with suppress(RuntimeError):  # a reduce-scatter over gloo has nobody to tell
+        with suppress(RuntimeError):  # a reduce-scatter over gloo has no future
             pending.on_done(lambda: done_s.append(origin.now()))
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is complete."""
+        """Return when the operation is complete, and record the wait."""
         begin_s = self._origin.now()
         if self._pending is not None:
             self._pending.wait(timeout_s)
@@ -162,7 +164,8 @@ class _Flight:
         self._waited.append((begin_s, self._origin.now()))
 
     def events(self) -> list[Event]:
-        """What was seen; the end is that of the wait if nobody reported it."""
+        """Return the operation's event and its waits; without a callback it ends with the last wait."""
+        # end: the callback's time, else the end of the last wait, else the launch
         end_s = max(self._done_s or (end for _, end in self._waited), default=self._launched_s)
         return [
             Event(self._name, *self._at, self._launched_s, end_s),
@@ -171,19 +174,20 @@ class _Flight:
 
 
 class _GpuFlight:
-    """Watches an operation by events on streams; nothing here makes the host wait."""
+    """An operation timed by CUDA events; only :meth:`events` makes the host wait."""
 
     def __init__(self, name: str, at: tuple[int, int], pending: Work, origin: _Origin) -> None:
         self._name, self._at, self._origin = name, at, origin
         self._pending: Work | None = pending
         self._launched = _mark()
         self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        # The side stream waits for the operation, so its end is marked without a wait on the compute stream.
         with torch.cuda.stream(origin.side):
             pending.wait(0.0)
             self._done = _mark()
 
     def wait(self, timeout_s: float) -> None:
-        """Order the current stream behind it."""
+        """Order the current stream behind the operation, with an event before and one after."""
         before = _mark()
         if self._pending is not None:
             self._pending.wait(timeout_s)
@@ -191,7 +195,7 @@ class _GpuFlight:
         self._waited.append((before, _mark()))
 
     def events(self) -> list[Event]:
-        """What the streams did; waits for the device."""
+        """Return the operation's event and its waits; the host waits for the device."""
         torch.cuda.synchronize()
         at, time_of = self._at, self._origin.of
         return [

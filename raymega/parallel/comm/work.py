@@ -1,7 +1,7 @@
-"""Work: an operation of torch.distributed under way, and how its end is waited for.
+"""Work: a pending operation of torch.distributed, and the ways to wait for it.
 
-Each wait is bounded, ends when the world is aborted, and is counted, so that what a rank does itself can
-be told from what it waits for. Operations are begun in parallel.comm.
+Each wait is bounded and ends when the world is aborted. Its seconds are counted, so that a rank's own
+work can be told from waiting. `parallel/comm/collectives.py` starts the operations.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch.distributed as dist
 from raymega.errors import CommunicationError, Fault
 from raymega.parallel.comm.process_groups import WaitTimer
 
-# How often a rank that waits for a collective looks whether its world was aborted.
+# Seconds between two checks for an aborted world while a rank waits for a collective.
 TURN_S = 0.1
-# torch cuts timeouts to whole milliseconds, and takes 0 for no limit.
+# torch truncates timeouts to whole milliseconds and takes 0 for no limit, so none is shorter.
 TICK_S = 1e-3
-# How to wait for an operation in at most so many seconds.
+# A function that waits for an operation, for at most the given seconds.
 Wait = Callable[[dist.Work, float], None]
 
 
 class Work:
-    """An operation under way; torch keeps its tensors alive until it is done.
+    """A pending operation; torch keeps its tensors alive until it is done.
 
-    ``launched_s`` is a reading of ``time.perf_counter`` from before its launch: this rank's part had
-    not been given then, however long the launch took or the thread was kept from reading a clock after it.
-    On a GPU, waiting only orders the current stream behind it, and NCCL's watchdog keeps the
-    timeout that the group was made with.
+    ``launched_s`` is a reading of ``time.perf_counter`` from before the launch. At that time this rank had
+    not yet contributed, however long the launch itself took. On a GPU, waiting only orders the current
+    stream behind the operation, and NCCL's watchdog enforces the group's timeout.
     """
 
     __slots__ = ("_wait", "_waited", "_what", "_work", "launched_s")
@@ -47,28 +46,28 @@ class Work:
         self.launched_s = launched_s
 
     def __str__(self) -> str:
-        """Which operation on which ranks."""
+        """Return the operation, its group and its ranks as text."""
         return self._what()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing was launched, because the group has one rank."""
+        """True where nothing was launched, because the group has one rank."""
         return self._work is None
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when it is complete, from the thread that completes it."""
+        """Call ``callback`` once on completion, in the thread that completes the operation."""
         assert self._work is not None, "nothing was launched"
         self._work.get_future().add_done_callback(lambda _: callback())
 
     def is_done(self) -> bool:
-        """True only if waiting would not block; a transfer over gloo never tells before."""
+        """Return whether a wait would not block; False for any gloo transfer that was not waited for."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is complete.
+        """Return when the operation is complete.
 
         Raises:
-            CommunicationError: It failed, was aborted, or took longer than ``timeout_s``.
+            CommunicationError: The operation failed, was aborted, or took longer than ``timeout_s``.
         """
         if self._work is None:
             return
@@ -82,22 +81,25 @@ class Work:
 
 
 def nothing_pending() -> Work:
-    """For a caller that has nothing to wait for after all."""
+    """Return a Work that is already complete, for a caller that had nothing to launch."""
     return Work(str, None, wait_once, WaitTimer())
 
 
 def wait_on_stream(work: dist.Work, _timeout_s: float) -> None:
-    """On a GPU: only order the current stream behind it."""
+    """Order the current CUDA stream behind ``work``; the host does not wait."""
     work.wait()
 
 
 def wait_once(work: dist.Work, timeout_s: float) -> None:
-    """For a transfer over gloo, which closes the pair at the first timeout."""
+    """Wait for a gloo transfer in one call: a timeout closes the connection, so it cannot be retried."""
     work.wait(_duration(timeout_s))
 
 
 def wait_in_turns(work: dist.Work, timeout_s: float) -> None:
-    """Wait for a collective of gloo, which nothing interrupts, and look for an abort in between."""
+    """Wait for a gloo collective in turns of TURN_S, and check for an aborted world in between.
+
+    A single long wait could not be interrupted.
+    """
     end = time.monotonic() + timeout_s
     while True:
         turn_end = min(time.monotonic() + TURN_S, end)
@@ -105,6 +107,7 @@ def wait_in_turns(work: dist.Work, timeout_s: float) -> None:
             work.wait(_duration(turn_end - time.monotonic()))
             return
         except RuntimeError:
+            # An error before the turn's end is a failure, not its timeout; the last turn's is final.
             if time.monotonic() < turn_end - TICK_S or turn_end == end:
                 raise
         if not dist.is_initialized():
@@ -118,7 +121,7 @@ def _duration(seconds: float) -> timedelta:
 def failure(
     what: str, waited_s: float, timeout_s: float, error: RuntimeError
 ) -> CommunicationError:
-    """The error of an operation that failed, as raymega tells it."""
+    """Return the CommunicationError for a failed operation, with the wait and the timeout in seconds."""
     cause = (str(error).strip() or type(error).__name__).splitlines()[0]
     return CommunicationError(
         Fault(

@@ -1,8 +1,8 @@
-"""Attention of queries over keys and values that lie on the context-parallel ranks.
+"""Attention of a rank's queries over the keys and values of all context-parallel ranks.
 
-Ring (Liu et al. 2023): keys and values go round, and a rank attends to those it has while the next
-arrive. Gathered: all are collected at once, while a rank attends to its own. In both, outputs over
-different keys are merged by their log-sum-exp, in fp32 or better. Inner ranks exchange heads first.
+Ring (Liu et al. 2023): keys and values travel round a ring, and a rank attends to one block while the
+next arrives. All-gather: a rank collects all of them at once and meanwhile attends to its own. Both
+merge partial outputs by their log-sum-exp, in fp32 or better. Inner ranks exchange heads first (Ulysses).
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ def attend(
     *,
     on_whole_rows: Attend | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v; a token sees those before it in its document, and itself.
+    """Return softmax(q k^T / sqrt(K)) v, causal within each document.
 
     Args:
-        q: [S/cp, B, H, K].
-        k: [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
-        v: [S/cp, B, G, V], V at most K.
-        token_layout: Where these tokens lie.
-        on_whole_rows: Attends in place of torch's kernels, where no outer ranks are needed.
+        q: Queries [S/cp, B, H, K].
+        k: Keys [S/cp, B, G, K]; H / G neighbouring query heads read one key head.
+        v: Values [S/cp, B, G, V], V at most K.
+        token_layout: Placement of these tokens on the context-parallel ranks.
+        on_whole_rows: Function that replaces torch's kernels where no outer ranks take part.
 
     Returns:
-        [S/cp, B, H, V].
+        Outputs [S/cp, B, H, V].
     """
     width = v.shape[-1]
     if width < q.shape[-1]:
-        # Fused kernels and the ring want values as wide as keys. Zeros stay zeros, which are cut off.
+        # Fused kernels and the ring need values as wide as keys: pad with zeros, and cut the zero outputs off.
         v = pad(v, (0, q.shape[-1] - width))
         return attend(q, k, v, token_layout, on_whole_rows=on_whole_rows)[..., :width]
     context = token_layout.context
+    # outer ranks: ring or all-gather of keys and values, inside the exchange of heads
     inside = on_whole_rows or partial(_across, token_layout=token_layout)
+    # inner ranks: exchange of heads around it
     if context.inner.size == 1:
         return inside(q, k, v)
     assert token_layout.order is not None, "inner ranks have an order"
@@ -62,8 +64,9 @@ def attend(
 
 
 def _across(q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Tensor:
-    """Over the keys of the outer ranks, in documents or whole rows."""
+    """Attend over the keys of the outer ranks, within documents or whole rows."""
     outer, segments = token_layout.context.outer, token_layout.segments
+    # one rank: torch's kernels, for whole rows or for documents
     if outer.size == 1 and len(segments) == 1:
         return _whole_rows(q, k, v)
     if token_layout.ends is not None and has_one_kernel(q):
@@ -71,6 +74,7 @@ def _across(q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Te
             q, k, v, ends=token_layout.ends, longest=max(segment.size for segment in segments),
             are_alike=segments[0].rows == slice(None),
         )  # fmt: skip
+    # several ranks, or documents that no kernel serves: block by block
     function = _Gathered if token_layout.context.is_gathered and outer.size > 1 else _Ring
     work = _Work(ranks=outer, segments=segments, log=token_layout.context.log)
     return function.apply(q, k, v, work)
@@ -88,12 +92,15 @@ def _whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _WholeRows(torch.autograd.Function):
-    """The same with gradients by attention_blocks' kernel, where torch's own makes them one by one."""
+    """Causal attention on CPUs without 16-bit instructions, by the kernel of `attention_blocks.py`.
+
+    torch's own backward would multiply 16-bit numbers one by one there.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, log_sum_exp = kernel_for(q).forward(q, k, v, is_causal=True)
-        # As torch's lays it out, so that the next layer keeps the same memory and no copy.
+        # torch's kernel lays its output out like this, so the next layer needs no copy.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
         return out
@@ -108,20 +115,20 @@ class _WholeRows(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """Which blocks there are between the queries of this rank and keys of all ``ranks``."""
+    """The blocks of attention between this rank's queries and the keys of all ``ranks``."""
 
     ranks: Group
     segments: tuple[Segment, ...]
     log: CommLog
 
     def of_rank(self, source: int) -> Iterator[tuple[slice, AttentionPart]]:
-        """Rows and blocks of the keys that the rank at place ``source`` holds."""
+        """Yield rows and block for each group of keys that the rank at place ``source`` holds."""
         for segment in self.segments:
             for part in ring_parts(segment, here=self.ranks.index, source=source, is_causal=True):
                 yield segment.rows, part
 
     def of_others(self) -> Iterator[tuple[slice, AttentionPart]]:
-        """Rows and blocks of all keys but the rank's own, in whole rows."""
+        """Yield rows and block for all keys that other ranks hold, as gathered into whole rows."""
         here, num_places = self.ranks.index, self.ranks.size
         for segment in self.segments:
             for part in gathered_parts(segment, here=here, num_places=num_places, is_causal=True):
@@ -129,10 +136,11 @@ class _Work:
 
 
 class _Ring(torch.autograd.Function):
-    """Forward passes keys and values on to the next rank, and begins with a rank's own.
+    """Ring attention.
 
-    Backward begins with those that arrived last and passes them the other way, so that it ends with
-    the rank's own; the gradients by them follow one step behind and come home with it.
+    Forward starts with a rank's own keys and values and passes them to the next rank. Backward starts
+    with those that arrived last and passes them the other way. Their gradients follow one hop behind,
+    so both end at the rank that owns them.
     """
 
     @staticmethod
@@ -142,6 +150,7 @@ class _Ring(torch.autograd.Function):
         total = _Total(q, is_merged=ring.size > 1)
         for hop in range(ring.size):
             is_last = hop + 1 == ring.size
+            # send this block on, attend to it meanwhile, then take the next
             arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=1)
             source = (ring.index - hop) % ring.size
             total.add(kv, work.of_rank(source), is_first=hop == 0)
@@ -163,13 +172,16 @@ class _Ring(torch.autograd.Function):
         coming: tuple[Tensor, Waitable] | None = None
         for hop in range(ring.size):
             is_last = hop + 1 == ring.size
+            # send this block back, and compute its gradients meanwhile
             arriving, pending = (kv, None) if is_last else start_pass(kv, ring, work.log, by=-1)
             source = (ring.index + 1 + hop) % ring.size
             grad_kv = slopes.by(kv, work.of_rank(source))
+            # add the terms of the ranks that had this block before
             if coming is not None:
                 so_far, travel = coming
                 travel.wait(ring.timeout_s)
                 grad_kv += so_far
+            # The sum leaves one hop after its block; the last one stays, because it is home.
             if pending is not None:
                 coming = start_pass(grad_kv, ring, work.log, by=-1)
                 pending.wait(ring.timeout_s)
@@ -179,16 +191,18 @@ class _Ring(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Keeps a rank's own keys and values, and collects the others' again for backward."""
+    """All-gather attention; saves only the rank's own keys and values, and gathers again in backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
         q, kv = q.contiguous(), torch.stack((k, v))
         total = _Total(q, is_merged=True)
         ranks = work.ranks
+        # gather, and attend to the rank's own keys meanwhile
         by_rank, pending = start_collection(kv, ranks, work.log)
         total.add(kv, work.of_rank(ranks.index), is_first=True)
         pending.wait(ranks.timeout_s)
+        # the other ranks' keys, in token order
         whole = _in_order(by_rank.unflatten(0, (ranks.size, 2)), work.segments)
         total.add(whole, work.of_others())
         out = total.out.to(q.dtype)
@@ -202,13 +216,16 @@ class _Gathered(torch.autograd.Function):
         q, kv, out, log_sum_exp = ctx.saved_tensors
         work: _Work = ctx.work
         ranks, segments = work.ranks, work.segments
+        # gather again, with the gradients of the rank's own keys meanwhile
         by_rank, pending = start_collection(kv, ranks, work.log)
         slopes = _Slopes(grad.contiguous(), q, AttentionTile(out, log_sum_exp))
         grad_kv = slopes.by(kv, work.of_rank(ranks.index))
         pending.wait(ranks.timeout_s)
+        # gradients of the other ranks' keys
         by_rank = by_rank.unflatten(0, (ranks.size, 2))
         whole = _in_order(by_rank, segments)
         others = slopes.by(whole, work.of_others())
+        # back to rank order, then reduce-scatter to the owners
         terms = torch.zeros_like(by_rank, dtype=others.dtype)
         for place, held in _pairs(others, terms, segments):
             held.copy_(place)
@@ -218,7 +235,10 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Total:
-    """Attention so far: output [S, B, H, K] and log-sum-exp [B, H, S], wide if blocks are merged."""
+    """Attention over the keys so far: output [S, B, H, K] and log-sum-exp [B, H, S].
+
+    The output is fp32 or better where blocks are merged, and else has the format of the queries.
+    """
 
     def __init__(self, q: Tensor, *, is_merged: bool) -> None:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -231,7 +251,7 @@ class _Total:
     def add(
         self, kv: Tensor, parts: Iterable[tuple[slice, AttentionPart]], *, is_first: bool = False
     ) -> None:
-        """Attend to more keys; the first ones are seen by every query."""
+        """Attend to more keys. With ``is_first`` overwrite: every query sees some of these keys."""
         for rows, part in parts:
             q, k, v = _block_of(self._q, kv, rows, part)
             block = self._kernel.forward(q, k, v, is_causal=part.is_causal)
@@ -244,7 +264,7 @@ class _Total:
 
 
 class _Slopes:
-    """Gradients by the queries so far, wide: [S, B, H, K]."""
+    """Gradients of the queries so far, [S, B, H, K] in fp32 or better."""
 
     def __init__(self, grad: Tensor, q: Tensor, whole: AttentionTile) -> None:
         self._grad, self._q, self._whole, self._kernel = grad, q, whole, kernel_for(q)
@@ -252,7 +272,7 @@ class _Slopes:
         self.q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
 
     def by(self, kv: Tensor, parts: Iterable[tuple[slice, AttentionPart]]) -> Tensor:
-        """Those by keys and values, wide and like ``kv`` [2, T, B, G, K]; the queries' are added."""
+        """Return the gradients of ``kv`` [2, T, B, G, K] in fp32 or better, and add to those of the queries."""
         grad_kv = torch.zeros_like(kv, dtype=self.q.dtype)
         for rows, part in parts:
             q, k, v = _block_of(self._q, kv, rows, part)
@@ -268,20 +288,20 @@ class _Slopes:
 def _block_of(
     q: Tensor, kv: Tensor, rows: slice, part: AttentionPart
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one block, [B, heads, S, K] each."""
+    """Return queries, keys and values of one block, [B, heads, S, K] each."""
     tensors = q[part.queries, rows], kv[0, part.keys, rows], kv[1, part.keys, rows]
     a, b, c = (t.permute(1, 2, 0, 3) for t in tensors)
     return a, b, c
 
 
 def _rows_of(total: AttentionTile, rows: slice, part: AttentionPart) -> AttentionTile:
-    """Views of the rows that belong to a block's queries."""
+    """Return views of the output rows that belong to a block's queries."""
     out = total.out[part.queries, rows].permute(1, 2, 0, 3)
     return AttentionTile(out, total.log_sum_exp[rows, :, part.queries])
 
 
 def _in_order(by_rank: Tensor, segments: Iterable[Segment]) -> Tensor:
-    """[n, 2, S, B, G, K] as the ranks hold them -> [2, n S, B, G, K] as they follow one another."""
+    """Copy keys and values from rank order [n, 2, S, B, G, K] to token order [2, n S, B, G, K]."""
     num_ranks, two, tokens, *rest = by_rank.shape
     whole = by_rank.new_empty((two, num_ranks * tokens, *rest))
     for place, held in _pairs(whole, by_rank, segments):
@@ -292,9 +312,10 @@ def _in_order(by_rank: Tensor, segments: Iterable[Segment]) -> Tensor:
 def _pairs(
     whole: Tensor, by_rank: Tensor, segments: Iterable[Segment]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The chunks of whole rows [2, n S, B, ...] beside what rank by rank is held of them."""
+    """Yield each chunk of the whole rows [2, n S, B, ...] with the view of the rank that holds it."""
     num_ranks = by_rank.shape[0]
     for segment in segments:
+        # Rank r of n holds chunks r and 2n-1-r of each segment, which balances causal work.
         chunk, begin = segment.size // 2, segment.start * num_ranks
         for rank in range(num_ranks):
             for number, held in ((rank, segment.early), (2 * num_ranks - 1 - rank, segment.late)):

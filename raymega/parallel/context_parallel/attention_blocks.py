@@ -1,7 +1,7 @@
-"""Blocks of attention with their log-sum-exp, and how blocks over different keys become one.
+"""Blocks of attention with their log-sum-exp, and the merge of blocks over different keys.
 
-Torch's fused kernels do the work where they serve; elsewhere it is written out. Which blocks there
-are is plan.context's, who sends what is the callers'. Tensors of a block are [B, heads, S, K].
+torch's fused kernels are used where they apply; elsewhere attention is written out.
+`plan/cp_layout.py` decides which blocks exist. Tensors of a block are [B, heads, S, K].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttentionTile(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """By the queries [B, H, S, K], the keys and the values [B, G, T, K] of one block."""
+    """Gradients of the queries [B, H, S, K], the keys and the values [B, G, T, K] of one block."""
 
     q: Tensor
     k: Tensor
@@ -33,35 +33,39 @@ class Gradients(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One way to compute blocks; H / G neighbouring query heads read one key head."""
+    """A kernel that computes blocks; H / G neighbouring query heads read one key head."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
-        """Attention of q [B, H, S, K] over k and v [B, G, T, K]; causal ones have S = T."""
+        """Return attention of q [B, H, S, K] over k and v [B, G, T, K]; S = T where it is causal."""
 
     @staticmethod
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
-        """From ``grad`` [B, H, S, K] by the output; ``whole`` is over all keys that the rows see."""
+        """Return the block's gradients, from ``grad`` [B, H, S, K] of the output.
+
+        ``whole`` is the attention over all keys that the queries see, in all blocks.
+        """
 
 
 def kernel_for(q: Tensor) -> Kernel:
-    """The fastest that serves tensors like ``q`` [..., K]."""
+    """Return the fastest kernel that supports the device, dtype and head width of ``q`` [..., K]."""
     if q.device.type == "cpu":
         return Cpu
+    # limits of torch's flash kernel: 16 bits, head width a multiple of 8 and at most 256
     is_narrow = q.dtype in (torch.bfloat16, torch.float16)
     return Flash if is_narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else MathAttention
 
 
 def merge(into: AttentionTile, block: AttentionTile) -> None:
-    """Add keys: ``into`` becomes attention over its keys and those of ``block``, in its own format.
+    """Make ``into`` the attention over its own keys and those of ``block``, in its own format.
 
-    A row without keys (log-sum-exp -inf) adds nothing, and two such rows stay one.
+    A query without keys has log-sum-exp -inf: it adds nothing, and the merge of two such stays one.
     """
     other = block.log_sum_exp.to(into.log_sum_exp.dtype)
     total = torch.logaddexp(into.log_sum_exp, other)
-    # -inf - -inf is no number; with any finite stand-in the shares of a row without keys are 0.
+    # -inf - -inf is NaN. With any finite value in its place the weights of a query without keys are 0.
     finite = total.masked_fill(total == -torch.inf, 0.0)
     into.out.mul_((into.log_sum_exp - finite).exp_().unsqueeze(-1))
     into.out.addcmul_(block.out.to(into.out.dtype), (other - finite).exp_().unsqueeze(-1))
@@ -69,9 +73,9 @@ def merge(into: AttentionTile, block: AttentionTile) -> None:
 
 
 class Cpu:
-    """Torch's flash kernel for CPUs, which wants a key head for each query head.
+    """torch's flash kernel for CPUs, which needs as many key heads as query heads.
 
-    Where heads share keys it runs once for each sharer, so that nothing is copied.
+    Where query heads share a key head it runs H / G times, so that no keys are copied.
     """
 
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -82,6 +86,7 @@ class Cpu:
         """See Kernel."""
         if q.shape[1] == k.shape[1]:
             return AttentionTile(*Cpu.kernel(q, k, v, 0.0, is_causal))
+        # shared key heads: one call for each query head of a key head, then back to head order
         blocks = [Cpu.kernel(rows, k, v, 0.0, is_causal) for rows in _by_sharer(q, k)]
         outs, numbers = zip(*blocks, strict=True)
         return AttentionTile(
@@ -93,12 +98,14 @@ class Cpu:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
+        # a CPU without 16-bit instructions: compute in float32, round once
         if is_emulated(q):
             whole = AttentionTile(whole.out.float(), whole.log_sum_exp)
             by = Cpu.backward(
                 grad.float(), q.float(), k.float(), v.float(), whole, is_causal=is_causal
             )
             return Gradients(*(t.to(q.dtype) for t in by))
+        # shared key heads: the gradients of keys and values sum over the calls
         found = [
             Gradients(*Cpu.gradients(mine, rows, k, v, out, numbers, 0.0, is_causal))
             for mine, rows, out, numbers in zip(
@@ -110,7 +117,7 @@ class Cpu:
 
 
 class Flash:
-    """Torch's flash kernel for GPUs, which knows shared key heads; half precision only."""
+    """torch's flash kernel for GPUs: bfloat16 and float16 only, with shared key heads (GQA)."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
@@ -123,6 +130,7 @@ class Flash:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
+        # The kernel wants the state of dropout's generator, and ignores it at rate 0.
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return Gradients(
             *aten._scaled_dot_product_flash_attention_backward(
@@ -133,7 +141,7 @@ class Flash:
 
 
 class MathAttention:
-    """Step by step, with all S x T weights in memory at once: for what no fused kernel serves."""
+    """Attention written out, with all S x T weights in memory: for formats that no fused kernel takes."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> AttentionTile:
@@ -152,8 +160,10 @@ class MathAttention:
         scores, groups = _scores(q, k, is_causal=is_causal), k.shape[1]
         q, grad, out = (t.unflatten(1, (groups, -1)) for t in (q, grad, whole.out))
         log_sum_exp = whole.log_sum_exp.unflatten(1, (groups, -1))
+        # recompute the softmax over all keys from the saved log-sum-exp
         weights = (scores - log_sum_exp.unsqueeze(-1)).exp_()
         drift = (grad.to(weights.dtype) * out).sum(-1, keepdim=True)
+        # softmax backward: dS = P * (dP - rowsum(dO * O)), as in FlashAttention
         slope = (grad.flatten(2, 3) @ v.mT).unflatten(2, scores.shape[2:4]) - drift
         slope = slope.mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype).flatten(2, 3)
         return Gradients(
@@ -168,12 +178,12 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _by_sharer(x: Tensor, k: Tensor) -> Iterator[Tensor]:
-    """Of x [B, H, ...] the first query heads of all key heads of k [B, G, ...], the second, ..."""
+    """Yield [B, G, ...] for each of the H / G query heads of x [B, H, ...] that share a key head of k."""
     yield from x.unflatten(1, (k.shape[1], -1)).unbind(2)
 
 
 def _scores(q: Tensor, k: Tensor, *, is_causal: bool) -> Tensor:
-    """[B, G, H/G, S, T] in max(fp32, dtype), -inf where nothing is seen."""
+    """Return scores [B, G, H/G, S, T] in fp32 or better, -inf where a key is masked."""
     rows = q.unflatten(1, (k.shape[1], -1))
     scores = (rows.flatten(2, 3) @ k.mT).unflatten(2, rows.shape[2:4])
     scores = scores.to(_wide(q)).mul_(q.shape[-1] ** -0.5)

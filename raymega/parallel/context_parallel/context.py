@@ -1,6 +1,6 @@
-"""Context: the ranks that share the tokens of a sequence; a micro-batch, and where its tokens lie on them.
+"""Context: the ranks that share a sequence's tokens; MicroBatch and TokenLayout: tokens and placement.
 
-It owns what layers are told about that; attention across the ranks is context_attention's.
+Layers read these values; attention across the ranks is in `attention.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Documents = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Context-parallel ranks: ``inner`` ones exchange heads, ``outer`` ones pass keys and values.
+    """Context-parallel ranks: ``inner`` ones exchange heads, ``outer`` ones send keys and values.
 
-    One of the two may have a single rank. The cp coordinate is outer.index * inner.size + inner.index.
+    Either may have a single rank. The cp coordinate is outer.index * inner.size + inner.index.
 
     Attributes:
-        inner: Neighbours that give each other their tokens of some heads, so that each attends with
-            its heads over the tokens of all of them.
-        outer: Ranks that keep their queries and get to see one another's keys and values.
-        is_gathered: The outer ranks collect all keys and values at once, instead of a ring.
-        log: Sees what the ranks send each other.
+        inner: Neighbours that exchange heads (Ulysses): each attends with its share of the heads over
+            the tokens of all of them.
+        outer: Ranks that keep their queries and receive one another's keys and values.
+        is_gathered: True where the outer ranks all-gather keys and values; False for a ring.
+        log: Log of the step, which tracks the transfers.
     """
 
     inner: Group
@@ -46,17 +46,17 @@ class Context:
 
     @property
     def degree(self) -> int:
-        """cp: how many ranks share the tokens."""
+        """Number of ranks that share the tokens (cp)."""
         return self.inner.size * self.outer.size
 
     @property
     def index(self) -> int:
-        """This rank's coordinate on the cp axis."""
+        """Coordinate of this rank on the cp axis."""
         return self.outer.index * self.inner.size + self.inner.index
 
 
 def make_context(groups: Groups, parallel: ParallelSection, log: CommLog) -> Context:
-    """The context that a job asks for; its groups were built for its method."""
+    """Return the context for the job's ``parallel.cp_method``, whose groups are built already."""
     return Context(
         inner=groups.hierarchical_cp_size,
         outer=groups.cp_outer,
@@ -66,7 +66,7 @@ def make_context(groups: Groups, parallel: ParallelSection, log: CommLog) -> Con
 
 
 def make_contexts(groups: Groups, parallel: ParallelSection, log: CommLog) -> dict[int, Context]:
-    """Those that a pack of documents may get under dynamic context parallelism, by their degree."""
+    """Return the contexts that dynamic context parallelism chooses from, by degree 1, 2, 4, ..."""
     nobody = alone(groups.world.ranks[groups.world.index])
     is_gathered = parallel.cp_method == "all_gather"
     return {
@@ -76,17 +76,19 @@ def make_contexts(groups: Groups, parallel: ParallelSection, log: CommLog) -> di
 
 
 def no_context(rank: int = 0) -> Context:
-    """The context of a rank that has all tokens of its rows."""
+    """Return the context of a rank that holds all tokens of its rows."""
     return Context(inner=alone(rank), outer=alone(rank))
 
 
 class Rows(NamedTuple):
-    """What the rows of a micro-batch are made of.
+    """Documents and positions of a micro-batch's rows.
 
-    ``positions`` [B, S/cp] int64 are those of this rank's tokens in their documents, [1, S/cp] where
-    all rows have the same; ``documents`` are lengths of the whole ones. ``context`` are the ranks
-    that share the rows where that differs between micro-batches, and then ``row_positions`` [B, S/cp] are
-    those of the tokens in their samples.
+    Attributes:
+        positions: Positions [B, S/cp] int64 of this rank's tokens in their documents; [1, S/cp] where all
+            rows have the same documents.
+        documents: Lengths of the whole documents, by row.
+        context: Ranks that share the rows, where these differ between micro-batches.
+        row_positions: Positions [B, S/cp] of the tokens in their samples; only with ``context``.
     """
 
     positions: Tensor
@@ -97,22 +99,22 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """What one forward reads.
+    """Input of one forward pass.
 
     Attributes:
-        tokens: [B, S/cp] int64.
-        labels: [B, S/cp] int64, the token after each token.
-        mask: [B, S/cp] float32, 1 where the label counts; a slot without a sample is all 0.
-        samples: [B] int64, global sample indices, counted from the start of the run; -1 without.
-        positions: [B, S/cp] int64, place of each token in its document; [1, S/cp] where all rows have
+        tokens: Token ids [B, S/cp] int64.
+        labels: Next token of each token, [B, S/cp] int64.
+        mask: Loss mask [B, S/cp] float32: 1 where the label counts; all 0 in a slot without a sample.
+        samples: Global sample indices [B] int64, counted from the start of the run; -1 in an empty slot.
+            [B, S/cp] with ``context``: one for each token.
+        positions: Position of each token in its document, [B, S/cp] int64; [1, S/cp] where all rows have
             the same documents.
-        documents: By row, lengths of its whole documents end to end; they add up to S. A single entry
+        documents: Lengths of each row's whole documents, end to end; they add up to S. A single entry
             stands for all rows.
-        context: The ranks that share this micro-batch out where not all have the same; then samples
-            are [B, S/cp] and ``row_positions`` [B, S/cp] int64 those of the tokens in them.
-        row_positions: See there.
-        later: Labels and mask of as many tokens further ahead as the model predicts, [depth, B, S/cp]
-            each; None where it predicts the next one alone.
+        context: Ranks that share this micro-batch, where these differ between micro-batches; else None.
+        row_positions: Positions [B, S/cp] int64 of the tokens in their samples; only with ``context``.
+        later: Labels and masks, [depth, B, S/cp] each, of the tokens further ahead that the model
+            predicts; None where it predicts only the next one.
     """
 
     tokens: Tensor
@@ -127,25 +129,25 @@ class MicroBatch:
 
     @property
     def rows(self) -> Rows:
-        """What its rows are made of."""
+        """Documents and positions of its rows."""
         return Rows(self.positions, self.documents, self.context, self.row_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """Where the tokens of a micro-batch that this rank holds lie; made once for all layers of a stage.
+    """Placement of the tokens of a micro-batch that this rank holds; made once for all layers of a stage.
 
     Attributes:
-        positions: [S/cp, B] or [S/cp, 1] int64, of each token in its document.
-        context: The ranks that share the tokens.
-        segments: The documents as a rank holds them when attention is computed.
-        order: In which order the tokens of the inner ranks, end to end, lie as one outer rank would
-            hold them, and the inverse: [S/outer, B] or [S/outer, 1] int64. None without inner ranks.
-        ends: [N + 1] int32, where the documents of all rows end, the rows end to end; None unless there
-            are several in a row, and no outer ranks.
-        keys: What dropout goes by; None drops nothing.
-        rotations: What RoPE turns by; None is positions 0 to S - 1.
-        token_ids: Which tokens of the micro-batch these are, and which count; None where no layer asks.
+        positions: Position of each token in its document, [S/cp, B] or [S/cp, 1] int64.
+        context: Ranks that share the tokens.
+        segments: Documents, as the rank holds them when attention is computed.
+        order: Permutation from the inner ranks' tokens, end to end, to the order in which one outer rank
+            would hold them, and its inverse: [S/outer, B] or [S/outer, 1] int64. None without inner ranks.
+        ends: Cumulative lengths [N + 1] int32 of the documents of all rows, end to end. None where all
+            rows are one document, or outer ranks exist.
+        keys: Keys of the dropout masks; None where nothing is dropped.
+        rotations: Cosines and sines of RoPE; None is positions 0 to S - 1.
+        token_ids: Numbers of these tokens in the micro-batch, and which count; None where no layer asks.
     """
 
     positions: Tensor
@@ -159,12 +161,12 @@ class TokenLayout:
 
     @property
     def is_whole(self) -> bool:
-        """All rows are one document, of which this rank has all tokens."""
+        """True where each row is one document, of which this rank holds all tokens."""
         return self.context.degree == 1 and len(self.segments) == 1
 
 
 def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
-    """TokenLayout of ``rows``, cut over ``context``; neither dropout nor turns."""
+    """Return the TokenLayout of ``rows``, cut over ``context``, without dropout keys and rotations."""
     held = segments(rows.documents, cp=context.outer.size)
     return TokenLayout(
         positions=rows.positions.t(),
@@ -176,14 +178,15 @@ def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
 
 
 def make_token_ids(rows: Rows, mask: Tensor, context: Context, sp: SequenceParallel) -> TokenIds:
-    """Marks of a micro-batch.
+    """Return the TokenIds of a micro-batch's tokens on this rank.
 
     Args:
-        rows: What its rows are made of.
-        mask: [B, S/cp], 1 where a token counts, else 0.
-        context: The ranks that share the rows.
-        sp: How they lie on the tensor-parallel ranks.
+        rows: Documents and positions of its rows.
+        mask: Loss mask [B, S/cp]: 1 where a token counts, else 0.
+        context: Ranks that share the rows.
+        sp: Placement of the residual stream on the tensor-parallel ranks.
     """
+    # A token's number is its row times the row's length, plus its position in the row.
     at = rows.row_positions
     if at is None:
         at = held_positions(rows.documents, context).to(mask.device)
@@ -197,17 +200,17 @@ def make_token_ids(rows: Rows, mask: Tensor, context: Context, sp: SequenceParal
 
 
 def whole_rows(num_tokens: int, device: torch.device) -> Rows:
-    """Rows of one document each, of which this rank has all tokens."""
+    """Return rows of one document each, of which this rank holds all tokens."""
     return Rows(torch.arange(num_tokens, device=device)[None], ((num_tokens,),))
 
 
 def held_positions(documents: Documents, context: Context) -> Tensor:
-    """Positions in the whole rows of the tokens that this rank holds: [rows, S/cp] int64."""
+    """Return the positions, in the whole rows, of the tokens that this rank holds: [rows, S/cp] int64."""
     return torch.stack([_held(row, context.degree, context.index) for row in documents])
 
 
 def _ends(rows: Rows) -> Tensor:
-    """Of the documents of all rows, row after row; the first begins at 0."""
+    """Return the cumulative lengths [N + 1] of the documents of all rows, row after row, from 0."""
     ends = [0, *accumulate(length for documents in rows.documents for length in documents)]
     return torch.tensor(ends, dtype=torch.int32, device=rows.positions.device)
 
@@ -218,7 +221,10 @@ def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
 
 
 def _order(rows: Rows, context: Context) -> tuple[Tensor, Tensor]:
-    """The inner ranks' chunks together are those of their outer place; it has them by position."""
+    """Return the permutation that sorts the inner ranks' tokens by position, and its inverse.
+
+    Together the inner ranks hold the chunks of one outer rank, which has them by position.
+    """
     first, degree = context.outer.index * context.inner.size, context.degree
     neighbours = range(first, first + context.inner.size)
     columns = [

@@ -1,6 +1,6 @@
 """All-to-all of attention heads: from some tokens of all heads to all tokens of some heads, and back.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023). Attention in between needs no other rank.
+DeepSpeed-Ulysses (Jacobs et al. 2023). Attention in between involves no other rank.
 """
 
 from __future__ import annotations
@@ -28,47 +28,53 @@ def ulysses(  # noqa: PLR0913  # three tensors and what is done with them
     order: tuple[Tensor, Tensor],
     log: CommLog,
 ) -> Tensor:
-    """``attend`` with this rank's share of heads over the tokens of all ``ranks``.
+    """Run ``attend`` with this rank's share of the heads, over the tokens of all n ``ranks``.
 
     Args:
-        attend: From q [N, B, H/n, K], k and v to [N, B, H/n, K], where N = n * S.
-        q: [S, B, H, K].
-        k: [S, B, G, K]; a head that several ranks read is sent to each of them.
-        v: [S, B, G, K].
-        ranks: n ranks, a divisor of H, and of G or a multiple of it.
-        order: Which of the ranks' tokens, end to end, comes at each place, and the inverse; [N, B] or
+        attend: Function from q [N, B, H/n, K], k and v to [N, B, H/n, K], where N = n * S.
+        q: Queries [S, B, H, K].
+        k: Keys [S, B, G, K]; a head that several ranks read is sent to each of them.
+        v: Values [S, B, G, K].
+        ranks: Group of n ranks; n divides H, and divides G or is a multiple of it.
+        order: Permutation of the ranks' tokens, end to end, into token order, and its inverse; [N, B] or
             [N, 1] int64.
-        log: Sees what is sent.
+        log: Log of the step, which tracks the transfers.
 
     Returns:
-        [S, B, H, K].
+        Outputs [S, B, H, K].
     """
     there, back = order
+    # fewer key heads than ranks: each is sent to n / G ranks
     copies = max(1, ranks.size // k.shape[2])
     k, v = (t.repeat_interleave(copies, dim=2) if copies > 1 else t for t in (k, v))
+    # q, k and v travel in one all-to-all, cut by rank first so that each rank gets a share of all three
     shares = [t.unflatten(2, (ranks.size, -1)) for t in (q, k, v)]
     mixed = _to_heads(torch.cat(shares, dim=3).flatten(2, 3), ranks, log)
     mixed = _reorder(mixed, there, back)
+    # attention over all tokens, then the way back
     y = attend(*mixed.split([share.shape[3] for share in shares], dim=2))
     return _to_tokens(_reorder(y, back, there), ranks, log)
 
 
 def _to_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
-    """[S, B, n h, K] -> [n S, B, h, K]."""
+    """Exchange tokens for heads: [S, B, n h, K] -> [n S, B, h, K]."""
     return apply_linear(
         x, lambda y: _send_heads(y, ranks, log), lambda grad: _send_tokens(grad, ranks, log)
     )
 
 
 def _to_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
-    """[n S, B, h, K] -> [S, B, n h, K]."""
+    """Exchange heads for tokens: [n S, B, h, K] -> [S, B, n h, K]."""
     return apply_linear(
         x, lambda y: _send_tokens(y, ranks, log), lambda grad: _send_heads(grad, ranks, log)
     )
 
 
 def _reorder(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """x[order] along dim 0, column by column; an order has no two tokens in one place."""
+    """Return x[order] along dim 0, column by column.
+
+    An order is a permutation, so backward is a gather by its inverse, without atomic adds.
+    """
     return apply_linear(x, lambda y: _take(y, order), lambda grad: _take(grad, back))
 
 
@@ -83,7 +89,7 @@ def _send_tokens(x: Tensor, ranks: Group, log: CommLog) -> Tensor:
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
-    """x: [N, B, h, K], order: [N, B] or [N, 1]."""
+    """Gather x [N, B, h, K] along dim 0 by ``order`` [N, B], or [N, 1] for all columns alike."""
     if order.shape[1] == 1:
         return x.index_select(0, order[:, 0])
     return x[order, torch.arange(x.shape[1], device=x.device)]

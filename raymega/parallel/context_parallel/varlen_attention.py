@@ -1,7 +1,7 @@
 """Attention inside packed documents by one kernel for all of them, on GPUs.
 
-It owns when torch's variable-length flash kernel serves, and its call. Everywhere else, on CPUs and in
-wide formats, context_attention computes the same a document at a time.
+torch's variable-length flash kernel: when it applies, and the call. On CPUs and in float32,
+`attention.py` computes the same one document at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from raymega.parallel.context_parallel.attention_blocks import Flash, kernel_for
 
 CAUSAL = (-1, 0)
-"""How many tokens before and behind itself a token sees; -1 is all of its document."""
+"""Number of tokens before and after itself that a token sees; -1 is all of its document."""
 
 
 @cache
 def torch_kernel() -> Callable[..., Any] | None:
-    """Torch's function; None when it is an older one with other parameters.
+    """Return torch's function; None where torch is older and its function lacks parameters.
 
-    It brings torch's compiler, a second of loading that a process without a GPU is spared.
+    The import is late because it loads torch's compiler, which takes a second.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -33,29 +33,30 @@ def torch_kernel() -> Callable[..., Any] | None:
 
 
 def has_one_kernel(q: Tensor) -> bool:
-    """Torch's variable-length kernel serves tensors like ``q``: those that its flash kernel does."""
+    """Return whether the variable-length kernel supports ``q``; its limits are the flash kernel's."""
     return kernel_for(q) is Flash and torch_kernel() is not None
 
 
 def attend_in_documents(  # one a property of the rows
     q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int, are_alike: bool
 ) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v inside each document.
+    """Return softmax(q k^T / sqrt(K)) v, causal within each document.
 
     Args:
-        q: [S, B, H, K].
-        k: [S, B, G, K]; H / G neighbouring query heads read one key head.
-        v: [S, B, G, K].
-        ends: [N + 1] int32: 0, and where each document ends when rows lie end to end.
-        longest: Tokens of the longest document.
-        are_alike: ``ends`` are of one row, and all have the same documents.
+        q: Queries [S, B, H, K].
+        k: Keys [S, B, G, K]; H / G neighbouring query heads read one key head.
+        v: Values [S, B, G, K].
+        ends: Cumulative lengths [N + 1] int32 of the documents, from 0, with the rows end to end.
+        longest: Number of tokens of the longest document.
+        are_alike: True where ``ends`` describes one row, and all rows have the same documents.
 
     Returns:
-        [S, B, H, K].
+        Outputs [S, B, H, K].
     """
     num_tokens, num_rows = q.shape[:2]
     if are_alike and num_rows > 1:
         ends = _of_all_rows(ends, num_tokens, num_rows)
+    # The kernel takes the rows end to end: [B * S, heads, K].
     q_THK, k_TGK, v_TGK = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     kernel = torch_kernel()
     assert kernel is not None, "has_one_kernel was asked"
@@ -75,6 +76,6 @@ def attend_in_documents(  # one a property of the rows
 
 
 def _of_all_rows(ends: Tensor, num_tokens: int, num_rows: int) -> Tensor:
-    """The ends in the first row, the second, ...; nothing waits for the device."""
+    """Repeat one row's cumulative lengths for all rows, on the device, without a host sync."""
     firsts = num_tokens * torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
     return torch.cat([ends[:1], (ends[1:] + firsts[:, None]).flatten()])

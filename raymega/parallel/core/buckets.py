@@ -1,7 +1,7 @@
-"""Buckets: in which portions gradients and weights travel, over which ranks, and who owns which part.
+"""Buckets: the portions in which gradients and weights travel, their ranks, and their owned parts.
 
-One table serves the gradients' buffer, the weights' and the optimizer, so that an element has the
-same place in all three. It holds no values and sends nothing.
+The gradient buffer, the weight buffer and the optimizer share one table, so that an element has the
+same place in all three. The table holds no values and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Item = TypeVar("Item")
 
 
 class Span(NamedTuple):
-    """Where a whole parameter lies in a bucket, as elements from its begin."""
+    """Place of a whole parameter in a bucket; ``start`` is the index of its first element."""
 
     param: ShardedParameter
     start: int
 
     @property
     def stop(self) -> int:
-        """First element behind it."""
+        """Index of the first element after it."""
         return self.start + self.param.numel()
 
 
 class Extent(NamedTuple):
-    """Some elements of one parameter, and where they lie in a bucket.
+    """A range of one parameter's elements, and its place in a bucket.
 
-    ``first`` to ``last`` count elements of the flat parameter; ``at`` is the place of ``first``.
+    ``first`` to ``last`` index the flat parameter; ``at`` is the bucket index of ``first``.
     """
 
     param: ShardedParameter
@@ -48,7 +48,7 @@ class Extent(NamedTuple):
     at: int
 
     def within(self, begin: int) -> slice:
-        """Selects it in a flat tensor that holds the bucket from element ``begin`` on."""
+        """Return the slice of these elements in a flat tensor that holds the bucket from ``begin``."""
         return slice(self.at - begin, self.at - begin + self.last - self.first)
 
 
@@ -57,9 +57,9 @@ class Sharing:
     """Ranks that hold the same parameters and see different tokens.
 
     Attributes:
-        whole: All of them, over which gradients are summed: the dp * cp ranks, or edp ranks for experts.
-        inside: Neighbours that share one copy out; equal to ``whole`` unless sharding is hybrid.
-        across: The ranks that own the same part of the other copies; alone unless it is.
+        whole: All of these ranks, over which gradients are summed: dp * cp, or edp for experts.
+        inside: Neighbours that shard one copy of the state; equal to ``whole`` unless sharding is hybrid.
+        across: Ranks that own the same part of the other copies; one rank unless sharding is hybrid.
     """
 
     whole: Group
@@ -69,19 +69,19 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Parameters that travel together.
+    """Parameters whose gradients and weights travel in one collective.
 
     Attributes:
         index: Place in the table.
-        chunk: Model chunk whose parameters these are.
-        spans: The parameters, end to end, the last in the model first: as backward finishes them.
-        size: Elements, with padding at the end; a multiple of the number of ranks that hold them.
-        first_use: Place in the chunk's forward order of the parameter that is used first.
-        is_tied: Copies on the first and on the last stage are summed as well.
-        is_partial_over_tp: Some pieces are terms of a sum over tp ranks.
-        is_expert: The parameters are experts'.
-        sharing: The ranks that gradients are summed over, and that share the bucket out.
-        level: What they share out of it; nothing where a rank is alone with it.
+        chunk: Index of the model chunk whose parameters these are.
+        spans: Parameters end to end, the last of the model first: backward finishes them in that order.
+        size: Number of elements, with padding at the end; a multiple of the size of ``sharing.whole``.
+        first_use: Place, in the chunk's forward order, of the parameter that is used first.
+        is_tied: True where copies on the first and on the last stage are summed as well.
+        is_partial_over_tp: True where some pieces are terms of a sum over tp ranks.
+        is_expert: True where the parameters are experts'.
+        sharing: Ranks that the gradients are summed over, and that shard the bucket.
+        level: ZeRO level of the bucket; NONE where a single rank holds it.
     """
 
     index: int
@@ -96,7 +96,7 @@ class Bucket:
     level: ZeroLevel
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
-        """What lies between elements ``begin`` and ``end``, padding left out."""
+        """Yield the extents of the parameters between elements ``begin`` and ``end``, without padding."""
         for param, start in self.spans:
             first, last = max(begin - start, 0), min(end - start, param.numel())
             if first < last:
@@ -113,36 +113,37 @@ class Range:
 
     @property
     def place(self) -> slice:
-        """Selects them in the bucket."""
+        """Slice of these elements in the bucket."""
         return slice(self.begin, self.end)
 
     def extents(self) -> Iterator[Extent]:
-        """The parameters' elements in it."""
+        """Yield the extents of the parameters in the range."""
         return self.bucket.extents(self.begin, self.end)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketTable:
-    """All buckets of a rank, and who owns what.
+    """All buckets of a rank, and which part of each it owns.
 
     Attributes:
-        buckets: Ordinary ones first, then partial ones, then tied ones; experts' after dense ones.
-        dtype: Of gradients, masters and moments: float32 or better.
+        buckets: All buckets: ordinary, then partial over tp, then tied; among them dense before experts'.
+        dtype: Number format of gradients, masters and moments: float32 or better.
     """
 
     buckets: tuple[Bucket, ...]
     dtype: torch.dtype
 
     def share(self, bucket: Bucket) -> Range:
-        """This rank's even part of a bucket: what it counts in norms, sharded or not."""
+        """Return this rank's even part of a bucket, which it counts in norms, sharded or not."""
         sharing = bucket.sharing
+        # hybrid: the copies split the owned part once more, so that each element counts once
         begin = bucket.size // sharing.inside.size * sharing.inside.index
         size = bucket.size // sharing.whole.size
         begin += size * sharing.across.index
         return Range(bucket=bucket, begin=begin, end=begin + size)
 
     def owned(self, bucket: Bucket) -> Range:
-        """What this rank updates: its part of its copy when sharded, else all."""
+        """Return what this rank updates: its part of its copy where the bucket is sharded, else all."""
         if bucket.level == ZeroLevel.NONE:
             return Range(bucket=bucket, begin=0, end=bucket.size)
         inside = bucket.sharing.inside
@@ -151,7 +152,7 @@ class BucketTable:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of a bucket have in common."""
+    """Properties that all parameters of a bucket share; the fields' order sorts the table."""
 
     is_tied: bool
     is_partial: bool
@@ -161,9 +162,9 @@ class _Kind(NamedTuple):
 
 
 SMALL_ROLES = ("norm", "bias", "state")
-"""Vectors, and what is not trained. From level ``gradients`` on a rank keeps their weights and sums
-whole, as it does those that are wider than the compute dtype (a router's): to share out so little for
-so many collectives would not pay."""
+"""Roles of vectors and untrained tensors. From level ``gradients`` on, a rank keeps their weights and
+sums whole, and also those of tensors wider than the compute dtype (a router's). They are too small to
+be worth collectives of their own."""
 
 
 def make_buckets(
@@ -175,28 +176,29 @@ def make_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     units: Mapping[ShardedParameter, int] | None = None,
 ) -> BucketTable:
-    """Lay the parameters of a rank's model chunks into buckets.
+    """Assign the parameters of a rank's model chunks to buckets.
 
-    Buckets end between parameters, when ``bucket_bytes`` of gradients are reached, and never hold
-    two chunks or two kinds: of one kind are parameters that are summed alike and have one number
-    format. So a tied parameter lies alone on both stages that have it, at the same place, and both
-    copies are cut alike. From level ``gradients`` on a bucket is what one unit of the
-    model has, whatever its bytes, and vectors lie apart and are shared out as with ``optimizer``.
+    A bucket ends with a parameter, once it has ``bucket_bytes`` of gradients. It never holds two chunks
+    or two kinds: parameters of one kind are summed alike and have one number format. So a tied parameter
+    is alone in its bucket on both stages, and both copies are cut alike. From level ``gradients`` on, a
+    bucket is one unit's matrices, whatever their bytes. Vectors are then in buckets of level ``optimizer``.
 
     Args:
-        chunks: Parameters of each chunk in forward order.
-        dense: The ranks that hold the same dense parameters.
-        experts: Those that hold the same experts, where there are any.
-        level: What these share out.
-        bucket_bytes: Gradient bytes from which a bucket is full.
-        units: In which unit of its chunk a parameter is used: a block, the embedding, the head. None
-            makes each parameter its own.
+        chunks: Parameters of each model chunk in forward order.
+        dense: Ranks that hold the same dense parameters.
+        experts: Ranks that hold the same experts; None in a model without experts.
+        level: ZeRO level of the run.
+        bucket_bytes: Number of gradient bytes from which a bucket is full.
+        units: Number of the unit of its chunk that uses a parameter: a block, the embedding, the head.
+            None makes each parameter a unit.
     """
+    # number format of the sums
     dtype = torch.float32
     for param in (param for chunk in chunks for param in chunk):
         dtype = torch.promote_types(dtype, param.dtype)
     unit_of = units or {p: i for chunk in chunks for i, p in enumerate(chunk)}
     buckets: list[Bucket] = []
+    # kind by kind, the last chunk first, as backward finishes them
     for kind in sorted({_kind(param, level) for chunk in chunks for param in chunk}):
         sharing = experts if kind.is_expert else dense
         assert sharing is not None, "experts are summed over their own replicas"
@@ -204,6 +206,7 @@ def make_buckets(
         for chunk in reversed(range(len(chunks))):
             last_first = reversed(list(enumerate(chunks[chunk])))
             params = [(i, p) for i, p in last_first if _kind(p, level) == kind]
+            # one bucket a unit, or as many as fill bucket_bytes
             if by_unit:
                 parts = _by_unit(params, unit_of)
             else:
@@ -216,20 +219,22 @@ def make_buckets(
 
 
 def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
-    """From how many gradient bytes a bucket is full on a rank that holds ``params``."""
+    """Return the gradient bytes from which a bucket is full on a rank that holds ``params``."""
     return full_bucket_bytes(sum(param.numel() * max(4, param.element_size()) for param in params))
 
 
 def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:
-    """The boxes of global tensors that an extent is made of.
+    """Yield the boxes of global tensors that tile an extent.
 
     Yields:
-        The piece, the box in global indices, and its first element counted from the extent's. The
-        box's elements follow one another there, so a view of it has the box's shape.
+        The piece, the box in global indices, and the place of its first element in the extent. The
+        box's elements are contiguous there, so a view of them has the box's shape.
     """
     spec = extent.param.spec
-    whole, dim = spec.shape, spec.stack_dim  # a weight that is not gathered has no values
+    # The shape is the spec's: a weight that is not gathered has no storage.
+    whole, dim = spec.shape, spec.stack_dim
     row_size, layer_size = prod(whole[dim + 1 :]), prod(whole[dim:])
+    # A layer is one index of the dims before stack_dim, such as one expert; pieces tile each.
     for layer in range(extent.first // layer_size, -(-extent.last // layer_size)):
         for piece in spec.pieces:
             size = piece.local.shape[dim] * row_size
@@ -237,6 +242,7 @@ def piece_boxes(extent: Extent) -> Iterator[tuple[Piece, Box, int]]:
             first, last = max(extent.first - start, 0), min(extent.last - start, size)
             before = layer * size
             for box in boxes_of_range(piece.box.shape, before + first, before + last):
+                # from the piece's order of elements to the flat parameter's, counted from the extent
                 at = start + linear_index(box.offset, piece.box.shape) - before - extent.first
                 offset = tuple(a + b for a, b in zip(piece.box.offset, box.offset, strict=True))
                 yield piece, Box(offset=offset, shape=box.shape), at
@@ -274,7 +280,7 @@ def _kind(param: ShardedParameter, level: ZeroLevel) -> _Kind:
 def _by_unit(
     params: Sequence[tuple[int, ShardedParameter]], unit_of: Mapping[ShardedParameter, int]
 ) -> Iterator[list[tuple[int, ShardedParameter]]]:
-    """Parameters in order, those of a unit together."""
+    """Yield the parameters in order, grouped by unit."""
     for _, members in groupby(params, key=lambda numbered: unit_of[numbered[1]]):
         yield list(members)
 
@@ -282,7 +288,7 @@ def _by_unit(
 def portions(
     items: Iterable[Item], size_of: Callable[[Item], int], least: int
 ) -> Iterator[list[Item]]:
-    """``items`` in order, a portion as soon as its sizes add up to ``least`` or more."""
+    """Yield ``items`` in order, in portions whose sizes add up to ``least`` or more; the last may be less."""
     portion, size = list[Item](), 0
     for item in items:
         portion.append(item)

@@ -1,9 +1,9 @@
-"""Tensors that are made again in backward: kept is what made them, not they.
+"""Recomputation of single tensors: their inputs are saved instead, and backward computes them again.
 
-`checkpoint_output` runs a function and forgets how; `recompute_input` runs a layer on the outcome and lets it keep a
-note instead of the tensor. When backward reaches the layer, the note runs the function again, now
-with its graph, and the gradient goes on through that. It works for any layer, cut or not, since the
-layer saves its input as always. Whole blocks are torch.utils.checkpoint's (see model.stage).
+`checkpoint_output` runs a function without its graph. `recompute_input` runs a layer on the output,
+and lets autograd save a note instead of the tensor. When backward reaches the layer, the note runs the
+function again, now with its graph, through which the gradient continues. It works for any layer,
+tensor-parallel or not. Whole blocks use torch.utils.checkpoint (see `model/pipeline_stage.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from raymega.parallel.workarounds.autograd_engine import find_gradients
 def checkpoint_output(
     make: Callable[..., Tensor], *inputs: Tensor, params: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """``make(*inputs)``, for one :func:`recompute_input`; backward runs ``make`` a second time.
+    """Return ``make(*inputs)``, for one :func:`recompute_input`; backward runs ``make`` a second time.
 
     Args:
-        make: Gives the same for the same inputs, and contiguous.
-        inputs: What is kept.
-        params: Parameters that ``make`` reads besides; their gradients come as always.
+        make: Deterministic function that returns a contiguous tensor.
+        inputs: Tensors that are saved for backward.
+        params: Parameters that ``make`` also reads; they get their gradients as usual.
     """
     if not torch.is_grad_enabled():
         return make(*inputs)
@@ -36,10 +36,11 @@ def checkpoint_output(
 
 
 def recompute_input(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``layer(x)``; where x comes from :func:`checkpoint_output` the layer does not keep it."""
+    """Return ``layer(x)``; where x comes from :func:`checkpoint_output`, the layer does not save it."""
     node: Any = x.grad_fn
     if not hasattr(node, "make_again"):
         return layer(x)
+    # A layer may save views of x: whatever shares its storage is replaced by a note.
     storage = x.untyped_storage().data_ptr()
 
     def pack(saved: Tensor) -> Tensor | _Note:
@@ -53,7 +54,7 @@ def recompute_input(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Stands for a tensor that lies in the memory of what ``node`` produced."""
+    """Placeholder for a saved tensor, a view of the output of ``node``."""
 
     node: Any
     shape: torch.Size
@@ -69,9 +70,10 @@ def _unpack(saved: Tensor | _Note) -> Tensor:
 
 
 def _make_again(ctx: Any) -> Tensor:
-    """The output with its graph down to ``ctx.leaves``; once, until backward has used it."""
+    """Return the recomputed output with its graph down to ``ctx.leaves``, cached until backward uses it."""
     if ctx.again is None:
         saved = ctx.saved_tensors
+        # Detached leaves: the backward of _Produce continues to the true inputs.
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in saved[: ctx.num_inputs]]
         ctx.leaves = (*inputs, *saved[ctx.num_inputs :])
         with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Fusing: lets torch.compile make one kernel of what is written as several operations, where asked.
+"""Kernel fusion: torch.compile makes one kernel of several operations, where the job asks for it.
 
-Only pure functions of tensors are given to it: never a collective, a hook or an autograd graph. So
-what is kept for backward, what is recomputed and what is put off stay as they are without it.
+Only pure functions of tensors are compiled: never a collective, a hook or an autograd graph. So
+compilation changes neither what is saved for backward, nor recomputation, nor deferred gradients.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def fused(function: Function, *, is_on: bool) -> Function:
-    """``function``, or with ``is_on`` one that computes the same in fewer passes over memory.
+    """Return ``function``, or with ``is_on`` its compiled form, which makes fewer passes over memory.
 
     Args:
-        function: Of tensors, numbers and booleans, to tensors; as its last act it may overwrite an
-            argument of which nobody wants a gradient.
-        is_on: Compile it at its first call, for the shapes that it gets; other shapes later on make
-            it general.
+        function: Function of tensors, numbers and booleans that returns tensors. It may overwrite an
+            argument that needs no gradient, as its last operation.
+        is_on: Compile at the first call, for the shapes of that call; other shapes later make the
+            kernel dynamic.
     """
     return _compiled(function) if is_on else function
 
 
 def can_fuse(device: torch.device) -> bool:
-    """Whether this machine can compile for ``device``; if not, a log line says why, once.
+    """Return whether this machine can compile for ``device``; if not, log the reason once.
 
-    What is not compiled is computed as written, with the same numbers up to rounding.
+    Callers then run the functions uncompiled, with the same numbers up to rounding.
     """
     return not _obstacle(device)
 
 
 @cache
 def _compiled(function: Function) -> Function:
-    # One process compiles a kernel or two at a time: a pool of compilers a rank costs more than it
-    # gains.
+    # A process compiles a kernel or two at a time, so a pool of compiler processes in each rank does
+    # not pay.
     folder = _own_folder()
     compiled = torch.compile(function, options={"compile_threads": 1})
 
@@ -53,6 +53,7 @@ def _compiled(function: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
         try:
             return compiled(*args, **kwargs)
+        # A killed compiler may have left a truncated kernel, on which every later run would fail.
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -62,14 +63,14 @@ def _compiled(function: Function) -> Function:
 
 @cache
 def _own_folder() -> Path:
-    """Where torch keeps what it compiled, from now on: a folder that is raymega's alone.
+    """Set torch's cache of compiled kernels to a folder of raymega's own, and return it.
 
-    A compiler that was killed may leave half a file there, which torch takes for a whole one in every
-    process to come. So a failure empties the folder, and the next process compiles anew.
+    A killed compiler may leave a truncated file there, which torch takes for a whole one in every later
+    process. So a failure empties the folder, and the next process compiles again.
     """
     default = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
-    if folder.name != "raymega":  # as it is for the child of a process that did this
+    if folder.name != "raymega":  # a child process inherits the variable
         folder /= "raymega"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     return folder
@@ -77,7 +78,7 @@ def _own_folder() -> Path:
 
 @cache
 def _obstacle(device: torch.device) -> str:
-    """Why nothing can be compiled for ``device``; '' if it can."""
+    """Return the reason why nothing can be compiled for ``device``; '' if it can."""
     try:
         _compiled(_probe)(torch.zeros(8, device=device))
     except (RuntimeError, OSError, ImportError) as error:

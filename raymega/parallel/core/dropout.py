@@ -1,8 +1,8 @@
-"""Keyed dropout: an element is dropped by what it is, never by where or when it is computed.
+"""Keyed dropout: whether an element is dropped depends on its identity, not on rank or time.
 
-The mask of (stream, sample, position, feature) is a pure function of these and the seed, so every
-layout drops the same elements and a forward that runs again drops them again; there is no generator
-whose state anyone keeps. A sample is counted over the run, so its index tells steps apart too.
+The mask of (stream, sample, position, feature) is a pure function of these and the seed. So every
+layout drops the same elements, and a recomputed forward drops them again, without generator state.
+A sample is counted over the whole run, so its index tells steps apart too.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch.autograd.function import once_differentiable
 from raymega.parallel.core import rng
 
 LEVELS = 1 << 16
-"""An element is kept or dropped by 16 bits of its own, so rates come in steps of 1 / LEVELS."""
+"""Values of an element's 16 random bits, which decide about it: rates are multiples of 1 / LEVELS."""
 LANES = 4
-"""Elements that share one 64-bit word."""
+"""Number of elements that share one 64-bit word."""
 
-# Words mixed at once: they stay in a CPU's cache; a GPU wants few, large launches.
+# Words that are mixed at once: a CPU's chunk stays in its cache, a GPU needs few large launches.
 CPU_CHUNK = 1 << 15
 GPU_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenKeys:
-    """The keys of a micro-batch's tokens, made once for all layers of a stage.
+    """Dropout keys of a micro-batch's tokens, made once for all layers of a stage.
 
     Attributes:
-        own: [S/(cp*sp), B] int64, those of the positions that this rank holds between layers.
-        rows: [S, B] int64, those of all positions, by which attention weights are dropped; None
-            where they are not.
+        own: Keys [S/(cp*sp), B] int64 of the positions that this rank holds between layers.
+        rows: Keys [S, B] int64 of all positions, for the dropout of attention weights; None without it.
     """
 
     own: Tensor
@@ -41,16 +40,15 @@ class TokenKeys:
 
 
 def row_keys(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """64 bits for every token of a micro-batch, from which the masks of all its features follow.
+    """Return a 64-bit key for each token of a micro-batch, from which its features' masks derive.
 
     Args:
-        seed: Of the run.
-        samples: [B] int64, global sample indices; -1 for a slot without a sample. Or one a token,
-            [S, B].
-        positions: [S, B], or [S, 1] where all samples have the same; int64, in the sample.
+        seed: Seed of the run.
+        samples: Global sample indices [B] int64, or [S, B] for one a token; -1 in an empty slot.
+        positions: Positions in the sample, [S, B] int64, or [S, 1] where all samples have the same.
 
     Returns:
-        [S, B] int64.
+        Keys [S, B] int64.
     """
     sample, position = torch.broadcast_tensors(samples, positions)
     counter = (sample & rng.MASK, sample >> 32 & rng.MASK, position, torch.zeros_like(sample))
@@ -59,25 +57,25 @@ def row_keys(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def place_key(seed: int, place: str) -> int:
-    """What tells the masks of one place in the model (layers.3.mlp) from those of all others."""
+    """Return the key of one place in the model, such as ``layers.3.mlp``, to add to the tokens' keys."""
     return rng.signed(rng.key(seed, "dropout", place))
 
 
 def dropout(x: Tensor, keys: Tensor, *, rate: float) -> Tensor:
-    """``x`` with a share ``rate`` of its elements zero and the others scaled up; the mask is kept.
+    """Return ``x`` with a share ``rate`` of its elements zero and the others scaled up; save the mask.
 
     Args:
-        x: [..., N].
-        keys: [...] int64: tokens' keys plus the place's.
-        rate: In [0, 1).
+        x: Activations [..., N].
+        keys: Sums [...] int64 of each token's key and the place's key.
+        rate: Share of elements to drop, in [0, 1).
     """
     return _Dropout.apply(x, keys, rate)
 
 
 def keep_mask(keys: Tensor, width: int, *, rate: float) -> Tensor:
-    """Which of each row's ``width`` elements stay. keys: [...] int64 -> [..., width] bool.
+    """Return the mask of kept elements. keys: [...] int64 -> [..., width] bool.
 
-    Word i of a row is SplitMix64's number i of the stream that starts at the row's key; it decides
+    Word i of a row is SplitMix64's i-th number of the stream that starts at the row's key. It decides
     about elements 4 i to 4 i + 3.
     """
     num_words = -(-width // LANES)
@@ -88,6 +86,7 @@ def keep_mask(keys: Tensor, width: int, *, rate: float) -> Tensor:
     chunk = CPU_CHUNK if keys.device.type == "cpu" else GPU_CHUNK
     num_rows = max(1, chunk // num_words)
     lowest = _dropped_levels(rate) - LEVELS // 2  # 16 bits read as a signed number
+    # some rows at a time, which bounds the temporaries
     for start in range(0, rows.shape[0], num_rows):
         words = rng.splitmix(rows[start : start + num_rows] + steps)
         torch.ge(words.view(torch.int16), lowest, out=kept[start : start + num_rows])
@@ -99,12 +98,12 @@ def _dropped_levels(rate: float) -> int:
 
 
 def _drop(x: Tensor, kept: Tensor, rate: float) -> Tensor:
-    # Zero or x itself first, then one rounding: the same values whatever order tensors come in.
+    # Zero or x itself first, then one multiplication: it rounds once, alike on every layout.
     return (x * kept).mul_(LEVELS / (LEVELS - _dropped_levels(rate)))
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps one byte an element; making the mask again would cost as much time as making it."""
+    """Dropout that saves its mask, one byte an element: to recompute it would cost as much as forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, rate: float) -> Tensor:

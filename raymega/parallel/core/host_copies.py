@@ -1,8 +1,8 @@
-"""Copies between a device and host memory, under way while other work is done.
+"""Asynchronous copies between a device and host memory.
 
-On a GPU they run on a stream of their own from and to pinned memory, and waiting orders the stream that
-computes behind them. On a CPU, where device and host are one memory, they are plain copies, made at once:
-nothing is gained there, and everything else is the same. This is the one place that knows which it is.
+On a GPU they run on streams of their own, from and to pinned memory; a wait orders the compute stream
+behind them. On a CPU, where device and host share one memory, they are plain synchronous copies. They
+gain nothing there, but the callers are the same. Only this module tells the two apart.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor
 
 
 class AsyncCopy:
-    """A copy that was begun."""
+    """A pending copy."""
 
     def __init__(self, done: torch.cuda.Event | None) -> None:
         self._done = done
 
     def wait(self) -> None:
-        """Let what computes from now on find it complete; on a GPU the host does not wait."""
+        """Order the current stream behind the copy; the host does not wait."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
 
     def wait_on_host(self) -> None:
-        """Return when it is complete: host memory may be read."""
+        """Return when the copy is complete, so that host memory may be read."""
         if self._done is not None:
             self._done.synchronize()
 
 
 class HostMemory:
-    """Where a device's tensors wait. One stream a direction, so that both go at once."""
+    """Copies to and from the host for one device, with one stream a direction so that both overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,15 +38,15 @@ class HostMemory:
         self._in = torch.cuda.Stream(device) if self._is_gpu else None
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Memory for a flat tensor's values on the host."""
+        """Return host memory for ``tensor``, pinned where the device is a GPU."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
 
     def start_out(self, tensor: Tensor, host: Tensor) -> AsyncCopy:
-        """Begin to copy to the host; the tensor may be let go of at once, not be changed before."""
+        """Start to copy to the host; the tensor may be released at once, but not written before the wait."""
         return self._start(self._out, tensor, host, held=tensor)
 
     def start_in(self, host: Tensor, tensor: Tensor) -> AsyncCopy:
-        """Begin to copy back; neither may be touched before it was waited for."""
+        """Start to copy to the device; touch neither tensor before the wait."""
         return self._start(self._in, host, tensor, held=tensor)
 
     def _start(
@@ -55,10 +55,13 @@ class HostMemory:
         if stream is None:
             target.copy_(source)
             return AsyncCopy(None)
+        # The source may still be computed, and the target still be read, on the compute stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
-        held.record_stream(stream)  # its memory is not given out again before that
+        held.record_stream(
+            stream
+        )  # the allocator must not reuse its memory before the copy is done
         return AsyncCopy(done)

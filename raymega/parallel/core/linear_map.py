@@ -1,4 +1,4 @@
-"""Steps that autograd is told of: a linear map with its transpose, and a gradient for a bystander."""
+"""Autograd functions: a linear map with its transpose, and an identity that feeds a second loss."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def apply_linear(x: Tensor, forward: Map, transpose: Map) -> Tensor:
     """Return ``forward(x)``; the gradient of x is ``transpose`` of the result's.
 
     Args:
-        x: What the map takes; nothing of it is kept.
+        x: Input of the map; it is not saved.
         forward: A linear map, such as an all-gather.
-        transpose: The map that gradients take back, such as a reduce-scatter.
+        transpose: Map of the gradients, such as a reduce-scatter.
     """
     return _LinearMap.apply(x, forward, transpose)
 
 
 def with_gradient(x: Tensor, other: Tensor, gradient: Map) -> Tensor:
-    """Return ``x`` as it is; its backward goes into ``other``, a scalar, too.
+    """Return ``x`` unchanged; its backward also continues into ``other``, a scalar.
 
     Args:
-        x: Of any shape.
-        other: A loss that is not part of x.
-        gradient: From the gradient of the result to that of ``other``.
+        x: Tensor of any shape.
+        other: Loss that x does not depend on.
+        gradient: Function from the gradient of the result to that of ``other``.
     """
     return _WithGradient.apply(x, other, gradient)
 
@@ -50,6 +50,7 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor, gradient: Map) -> Tensor:
         ctx.gradient = gradient
+        # a new tensor of the same memory, so that x itself keeps its own graph
         return x.view_as(x)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: an element's value depends on a key and its global index only.
+"""Counter-based random numbers: an element's value depends only on a key and its global index.
 
-So any block of a tensor equals that block of the whole, whatever the layout. It holds no state;
-which purpose needs which numbers is its callers'.
+So any block of a tensor equals that block of the whole tensor, on every layout. The module holds no
+state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MIX_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 MIX_SHIFTS = (30, 27, 31)
 
-# Elements drawn at once, which bounds the memory of temporaries. They stay in a CPU's cache, and
-# below the size from which torch starts threads for them; a GPU wants fewer, larger launches.
+# Elements that are drawn at once, which bounds the temporaries. A CPU's chunk stays in its cache and
+# below the size from which torch starts threads; a GPU needs fewer, larger launches.
 CPU_CHUNK = 1 << 14
 GPU_CHUNK = 1 << 22
 
@@ -35,7 +35,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def key(seed: int, purpose: str, name: str) -> int:
-    """64-bit key of one stream of numbers, such as the initial values of one tensor."""
+    """Return the 64-bit key of one stream of numbers, such as the initial values of one tensor."""
     digest = blake2b(f"{seed}/{purpose}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -48,10 +48,10 @@ def normal(
     *,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Standard normal by Box and Muller, drawn in float64 and rounded to ``dtype``.
+    """Return a box of a standard normal tensor (Box-Muller), drawn in float64 and rounded to ``dtype``.
 
     Logarithm and cosine are the device's own: a GPU's float64 may differ from a CPU's in the last
-    bit, which rounding to fewer bits all but hides.
+    bit. Rounding to fewer bits nearly always removes the difference.
     """
 
     values = torch.empty(box.num_elements, dtype=dtype, device=device)
@@ -61,6 +61,7 @@ def normal(
         local = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
         index = _global_index(local, box, global_shape)
         zero = torch.zeros_like(index)
+        # four words give two fractions of 53 bits, which give one normal number
         words = philox((index & MASK, index >> 32, zero, zero), key)
         radius = (1.0 - _fraction(words[0], words[1])).log_().mul_(-2.0).sqrt_()
         angle = _fraction(words[2], words[3]).mul_(tau)
@@ -69,10 +70,10 @@ def normal(
 
 
 def philox(counter: Words, key: int) -> Words:
-    """Philox4x32-10: four 32-bit words out of a 128-bit counter and a 64-bit key.
+    """Return four random 32-bit words for a 128-bit counter and a 64-bit key (Philox4x32-10).
 
-    Words are int64 tensors with values in [0, 2**32). Products wrap as two's complement; what they
-    leave above bit 32 is masked before the next product.
+    Words are int64 tensors with values in [0, 2**32). Products wrap as two's complement; bits above 32
+    are masked before the next product.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & MASK, key >> 32
@@ -84,20 +85,20 @@ def philox(counter: Words, key: int) -> Words:
 
 
 def signed(word: int) -> int:
-    """The 64 bits of ``word`` as two's complement, which is how an int64 tensor holds them."""
+    """Return the 64 bits of ``word`` as two's complement, as an int64 tensor holds them."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def splitmix(state: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function: 64 well mixed bits out of each state; overwrites ``state``.
+    """Overwrite each 64-bit state with SplitMix64's output for it, and return ``state``.
 
     Args:
-        state: int64, any shape. States of one stream lie GOLDEN_GAMMA apart.
+        state: States, int64 of any shape; those of one stream are GOLDEN_GAMMA apart.
     """
     shifted = torch.empty_like(state)
     for shift, multiplier in zip(MIX_SHIFTS, (*MIX_MULTIPLIERS, 1), strict=True):
         torch.bitwise_right_shift(state, shift, out=shifted)
-        # Torch shifts copies of the sign in; the generator is defined with zeros.
+        # torch shifts arithmetically; the generator is defined with a logical shift, so mask the sign.
         state.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
         if multiplier != 1:
             state.mul_(multiplier)
@@ -105,12 +106,12 @@ def splitmix(state: torch.Tensor) -> torch.Tensor:
 
 
 def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The first 53 of 64 bits as a float64 in [0, 1)."""
+    """Return the first 53 of 64 bits as a float64 in [0, 1)."""
     return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)
 
 
 def _global_index(local: torch.Tensor, box: Box, global_shape: tuple[int, ...]) -> torch.Tensor:
-    """Linear index in the whole tensor of the elements with linear index ``local`` in the box."""
+    """Return the linear indices in the whole tensor of the elements ``local`` of the box."""
     index = torch.full_like(local, linear_index(box.offset, global_shape))
     for dim, extent in enumerate(box.shape):
         inner = prod(box.shape[dim + 1 :])

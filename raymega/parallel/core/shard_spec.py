@@ -1,7 +1,7 @@
-"""ShardSpec: which blocks of which global tensors a parameter is, and who else holds them.
+"""ShardSpec: the blocks of global tensors that a parameter holds, and which ranks hold them too.
 
-The one answer that optimizer, clipping, checkpoint and initialisation read. Torch-free; the
-arithmetic of the cut is plan.tensors'.
+Optimizer, clipping, checkpoint and initialisation all read it. The module loads no torch;
+`plan/tensor_table.py` computes the cuts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor, Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A block of one global tensor as it lies in a local parameter.
+    """A block of one global tensor, and its place in a local parameter.
 
     Attributes:
         tensor: The global tensor.
-        box: Which block of it, in global indices.
-        local: Where it lies in the parameter, in local indices; same shape as ``box``.
-        is_primary: This rank's copy is the one that counts in norms and is saved, the replicas
-            apart (all of those hold the same).
-        is_partial_over_tp: Other tp ranks hold the same block, and the gradient of each is one term
-            of a sum over them.
+        box: Block of that tensor, in global indices.
+        local: Place in the parameter, in local indices; same shape as ``box``.
+        is_primary: True where this rank's copy counts in norms and is saved. Replicas over dp are not
+            told apart here: all of them hold the same.
+        is_partial_over_tp: True where other tp ranks hold the same block, and the gradient of each is
+            one term of a sum over them.
     """
 
     tensor: GlobalTensor
@@ -35,21 +35,21 @@ class Piece:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Slices that select the block in the parameter."""
+        """Slices of the block in the parameter."""
         return self.local.within(Box.whole(self.local.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """Everything about a parameter's place in the whole model.
+    """A parameter's place in the whole model.
 
-    A fused parameter (q, k, v; gate, up) has several pieces, stacked along dim 0; of experts along
-    dim 1, so that what belongs to one expert lies together.
+    A fused parameter (q, k, v; gate, up) has several pieces, stacked along dim 0. Those of experts are
+    stacked along dim 1, so that each expert's part is contiguous.
 
     Attributes:
-        pieces: Blocks that make up the parameter, in local order; they tile it.
-        is_tied: A copy of the same tensor lives on the first and on the last stage, and the two
-            copies' gradients are summed over the embedding group.
+        pieces: Blocks that tile the parameter, in local order.
+        is_tied: True where the first and the last stage each have a copy, whose gradients are summed
+            over the embedding group.
     """
 
     pieces: tuple[Piece, ...]
@@ -69,32 +69,32 @@ class ShardSpec:
 
     @property
     def stack_dim(self) -> int:
-        """Along which dim the pieces follow one another; dim 0 of an expert tensor are experts."""
+        """Dim along which the pieces are stacked: 1 for fused expert tensors, whose dim 0 is the expert."""
         return _stack_dim(tuple(piece.tensor for piece in self.pieces))
 
     @property
     def is_partial_over_tp(self) -> bool:
-        """Some piece's gradient is one term of a sum over tp ranks."""
+        """True where some piece's gradient is one term of a sum over tp ranks."""
         return any(piece.is_partial_over_tp for piece in self.pieces)
 
     @property
     def is_expert(self) -> bool:
-        """Its replicas are the edp ranks, not the dp * cp ranks; fused tensors are alike."""
+        """True where its replicas are the edp ranks, not the dp * cp ranks; fused tensors are alike."""
         return self.pieces[0].tensor.is_expert
 
     @property
     def is_trained(self) -> bool:
-        """The optimizer updates it; fused tensors are alike."""
+        """True where the optimizer updates it; fused tensors are alike."""
         return self.pieces[0].tensor.is_trained
 
     @property
     def is_wide(self) -> bool:
-        """It is kept in float32 or better."""
+        """True where it is kept in float32 or better, whatever the compute dtype."""
         return any(piece.tensor.is_wide for piece in self.pieces)
 
     @property
     def role(self) -> Role:
-        """What the tensors are to the optimizer; fused ones are alike."""
+        """Role of the tensors for the optimizer; fused tensors are alike."""
         return self.pieces[0].tensor.role
 
 
@@ -108,16 +108,16 @@ def make_spec(  # noqa: PLR0913  # places on axes
     is_tied: bool = False,
     is_tied_copy: bool = False,
 ) -> ShardSpec:
-    """The spec of the parameter that stacks ``tensors``' local blocks.
+    """Return the spec of the parameter that stacks the local blocks of ``tensors``.
 
     Args:
-        tensors: One, or several that are cut alike.
+        tensors: Global tensors, one or several that are cut alike.
         tp: Tensor-parallel degree.
-        tp_rank: Coordinate on that axis.
-        experts: The rank's place among the experts.
-        is_sequence_parallel: Each tp rank works on its own positions between cut layers.
-        is_tied: The tensor is shared with another stage.
-        is_tied_copy: This is the last stage's copy, which does not count.
+        tp_rank: Coordinate of the rank on tp.
+        experts: Place of the rank on the experts' axes.
+        is_sequence_parallel: True where each tp rank works on its own positions between cut layers.
+        is_tied: True where another stage has a copy of the tensor.
+        is_tied_copy: True for the last stage's copy, which does not count in norms and is not saved.
     """
     pieces, at, dim = [], 0, _stack_dim(tensors)
     for tensor in tensors:
@@ -130,7 +130,9 @@ def make_spec(  # noqa: PLR0913  # places on axes
             tensor=tensor,
             box=box,
             local=local,
+            # the first of the tp ranks that hold the block
             is_primary=not is_tied_copy and tp_rank % sharers == 0,
+            # Holders that worked on other heads, tokens or positions each have one term of the gradient.
             is_partial_over_tp=sharers > 1
             and (
                 tensor.serves_heads

@@ -1,6 +1,6 @@
-"""ShardedParameter: a parameter that knows its place in the whole model, and its first values.
+"""ShardedParameter: a parameter with its place in the whole model, and its initial values.
 
-The place itself is sharding.ShardSpec's, the numbers are rng's.
+The place is a ShardSpec (`shard_spec.py`); the random numbers come from `rng.py`.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from raymega.parallel.core.shard_spec import Piece, ShardSpec
 from raymega.plan.tensor_table import GlobalTensor
 
 DRAWN_AT_ONCE = 2**20
-"""First values that exist in float64 at a time, unless one row or one expert has more."""
+"""Initial values that exist in float64 at a time, unless one row or one expert has more."""
 
 
 class GradientIntake(Protocol):
-    """Who sums the gradients of a parameter; see gradient_sums.Intake."""
+    """The interface of what sums a parameter's gradients: `data_parallel/grad_accumulator.py`."""
 
     def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Where the caller now adds a term, and whether it is the first and overwrites."""
+        """Return the tensor to add a term to, and whether that term is the first and overwrites."""
 
     def collect(self, param: torch.Tensor) -> None:
-        """A backward has come by all uses of the parameter."""
+        """Note that a backward has passed all uses of the parameter."""
 
 
 class ShardedParameter(torch.nn.Parameter):
     """A rank's part of one or several global tensors.
 
     Attributes:
-        spec: Which part, who else holds it, and who counts it.
-        grad_sink: Where terms of its gradient go; None leaves them to autograd.
+        spec: Place in the whole model: which part, which ranks hold it too, and which one counts.
+        grad_sink: Receiver of the terms of its gradient; None leaves them to autograd.
     """
 
     spec: ShardSpec
     grad_sink: GradientIntake | None
 
-    # By identity, as torch's own, which is Python: tables of parameters are asked in every backward.
+    # torch's __hash__ also uses the identity, but in Python; every backward looks up parameters.
     __hash__ = object.__hash__
 
     def __new__(cls, data: torch.Tensor, spec: ShardSpec) -> ShardedParameter:
-        """Wrap ``data`` ([*spec.shape]), which gets no values here."""
+        """Wrap ``data`` of shape ``spec.shape``; its values stay as they are."""
         param = super().__new__(cls, data)
         param.spec = spec
         param.grad_sink = None
@@ -55,7 +55,7 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 def initialise(param: ShardedParameter, seed: int) -> None:
-    """Fill each piece with the values that its block has in the whole tensor, on any layout.
+    """Fill each piece with the initial values of its block of the whole tensor, alike on any layout.
 
     They are drawn in float64, some rows at a time.
     """
@@ -71,10 +71,11 @@ def initialise(param: ShardedParameter, seed: int) -> None:
 def initial_values(
     tensor: GlobalTensor, box: Box, *, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """First values of a block of a global tensor: [*box.shape], float64."""
+    """Return the initial values of a block of a global tensor: [*box.shape], float64."""
     if tensor.init == "normal":
         stream = rng.key(seed, "init", tensor.name)
         values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        # padding rows of the vocabulary start at zero and stay there
         values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
         return values.mul_(tensor.initializer_range)
     constants = {"zeros": 0.0, "ones": 1.0}
@@ -82,7 +83,7 @@ def initial_values(
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:
-    """Hold every spec against its parameter, and the parameters against each other.
+    """Check every spec against its parameter, and the parameters against each other.
 
     Raises:
         InternalError: Shapes disagree, pieces do not tile a parameter, or a block is held twice.
@@ -96,16 +97,19 @@ def _spec_faults(param: ShardedParameter) -> list[Fault]:
     spec, shape = param.spec, tuple(param.shape)
     whole = Box.whole(shape)
     faults = []
+    # the parameter against its spec
     if shape != spec.shape:
         faults.append(
             _fault(spec.name, f"shape {shape}", f"its spec says {spec.shape}", "build it from spec")
         )
+    # the pieces tile the parameter
     if sum(piece.local.num_elements for piece in spec.pieces) != param.numel() or any(
         piece.local.intersect(whole) != piece.local for piece in spec.pieces
     ):
         faults.append(
             _fault(spec.name, f"shape {shape}", "pieces must tile it", "cut it with make_spec")
         )
+    # each block lies inside its global tensor
     for piece in spec.pieces:
         whole_tensor = piece.tensor.whole
         if piece.box.shape != piece.local.shape or piece.box.intersect(whole_tensor) != piece.box:

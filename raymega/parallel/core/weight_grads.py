@@ -1,7 +1,7 @@
-"""Gradients of weights: added to their sums at once, or put off until the schedule wants them.
+"""Gradients of weights: added to their sums at once, or deferred until the schedule asks for them.
 
-Only products put theirs off, which are nearly all of the work; gradients of norms, biases and tables
-are cheap and come at once. When to make what was put off is the schedule's business.
+Only matrix products are deferred, which are nearly all of the work. Gradients of norms, biases and
+tables are cheap and added at once. The schedule decides when deferred ones are computed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.workarounds.autograd_engine import add_gradients
 
 SMALL_BYTES = 2**20
-"""Below this a pass over a weight's gradient takes less time than a call into Python."""
+"""Bytes of a weight below which a pass over its gradient takes less time than a call into Python."""
 
 
 class GradTerm(Protocol):
-    """What one use of a weight adds to its gradient, not yet computed."""
+    """A term of a weight's gradient, from one use of the weight, not yet computed."""
 
     def compute(self) -> Tensor:
-        """The term itself, of the weight's shape and format."""
+        """Return the term, in the weight's shape and format."""
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """Add it to ``total`` of the weight's shape, in float32 or better; the first overwrites."""
+        """Add the term to ``total``, in the weight's shape and float32 or better; the first overwrites."""
 
 
 class ComputedTerm(NamedTuple):
-    """A term that ``function`` makes and no kernel adds where it belongs."""
+    """A term that ``function`` computes as a tensor of its own, which is then added."""
 
     function: Callable[[], Tensor]
 
@@ -43,19 +43,19 @@ class ComputedTerm(NamedTuple):
 
 
 class DeferredGrad(NamedTuple):
-    """A parameter, and a term of its gradient that is made when it is time."""
+    """A parameter and a deferred term of its gradient."""
 
     param: Tensor
     term: GradTerm
 
 
 class WeightGradQueue:
-    """Where the linear layers of one stage leave terms of weight gradients; they are handed it.
+    """Queue in which the linear layers of one stage leave deferred terms of weight gradients.
 
-    It is closed but while :meth:`collecting`, and layers of a closed one settle theirs at once.
+    It is open only inside :meth:`collecting`; while it is closed, layers add their terms at once.
 
     Attributes:
-        stays_closed: Nothing of what runs forward now will be put off.
+        stays_closed: True where nothing that runs forward now will be deferred in its backward.
     """
 
     def __init__(self) -> None:
@@ -64,20 +64,20 @@ class WeightGradQueue:
 
     @property
     def is_open(self) -> bool:
-        """What is made now is put off."""
+        """True where terms are deferred now."""
         return self._owed is not None
 
     def leaves_to_autograd(self, weight: Tensor) -> bool:
-        """A layer may leave the gradient of ``weight`` to torch: it is small, and wanted at once.
+        """Return whether a layer may leave the gradient of ``weight`` to torch: small, and not deferred.
 
-        torch makes a new matrix and adds it, in C++; a function of ours adds it where it belongs,
-        in one pass, and takes tens of microseconds of Python for that.
+        torch computes a new matrix and adds it, in C++. Our own function adds it in place, in one pass, but
+        takes tens of microseconds of Python.
         """
         return self.stays_closed and self._owed is None and weight.nbytes < SMALL_BYTES
 
     @contextmanager
     def collecting(self) -> Iterator[list[DeferredGrad]]:
-        """Let what backward reaches meanwhile be left in the list."""
+        """Open the queue: the backward inside defers its terms, which the yielded list receives."""
         owed: list[DeferredGrad] = []
         self._owed = owed
         try:
@@ -94,10 +94,10 @@ class WeightGradQueue:
 
 
 def accumulate_grad(weight: Tensor, term: GradTerm) -> Tensor | None:
-    """Add ``term`` to the weight's sum and return None; or return it, for autograd to add.
+    """Add ``term`` to the weight's sum and return None, or return it for autograd to add.
 
-    A product adds to a large matrix in the pass that makes it. Autograd would get a new matrix, which
-    is written, read and added. It does where nobody sums, or a hook wants to see the gradient.
+    The product of a large matrix adds to the sum in the pass that computes it; autograd would write, read
+    and add a new matrix. Autograd adds where the weight has no grad_sink, or a hook reads the gradient.
     """
     if (
         not isinstance(weight, ShardedParameter)
@@ -111,7 +111,7 @@ def accumulate_grad(weight: Tensor, term: GradTerm) -> Tensor | None:
 
 
 class _RowSums(NamedTuple):
-    """Of a bias: grad [..., out], summed over all but the last dim."""
+    """A term of a bias: grad [..., out], summed over all but the last dim."""
 
     grad: Tensor
 
@@ -119,17 +119,17 @@ class _RowSums(NamedTuple):
         return self.grad.flatten(0, -2).sum(0)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """total: [out]; a wider one gets the sum as it was made, which a narrow format may not hold."""
+        """Add the sum to ``total`` [out], in the format of ``total``: a narrow format would lose bits."""
         add(self.grad.flatten(0, -2).sum(0, dtype=total.dtype), total, is_first=is_first)
 
 
 def accumulate_bias_grad(bias: Tensor | None, grad: Tensor) -> Tensor | None:
-    """:func:`accumulate_grad` for a linear layer's bias [out], or None, of whose output ``grad`` is the gradient."""
+    """Accumulate the gradient of a linear layer's bias [out], or None, from ``grad`` of its output."""
     return None if bias is None else accumulate_grad(bias, _RowSums(grad))
 
 
 def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
-    """For terms that no kernel adds where they belong."""
+    """Add ``made`` to ``total``, or copy it there if it is the first term."""
     if is_first:
         total.copy_(made)
     else:
@@ -137,11 +137,12 @@ def add(made: Tensor, total: Tensor, *, is_first: bool) -> None:
 
 
 def run_deferred(owed: list[DeferredGrad]) -> None:
-    """Settle debts now; hooks of the parameters see gradients like any other.
+    """Compute the deferred terms now; hooks of the parameters see the gradients as in any backward.
 
-    As in any backward, a parameter that was used several times, as a head is that also predicts further
-    ahead, gets the sum at once: its bucket may leave with it.
+    A parameter that was used several times, such as a head that also predicts further ahead, gets all its
+    terms in one go: its bucket may leave right after.
     """
+    # group by weight; clear the list and pop, so that each weight's activations are freed on the way
     terms: dict[Tensor, list[GradTerm]] = {}
     for weight, term in owed:
         terms.setdefault(weight, []).append(term)
@@ -156,6 +157,7 @@ def _accumulate_all(weight: Tensor, terms: list[GradTerm]) -> None:
         for term in terms:
             made = accumulate_grad(weight, term)
             gradient = made if gradient is None or made is None else gradient + made
+    # autograd adds what was computed; the grad_sink only needs to learn that all terms are there
     if gradient is not None:
         add_gradients(weight, gradient)
     elif isinstance(weight, ShardedParameter) and weight.grad_sink is not None:

@@ -1,7 +1,7 @@
-"""A bucket's gradients as they come: a flat tensor in which each parameter has its place.
+"""GradientSum: the flat tensor of a bucket's gradients; GradSink: what receives them from backward.
 
-One that stays sums the micro-batches of a step; one that is made anew for each backward holds one
-micro-batch's until it has left. What leaves when, and over which ranks, is grad_buffer's.
+A permanent sum adds up the micro-batches of a step. A temporary one, made for one backward, holds one
+micro-batch's gradients until they are reduced. `grad_buffer.py` decides when a bucket is sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from raymega.parallel.core.weight_grads import add
 
 
 class GradientSum:
-    """Sums in ``flat`` [bucket.size]; after :meth:`forget` a first gradient takes their place.
+    """Gradient sums in ``flat`` [bucket.size]; the first gradient after :meth:`forget` overwrites.
 
     Attributes:
-        bucket: Whose.
-        flat: The values; always the same memory.
-        missing: Parameters that still get a gradient before the sums are complete.
+        bucket: Bucket whose parameters are summed.
+        flat: Sums; always the same memory.
+        missing: Parameters whose gradient is still to come before the sums are complete.
     """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -35,43 +35,44 @@ class GradientSum:
         self.missing = {param for param in self._views if param.requires_grad}
 
     def views(self) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
-        """Each parameter's sum, of its shape."""
+        """Yield each parameter with the view of its sum, in the parameter's shape."""
         yield from self._views.items()
 
     def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Where the caller now adds one more term, and whether it is the first and overwrites."""
+        """Return the view to add a term to, and whether that term is the first and overwrites."""
         is_first = param in self._untouched
         self._untouched.discard(param)
         return self._views[param], is_first
 
     def add(self, param: ShardedParameter, gradient: torch.Tensor) -> None:
-        """One more term."""
+        """Add one term to the sum of ``param``."""
         total, is_first = self.place(param)
         add(gradient, total, is_first=is_first)
 
     def settle(self) -> None:
-        """Zero what got no gradient."""
+        """Zero the sums of parameters that got no gradient."""
         for param in self._untouched:
             self._views[param].zero_()
         self._untouched.clear()
 
     def forget(self) -> None:
-        """Begin anew, whatever ``flat`` holds; its padding is zero."""
+        """Start a new sum, whatever ``flat`` holds; zero its padding."""
+        # Only the padding is zeroed: the first gradients overwrite the rest, which saves a pass over memory.
         self._padding.zero_()
         self._untouched = set(self._views)
         self.missing = {param for param in self._views if param.requires_grad}
 
 
 class GradSink:
-    """Takes the gradients of a bucket's parameters, however they come.
+    """Receiver of the gradients of a bucket's parameters, from layers and from autograd.
 
-    Layers that can add to a sum where it lies, as a matrix product can, ask for the :meth:`place` and
-    give autograd nothing. What comes through autograd is in ``param.grad``. Either way :meth:`take`
-    is called when a backward has come by all uses of a parameter.
+    Layers that can add to a sum in place, such as those with a matrix product, ask for the :meth:`place`
+    and return no gradient. Gradients from autograd are in ``param.grad``. In both cases :meth:`collect` is
+    called once a backward has passed all uses of a parameter.
 
     Args:
-        sums: Gives what sums now.
-        complete: Called when a backward has added all that it has for a parameter.
+        sums: Function that returns the bucket's current GradientSum.
+        complete: Function to call once a backward has added all its terms for a parameter.
     """
 
     def __init__(
@@ -81,16 +82,18 @@ class GradSink:
         self._added: set[ShardedParameter] = set()
 
     def place(self, param: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Where the caller now adds a term, and whether it is the first and overwrites."""
+        """Return the view to add a term to, and whether that term is the first and overwrites."""
         self._added.add(param)
         return self._sums().place(param)
 
     def collect(self, param: torch.Tensor) -> None:
-        """All terms of a backward are there, in place or in ``param.grad``; or were put off."""
+        """Note that a backward's terms are complete: in place, in ``param.grad``, or deferred."""
         param = cast(ShardedParameter, param)
+        # from autograd
         if param.grad is not None:
             self._sums().add(param, param.grad)
             param.grad = None
+        # deferred: run_deferred of `core/weight_grads.py` calls again
         elif param not in self._added:
             return
         self._added.discard(param)

@@ -1,7 +1,7 @@
-"""GradBuffer: where gradients are summed, over micro-batches and then over ranks.
+"""GradBuffer: sums gradients over micro-batches and then over ranks.
 
-Which part of a sum a rank keeps is buckets'; what the sum is divided by is train.step's; who
-updates with it is optim's.
+`core/buckets.py` says which part of a sum a rank owns. `train/step.py` divides the loss, so that here
+everything is only added. `raymega/optim` reads the sums.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from raymega.plan.tensor_table import GlobalTensor
 from raymega.plan.zero_levels import ZeroLevel
 
 MOST_TRAVELLING = 1
-"""Micro-batches' buckets on their way while the next one fills: what sharded gradients take beside
-the sums that a rank owns is so many buckets and one."""
+"""Buckets of one micro-batch that may be in reduction while the next one fills. Sharded gradients
+therefore take the memory of this many buckets and one more, in addition to the owned sums."""
 
 
 class _Travelling(NamedTuple):
-    """One micro-batch's gradients on their way."""
+    """A bucket with one micro-batch's gradients, and its pending reduction."""
 
     bucket: Bucket
     flat: torch.Tensor
@@ -37,29 +37,33 @@ class _Travelling(NamedTuple):
 
 
 class GradBuffer:
-    """Gradients in float32 or better, which layers add here or a hook takes from ``param.grad``.
+    """Gradient sums in float32 or better, added by layers in place or by a hook from ``param.grad``.
 
-    Up to level ``optimizer`` a bucket sums all micro-batches on its rank, and leaves in the last
-    backward, as soon as its last gradient is there and all buckets that should be full before it have
-    left: so the ranks launch in one order, whatever arrived when. From ``gradients`` on it leaves in
-    every backward, as soon as it is full, and this rank adds its part of the sum over the others to
-    what it owns: more it does not keep. A parameter that got no gradient counts as zero.
+    Up to level ``optimizer`` a bucket sums all micro-batches on its rank. It is reduced in the last
+    backward, once its last gradient is there and all buckets before it in the order have been launched. So
+    all ranks launch in one order, whenever gradients arrive. From ``gradients`` on a bucket is reduced in
+    every backward, as soon as it is full. The rank adds its part of the result to its owned sum and frees
+    the rest. A parameter without a gradient counts as zero.
     """
 
     def __init__(self, table: BucketTable, groups: Groups, *, log: CommLog | None = None) -> None:
+        # buckets, and the permanent sums
         self._table, self._groups, self._log = table, groups, log or CommLog()
         self._device = table.buckets[0].spans[0].param.device
         self._order = sorted(table.buckets, key=_order_of_backward)
         self._kept = [bucket for bucket in self._order if bucket.level < ZeroLevel.GRADIENTS]
         self._sums = self._make_sums()
         self._owned = [self._make_owned(bucket) for bucket in table.buckets]
+        # from level ``gradients`` on: filling, in reduction, and owned parts without any sum yet
         self._filling: dict[int, GradientSum] = {}
         self._travelling: list[_Travelling] = []
         self._without_any: set[int] = set()
+        # up to ``optimizer``: chunks in their last backward, launched buckets, the partial one over tp
         self._last_chunks: set[int] = set()
         self._left: set[int] = set()
         self._launched: dict[int, Waitable] = {}
         self._summing: _PartialSum | None = None
+        # intake: layers add through grad_sink, autograd's gradients come through the hook
         for bucket in table.buckets:
             grad_sink = GradSink(partial(self._sum_of, bucket), partial(self._complete, bucket))
             for param, _ in bucket.spans:
@@ -69,37 +73,37 @@ class GradBuffer:
         self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:
-        """The sum for ``param``, of its shape; always the same memory. Not from ``gradients`` on.
+        """Return the sum for ``param``, of its shape; always the same memory. Not from ``gradients`` on.
 
-        After :meth:`finish` only what this rank owns is the sum over all ranks.
+        After :meth:`finish` only the elements that this rank owns are summed over all ranks.
         """
         views = (pair for sums in self._sums.values() for pair in sums.views())
         return next(view for held, view in views if held is param)
 
     def owned(self, bucket: Bucket) -> torch.Tensor:
-        """The flat sum of what this rank owns of a bucket; always the same memory."""
+        """Return the flat sum of this rank's owned part of a bucket; always the same memory."""
         return self._owned[bucket.index]
 
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
-        """Sums that this rank counts, flat, by tensor: over all ranks each element once."""
+        """Yield the flat sums that this rank counts, with their tensor; over all ranks each element once."""
         for bucket in self._table.buckets:
             begin = self._table.owned(bucket).begin
             yield from counted(self._table.share(bucket), self.owned(bucket), begin=begin)
 
     def zero(self) -> None:
-        """Forget the last step's sums: the first gradient of a parameter takes the place of its sum."""
+        """Start a new step: the first gradient of each parameter overwrites its sum."""
         for sums in self._sums.values():
             sums.forget()
         self._expect_all()
 
     def launch_when_full(self, chunk: int = 0) -> None:
-        """The last backward of model chunk ``chunk`` begins: from now on buckets leave when full."""
+        """Note that the last backward of model chunk ``chunk`` begins: launch its buckets when full."""
         self._last_chunks.add(chunk)
 
     def launch(self, chunk: int = 0) -> None:
-        """A backward of model chunk ``chunk`` is over, and nothing more comes of its micro-batch.
+        """Note that a backward of model chunk ``chunk`` has ended, and launch what it filled in part.
 
-        What it filled in part leaves too; after the chunk's last one its buckets are complete.
+        After the chunk's last backward its buckets are complete, whatever gradients are missing.
         """
         self._send_all()
         if chunk in self._last_chunks:
@@ -109,20 +113,23 @@ class GradBuffer:
             self._launch_in_order(is_end=False)
 
     def finish(self) -> None:
-        """Sum over all ranks; returns when this rank has the sums that it owns.
+        """Complete the sums over all ranks; return when this rank has those that it owns.
 
-        Partial pieces are summed over tp first, then every bucket over its replicas (dp * cp ranks,
-        or edp ranks for experts; with hybrid sharding first inside a copy, then across), then tied
-        ones over the two stages. In that order both copies of a tied parameter end with equal bits: a
-        sum of two numbers has no order, while a sum over dp may have.
+        Partial pieces are summed over tp first. Then every bucket is summed over its replicas: dp * cp ranks,
+        or edp ranks for experts; with hybrid sharding first inside a copy, then across. Tied buckets are summed
+        over the two stages last. In that order both copies of a tied parameter get equal bits: a sum of two
+        numbers does not depend on the order, while a sum over dp may.
         """
+        # launch what is left
         self._send_all()
         self._launch_in_order(is_end=True)
         self._reduce_partial()
+        # level ``gradients`` on: land the last reductions, zero parts that got nothing
         while self._travelling:
             self._land()
         for index in self._without_any:
             self._owned[index].zero_()
+        # wait for the others, across the copies of hybrid sharding; then tied buckets
         self._sum_copies()
         for bucket in self._order:
             if bucket.is_tied:
@@ -130,7 +137,7 @@ class GradBuffer:
                 self._log.track("sum_tied", bucket, tie).wait(self._groups.embedding.timeout_s)
 
     def _make_sums(self) -> dict[int, GradientSum]:
-        """Of the buckets that are whole here, all in one tensor."""
+        """Return the permanent sums, all in one tensor, of the buckets below level ``gradients``."""
         whole = [b for b in self._table.buckets if b.level < ZeroLevel.GRADIENTS]
         flat = self._zeros(sum(bucket.size for bucket in whole))
         flats = torch.split(flat, [bucket.size for bucket in whole])
@@ -150,7 +157,8 @@ class GradBuffer:
         self._without_any = {b.index for b in self._table.buckets} - self._sums.keys()
 
     def _sum_of(self, bucket: Bucket) -> GradientSum:
-        """Where gradients of a bucket are added now."""
+        """Return the sum to which gradients of a bucket are added now."""
+        # level ``gradients`` on: one sum for each backward
         if bucket.index not in self._sums:
             return self._filling.get(bucket.index) or self._fill(bucket)
         if bucket.index in self._left:
@@ -158,7 +166,7 @@ class GradBuffer:
         return self._sums[bucket.index]
 
     def _complete(self, bucket: Bucket, param: ShardedParameter) -> None:
-        """A backward has added all that it has for ``param``."""
+        """Note that a backward has added all terms of ``param``, and launch buckets that are full."""
         if bucket.index not in self._sums:
             sums = self._filling[bucket.index]
             sums.missing.discard(param)
@@ -169,6 +177,7 @@ class GradBuffer:
             self._launch_in_order(is_end=False)
 
     def _fill(self, bucket: Bucket) -> GradientSum:
+        # wait for the oldest reduction first, which bounds the memory
         while len(self._travelling) > MOST_TRAVELLING:
             self._land()
         flat = torch.empty(bucket.size, dtype=self._table.dtype, device=self._device)
@@ -182,12 +191,12 @@ class GradBuffer:
         self._leave(sums.bucket, sums.flat)
 
     def _send_all(self) -> None:
-        """All ranks do the same work, so the same buckets are filled in part on each."""
+        """Reduce partly filled buckets; all ranks do the same work, so they are the same on each."""
         for index in list(self._filling):
             self._send(index)
 
     def _land(self) -> None:
-        """Wait for the oldest micro-batch's bucket under way, and add this rank's part."""
+        """Wait for the oldest pending reduction of a micro-batch, and add this rank's part to its sum."""
         bucket, flat, reduction = self._travelling.pop(0)
         reduction.wait(bucket.sharing.inside.timeout_s)
         mine = flat[self._table.owned(bucket).place]
@@ -198,7 +207,7 @@ class GradBuffer:
             self.owned(bucket).add_(mine)
 
     def _launch_in_order(self, *, is_end: bool) -> None:
-        """Let buckets leave up to the first that still waits for a gradient, or all."""
+        """Launch buckets up to the first that lacks a gradient, or all of them at the end."""
         for bucket in self._kept[len(self._left) :]:
             sums = self._sums[bucket.index]
             if sums.missing and not is_end:
@@ -208,9 +217,9 @@ class GradBuffer:
             self._leave(bucket, sums.flat)
 
     def _leave(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """A partial bucket goes over tp now, and over its replicas when the next bucket leaves.
+        """Reduce a bucket over its replicas; one with partial pieces over tp now, over them at the next call.
 
-        So a rank waits for tp where all its peers do, and the replicas see one order.
+        So a rank waits for its tp peers at the same point as they do, and the replicas see one order.
         """
         self._reduce_partial()
         if bucket.is_partial_over_tp:
@@ -238,7 +247,7 @@ class GradBuffer:
             self._travelling.append(_Travelling(bucket, flat, reduction))
 
     def _sum_copies(self) -> None:
-        """Wait for what every rank of a copy has, and sum over copies what they have alike."""
+        """Wait for the launched reductions, and with hybrid sharding all-reduce owned parts across copies."""
         summing: list[tuple[Group, Waitable]] = []
         for bucket in self._order:
             across = bucket.sharing.across
@@ -252,9 +261,9 @@ class GradBuffer:
 
 
 class _PartialSum:
-    """The partial pieces of a bucket on their way over the tp ranks that hold the same blocks.
+    """A pending all-reduce over tp of a bucket's partial pieces.
 
-    Every rank adds its blocks to zeros of the whole tensors' shapes. So one all-reduce over all tp
+    Every rank writes its blocks into zeros of the whole tensors' shapes. So one all-reduce over all tp
     ranks serves blocks that some of them share and blocks that all of them share.
     """
 
@@ -272,7 +281,7 @@ class _PartialSum:
         self._pending = log.track("sum_partial", bucket, start_all_reduce(whole, tp))
 
     def finish(self) -> None:
-        """Wait, and put the sums into the bucket."""
+        """Wait for the sums, and copy them into the bucket."""
         self._pending.wait(self._tp.timeout_s)
         for mine, block in self._places:
             mine.copy_(block)
@@ -281,12 +290,12 @@ class _PartialSum:
 def counted(
     part: Range, flat: torch.Tensor, *, begin: int
 ) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
-    """The primary pieces' elements in ``part``, by tensor, as flat views.
+    """Yield flat views of the primary pieces' elements in ``part``, with their tensor.
 
     Args:
-        part: Elements of a bucket.
+        part: Range of a bucket's elements.
         flat: Values of the bucket from element ``begin`` on.
-        begin: See there.
+        begin: Index in the bucket of the first value of ``flat``.
     """
     for extent in part.extents():
         values = flat[extent.within(begin)]
@@ -296,12 +305,12 @@ def counted(
 
 
 def _order_of_backward(bucket: Bucket) -> tuple[int, int, int]:
-    """As backward completes them: the last chunk first, and in it what is used first last."""
+    """Return the sort key of backward's order: the last chunk first, in it the first used last."""
     return -bucket.chunk, -bucket.first_use, bucket.index
 
 
 def _partial_parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The bucket's partial pieces, each with its view of ``flat``, of its shape."""
+    """Yield the bucket's partial pieces, each with its view of ``flat`` in its shape."""
     for param, start in bucket.spans:
         values = flat[start : start + param.numel()].view(param.shape)
         for piece in param.spec.pieces:

@@ -1,9 +1,9 @@
-"""MuonGather: brings matrices together whole, each on one rank, and takes what becomes of them apart.
+"""MuonGather: gathers each matrix whole on one rank, and scatters the result of a function of it.
 
-A matrix is a logical one, as the model's table has it: q, k, v, gate and up each for itself, every
-expert for itself, whatever is fused or stacked into one parameter. Its parts lie on the ranks that
-share a copy of the state out and, where it is cut, on those of the tensor axis. What a matrix becomes
-is whoever calls; which ranks own which elements is buckets'.
+A matrix is a logical one of the model's table: q, k, v, gate and up each by itself, every expert by
+itself, whatever is fused or stacked into one parameter. Its parts are on the ranks that shard the
+state and, where tp (or etp) cuts it, on those too. `optim` supplies the function; `core/buckets.py`
+says which rank owns which elements.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from raymega.plan.grid import ExpertPlace
 from raymega.plan.zero_levels import ZeroLevel
 
 Flats = Mapping[int, torch.Tensor]
-"""By index of a bucket: values of what this rank owns of it, flat."""
+"""Flat values of this rank's owned part of each bucket, by the bucket's index."""
 Transform = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""From whole matrices, each [rows, columns], to others of the same shapes."""
+"""Function from whole matrices, each [rows, columns], to matrices of the same shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Matrix:
-    """One matrix of a bucket.
+    """A matrix of a bucket, and its owner: the rank that gathers it whole.
 
     Attributes:
-        bucket: Where this rank's block lies.
-        start: First element of the block in the bucket.
-        shape: The whole matrix's.
-        boxes: Block of each rank that cuts it, by place.
-        row: Of the rank that has it whole, the place among those that share out.
-        column: The same among those that cut.
+        bucket: Bucket that holds this rank's block.
+        start: Index in the bucket of the block's first element.
+        shape: Shape of the whole matrix.
+        boxes: Block of each rank that cuts the matrix, by place in tp or etp.
+        row: Place of the owner among the ranks that shard the state.
+        column: Place of the owner among the ranks that cut the matrix.
     """
 
     bucket: Bucket
@@ -50,7 +50,10 @@ class _Matrix:
     column: int = 0
 
     def has_block_of(self, place: int) -> bool:
-        """Whether the owner gets its block from ``place``: from one of those that hold it, best itself."""
+        """Return whether ``place`` is the one that supplies its block to the owner.
+
+        Several ranks may hold the same block. The owner uses its own copy, else that of the first holder.
+        """
         box = self.boxes[place]
         if place == self.column:
             return True
@@ -58,9 +61,9 @@ class _Matrix:
 
 
 class MuonGather:
-    """The matrices of some buckets; owners of whole ones are spread evenly over the ranks.
+    """Gather and scatter of the matrices of some buckets, with owners balanced over the ranks.
 
-    All ranks that share a bucket's state out, and all that cut its tensors, call it together.
+    All ranks that shard a bucket's state, and all that cut its tensors, must call it together.
     """
 
     def __init__(
@@ -73,13 +76,13 @@ class MuonGather:
         ]
 
     def transform(self, flats: Flats, function: Transform) -> None:
-        """Replace this rank's elements of matrices in ``flats`` by those of what they become."""
+        """Replace this rank's elements in ``flats`` by those of ``function`` of the whole matrices."""
         for field in self._fields:
             field.transform(flats, function)
 
 
 class _Field:
-    """Matrices whose ranks are the same: dense ones, or experts'."""
+    """The matrices of one set of ranks: dense ones (dp * cp, tp), or experts' (edp, etp)."""
 
     def __init__(
         self, table: BucketTable, buckets: Sequence[Bucket], cut: Group, log: CommLog
@@ -89,6 +92,7 @@ class _Field:
         self._is_shared_out = buckets[0].level > ZeroLevel.NONE
         self._sharers = sharing.inside if self._is_shared_out else sharing.whole
         self._nothing = torch.empty(0, dtype=table.dtype, device=buckets[0].spans[0].param.device)
+        # Owners form a grid: rows are the ranks that shard the state, columns those that cut the matrix.
         found = [matrix for bucket in buckets for matrix in _matrices_of(bucket, cut)]
         matrices = _spread(found, rows=self._sharers.size, columns=cut.size)
         self._rows = [[m for m in matrices if m.row == i] for i in range(self._sharers.size)]
@@ -96,13 +100,15 @@ class _Field:
         self._columns = [[m for m in self._mine if m.column == j] for j in range(cut.size)]
 
     def transform(self, flats: Flats, function: Transform) -> None:
+        # first this rank's block of each matrix, over the ranks that shard; then whole ones, over tp
         blocks = self._gather_blocks(flats)
         wholes = self._gather_wholes(dict(zip(self._mine, blocks, strict=True)))
         results = function(wholes) if wholes else []
+        # the same two exchanges, back
         self._scatter(self._blocks_back(results), flats)
 
     def _gather_blocks(self, flats: Flats) -> list[torch.Tensor]:
-        """This rank's block of each matrix of its row, from those that share the state out."""
+        """Return this rank's block of each matrix of its row, from the ranks that shard the state."""
         me, places = self._sharers.index, range(self._sharers.size)
         sent = [
             [self._view(flats, m, self._given(m, me, i)) for m in self._rows[i]] for i in places
@@ -112,12 +118,13 @@ class _Field:
         return [torch.cat(parts) for parts in zip(*received, strict=True)]
 
     def _gather_wholes(self, blocks: Mapping[_Matrix, torch.Tensor]) -> list[torch.Tensor]:
-        """The matrices that this rank has whole."""
+        """Return the whole matrices that this rank owns, from the ranks that cut them."""
         me, places = self._cut.index, range(self._cut.size)
         mine = self._columns[me]
         sent = [[blocks[m] for m in self._columns[j] if m.has_block_of(me)] for j in places]
         sizes = [[m.boxes[j].num_elements * m.has_block_of(j) for m in mine] for j in places]
         received = self._exchange(sent, sizes, self._cut)
+        # An empty part is a block that another place supplies.
         wholes = []
         for m, *parts in zip(mine, *received, strict=True):
             wholes.append(self._nothing.new_empty(m.shape))
@@ -127,7 +134,7 @@ class _Field:
         return wholes
 
     def _blocks_back(self, results: Sequence[torch.Tensor]) -> dict[_Matrix, torch.Tensor]:
-        """This rank's block of what each matrix of its row became."""
+        """Return this rank's block of the result of each matrix of its row."""
         me, places = self._cut.index, range(self._cut.size)
         owned = list(zip(self._columns[me], results, strict=True))
         sent = [[result[_place(m.boxes[j])] for m, result in owned] for j in places]
@@ -140,7 +147,7 @@ class _Field:
         }
 
     def _scatter(self, blocks: Mapping[_Matrix, torch.Tensor], flats: Flats) -> None:
-        """Each rank's elements go to it."""
+        """Send each rank that shards the state its elements of the results, and store this rank's."""
         me, places = self._sharers.index, range(self._sharers.size)
         sent = []
         for i in places:
@@ -153,12 +160,13 @@ class _Field:
                 self._view(flats, m, self._held(m, me)).copy_(part)
 
     def _given(self, matrix: _Matrix, source: int, owner: int) -> tuple[int, int]:
-        """Elements of this rank's block that place ``source`` gives the owner, as :meth:`_held`."""
+        """Return the range that place ``source`` sends to the owner; empty where the owner holds it."""
+        # without sharding each rank holds all of the block, so the owner sends it to itself
         held = self._held(matrix, source)
         return held if self._is_shared_out or source == owner else (matrix.start, matrix.start)
 
     def _held(self, matrix: _Matrix, place: int) -> tuple[int, int]:
-        """Elements of this rank's block that the rank at ``place`` holds, counted in the bucket."""
+        """Return the range of this rank's block that ``place`` holds, as indices of the bucket."""
         begin, end = matrix.start, matrix.start + matrix.boxes[self._cut.index].num_elements
         if not self._is_shared_out:
             return begin, end
@@ -178,23 +186,25 @@ class _Field:
         sizes: Sequence[Sequence[int]],
         group: Group,
     ) -> list[list[torch.Tensor]]:
-        """What each place sent here, flat, of so many elements each; ``sent`` is by place as well."""
+        """Exchange flat tensors: ``sent`` and the result are lists by place; ``sizes`` are of the result."""
         rows = [[part.reshape(-1) for part in parts] for parts in sent]
         flat = torch.cat([self._nothing, *(part for parts in rows for part in parts)])
         lengths = [sum(part.numel() for part in parts) for parts in rows]
+        # one message to each place, which holds all its parts end to end
         received, pending = start_exchange(
             flat, group, sent=lengths, received=[sum(each) for each in sizes]
         )
         leaving = (flat.numel() - lengths[group.index]) * flat.element_size()
         exchange = self._log.track_transfer("matrix_exchange", pending, sent_bytes=leaving)
         exchange.wait(group.timeout_s)
+        # apart again, by place and matrix
         parts = torch.split(received, [size for each in sizes for size in each])
         remaining = iter(parts)
         return [[next(remaining) for _ in each] for each in sizes]
 
 
 def _matrices_of(bucket: Bucket, cut: Group) -> Iterator[_Matrix]:
-    """In the order in which they lie there; owners are not chosen yet."""
+    """Yield the matrices of a bucket in its order, without owners yet."""
     for param, start in bucket.spans:
         if param.spec.role == "matrix":
             shape, dim = param.spec.shape, param.spec.stack_dim
@@ -206,12 +216,14 @@ def _matrices_of(bucket: Bucket, cut: Group) -> Iterator[_Matrix]:
 def _matrices_of_piece(
     piece: Piece, bucket: Bucket, start: int, expert_size: int, cut: Group
 ) -> Iterator[_Matrix]:
-    """``expert_size`` elements further on, whatever is stacked, lies the next expert."""
+    """Yield the matrix of a piece, or one for each expert; experts are ``expert_size`` elements apart."""
+    # dense: cut over tp
     tensor, places = piece.tensor, range(cut.size)
     if not tensor.is_expert:
         boxes = tuple(tensor.box(tp=cut.size, tp_rank=place) for place in places)
         yield _Matrix(bucket=bucket, start=start, shape=tensor.shape, boxes=boxes)
         return
+    # experts: each is a matrix, cut over etp; dim 0 of a box is the expert
     cuts = (ExpertPlace(etp=cut.size, etp_rank=place) for place in places)
     whole = (tensor.box(tp=1, tp_rank=0, experts=place) for place in cuts)
     boxes = tuple(Box(offset=box.offset[1:], shape=box.shape[1:]) for box in whole)
@@ -221,7 +233,7 @@ def _matrices_of_piece(
 
 
 def _spread(matrices: Iterable[_Matrix], *, rows: int, columns: int) -> list[_Matrix]:
-    """Give each an owner: the dearest first, each to the rank that has least work so far."""
+    """Assign an owner to each matrix: the most expensive first, to the rank with the least work so far."""
     work = [0] * (rows * columns)
     owned = []
     for matrix in sorted(matrices, key=_cost, reverse=True):
@@ -232,7 +244,7 @@ def _spread(matrices: Iterable[_Matrix], *, rows: int, columns: int) -> list[_Ma
 
 
 def _cost(matrix: _Matrix) -> int:
-    """Of a product of it with itself, which is what its owner's work is made of."""
+    """Return the multiplications of a matrix with its transpose, the unit of Newton-Schulz's work."""
     return prod(matrix.shape) * min(matrix.shape)
 
 

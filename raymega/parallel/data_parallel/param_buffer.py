@@ -1,8 +1,8 @@
-"""WeightBuffer: the weights of a rank in flat buckets, gathered after each rank updated its part.
+"""WeightBuffer: the weights of a rank in flat buckets, all-gathered after each rank updated its part.
 
-A gather is started ahead of the first use, which waits for it: up to level ``gradients`` right after
-the update, so that it hides behind what a run does between steps and behind the forward work of the
-layers before; at level ``parameters`` one unit of the model ahead of each use, in both directions.
+A gather starts before the first use, which waits for it. Up to level ``gradients`` it starts right
+after the update. So it overlaps with the work between steps and the forward of earlier layers. At
+level ``parameters`` it starts one unit of the model ahead of each use, in forward and backward.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from raymega.plan.zero_levels import ZeroLevel
 
 
 def _keep(_param: ShardedParameter) -> None:
-    """Values are there already."""
+    """Keep the values that the parameter already has."""
 
 
 class WeightBuffer:
-    """Flat buckets in the compute dtype, of which the parameters become views.
+    """Flat buckets in the compute dtype; the parameters become views of them.
 
-    Up to level ``gradients`` a rank has all weights always; after an update the parts of other ranks
-    are old until :meth:`start_gather` and :meth:`wait_for`. At level ``parameters`` it keeps its own
-    part, and the memory of the whole bucket is there only from shortly before a use until shortly
-    after: what autograd saves of a parameter is that memory, which is filled again before backward.
+    Up to level ``gradients`` a rank holds all weights. After an update the parts of other ranks are stale
+    until :meth:`start_gather` and :meth:`wait_for`. At level ``parameters`` it keeps only its own part,
+    and a whole bucket has memory only around its use. What autograd saves of a parameter is a view of that
+    memory, which is filled again before backward.
 
     Args:
-        table: What lies where.
-        log: Sees each gather.
-        fill: Gives a parameter its first values, for parameters that have no memory yet.
+        table: Buckets of the rank.
+        log: Log of the step, which tracks each gather.
+        fill: Function that sets a parameter's initial values, for parameters without memory.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class WeightBuffer:
     ) -> None:
         self._table, self._log = table, log or CommLog()
         self.after_update: list[Callable[[], None]] = []
-        """Who is told that weights have changed."""
+        """Functions to call after each update of the weights."""
         self._flats: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
+        # Bucket by bucket, so that at level ``parameters`` only one is whole at a time.
         for bucket in table.buckets:
             flat = _make_flat(bucket, fill)
             own = flat[table.owned(bucket).place]
@@ -62,6 +63,7 @@ class WeightBuffer:
         self._bucket_of = {
             span.param: bucket.index for bucket in table.buckets for span in bucket.spans
         }
+        # gathers: pending ones in order of launch, buckets that are whole, and the modules to come
         self._is_old = False
         self._under_way: dict[int, Waitable] = {}
         self._whole: set[int] = set()
@@ -71,24 +73,24 @@ class WeightBuffer:
 
     @property
     def has_parts_only(self) -> bool:
-        """Weights must be gathered for each use: whoever uses some says so before."""
+        """True where weights must be gathered for each use, which :meth:`wait_for` announces."""
         return any(map(_is_kept_in_part, self._table.buckets))
 
     def owned(self, bucket: Bucket) -> torch.Tensor:
-        """The flat weights that this rank updates; always the same memory."""
+        """Return the flat weights that this rank updates; always the same memory."""
         return self._own[bucket.index]
 
     def mark_updated(self) -> None:
-        """This rank has updated what it owns: what it holds of others' is old."""
+        """Note that this rank has updated its part, so that its copies of other parts are stale."""
         self._is_old = any(bucket.level > ZeroLevel.NONE for bucket in self._table.buckets)
         self._free(keep=())
         for tell in self.after_update:
             tell()
 
     def whole(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Buckets of which all ranks hold everything, with their flat weights.
+        """Yield the buckets that every rank holds whole, with their flat weights.
 
-        They are up to date, and alike on those ranks, after :meth:`start_gather` and
+        The weights are up to date, and equal on all replicas, only after :meth:`start_gather` and
         :meth:`wait_for_all`.
         """
         for bucket, flat in zip(self._table.buckets, self._flats, strict=True):
@@ -96,9 +98,9 @@ class WeightBuffer:
                 yield bucket, flat
 
     def start_gather(self) -> None:
-        """Begin to get the other ranks' parts, in the order of first use; nothing if none is old.
+        """Start to gather the other ranks' parts, in the order of first use; do nothing if none is stale.
 
-        Of units that are whole only in use, the first one.
+        At level ``parameters`` only the first unit is gathered.
         """
         if not self._is_old:
             return
@@ -114,40 +116,42 @@ class WeightBuffer:
         self._gather(in_parts[:1])
 
     def follow(self, uses: Iterable[nn.Module]) -> None:
-        """What :meth:`wait_for` will be asked for next, in order, so that it can gather ahead.
+        """Set the modules that :meth:`wait_for` will get next, in order, so that it can gather ahead.
 
-        A guess that is wrong costs time and nothing else.
+        A wrong order costs time and nothing else.
         """
         self._uses, self._place = tuple(uses), 0
 
     def record(self) -> None:
-        """A step is recorded from now on: gathers that are under way are part of it."""
+        """Track the pending gathers in the log of a step that starts to be recorded."""
         for index, gather in self._under_way.items():
             if isinstance(gather, Work):
                 bucket = self._table.buckets[index]
                 self._under_way[index] = self._log.track(_event_of(bucket), bucket, gather)
 
     def wait_for(self, module: nn.Module) -> None:
-        """Return when the weights of ``module`` are whole; they are until the next call but one.
+        """Return when the weights of ``module`` are whole; they stay so until the next call but one.
 
         Raises:
-            InternalError: They are old, and no gather was started.
+            InternalError: The weights are stale, and no gather was started.
         """
         if self._is_old:
             raise _old()
         if not self._under_way and not self.has_parts_only:
             return
+        # level ``parameters``: free other units, gather this one and the next
         used = self._buckets_of(module)
         if self.has_parts_only:
             following = self._following(module, used)
             self._free(keep=(*used, *following))
             self._gather(used)
             self._gather(following)
+        # in order of launch, alike on all ranks
         for index in sorted(self._under_way.keys() & set(used), key=list(self._under_way).index):
             self._wait(index)
 
     def wait_for_all(self) -> None:
-        """Return when every gather under way is complete."""
+        """Return when every pending gather is complete."""
         while self._under_way:
             self._wait(next(iter(self._under_way)))
 
@@ -163,7 +167,8 @@ class WeightBuffer:
         return self._used_by[module]
 
     def _following(self, module: nn.Module, used: tuple[int, ...]) -> tuple[int, ...]:
-        """Buckets of the next unit in line that has others than ``module``'s own."""
+        """Return the buckets of the next module to come that needs others than ``used``."""
+        # find the module in the announced order; a module that is not there ends the search
         place = self._place
         while place < len(self._uses) and self._uses[place] is not module:
             place += 1
@@ -176,22 +181,23 @@ class WeightBuffer:
         return ()
 
     def _gather(self, indices: Iterable[int]) -> None:
-        """Begin to fill the memory of buckets that are kept in part and not whole."""
+        """Start to gather those of the buckets that are kept in part and are not whole yet."""
         for index in indices:
             bucket = self._table.buckets[index]
             if not _is_kept_in_part(bucket) or index in self._whole:
                 continue
             flat = self._flats[index]
+            # The storage is resized in place, so that parameters and saved tensors remain views of it.
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             pending = start_all_gather_into(flat, self._own[index], bucket.sharing.inside)
             self._under_way[index] = self._log.track(_event_of(bucket), bucket, pending)
             self._whole.add(index)
 
     def _free(self, *, keep: tuple[int, ...]) -> None:
-        """Give the memory of whole buckets back, but for those of ``keep``.
+        """Free the memory of whole buckets, except those of ``keep``.
 
-        On a GPU this is safe while their kernels are queued: the memory belongs to the stream that
-        computes, and a gather's stream waits for what that one was given before.
+        On a GPU this is safe while kernels on them are queued: the memory belongs to the compute stream, and
+        a gather's stream waits for the work that was queued there before.
         """
         for index in self._whole.difference(keep):
             if index in self._under_way:
@@ -213,7 +219,7 @@ def _order_of_use(bucket: Bucket) -> tuple[int, int]:
 
 
 def _make_flat(bucket: Bucket, fill: Callable[[ShardedParameter], None]) -> torch.Tensor:
-    """The bucket's weights end to end; the parameters become views of it, their values kept."""
+    """Return the bucket's weights end to end, with the parameters as views, filled by ``fill``."""
     first = bucket.spans[0].param
     flat = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
     for param, start in bucket.spans:

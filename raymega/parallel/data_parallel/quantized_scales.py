@@ -1,7 +1,7 @@
-"""ScaleReducer: the largest magnitude in each block of state, over all ranks that hold a part of one.
+"""ScaleReducer: the largest magnitude of each block of 8-bit state, over all ranks with a part of it.
 
-Ranks that share a bucket out cut it anywhere, and the tensor axis may cut a row between two multiples of
-a block. What the blocks are is quantized_blocks'; what is done with a magnitude is optim's.
+The ranks that shard a bucket cut it anywhere, and tp may cut a row inside a block.
+`plan/memory/quantized_blocks.py` defines the blocks; `raymega/optim` uses the magnitudes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes, scales_of
 from raymega.plan.zero_levels import ZeroLevel
 
 KindsOf = Callable[[ShardedParameter], Sequence[str]]
-"""Kinds of state that a parameter keeps in blocks; maybe none."""
+"""Function that returns the kinds of state that a parameter keeps in blocks; maybe none."""
 Key = tuple[ShardedParameter, str, str]
 
 
 class _Region(NamedTuple):
-    """Where the blocks of a tensor's piece lie: which of the tensor's, and from which number on."""
+    """Blocks of a piece: ``box`` in the grid of the tensor's blocks, and their first place in the buffer."""
 
     box: Box
     first: int
 
 
 class _Sum(NamedTuple):
-    """Numbers that are combined over a group."""
+    """A range of the buffer that is reduced over a group."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class _Sum(NamedTuple):
 
 
 class ScaleReducer:
-    """A number for each block of which this rank's peers hold a part; zero before any is told."""
+    """A buffer with one number for each block of this rank's pieces; zero until :meth:`view` is filled."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class ScaleReducer:
         self._log = log
         self._regions: dict[Key, _Region] = {}
         self._sums: list[_Sum] = []
+        # Lay out dense blocks, then experts'; in each the split ones first, so that a sum is one range.
         size = 0
         for is_expert, cut in ((False, groups.tp), (True, groups.etp)):
             alike = [bucket for bucket in buckets if bucket.is_expert == is_expert]
@@ -63,28 +64,30 @@ class ScaleReducer:
                 for key, box in _pieces(alike, kinds_of, is_split=is_split):
                     self._regions[key] = _Region(box, size)
                     size += box.num_elements
+                # blocks that tp cuts inside: over tp
                 if is_split and cut.size > 1:
                     self._sums.append(_Sum(begin, size, cut))
+            # all blocks: over the ranks that shard the state
             if alike and alike[0].level > ZeroLevel.NONE:
                 self._sums.append(_Sum(begin, size, alike[0].sharing.inside))
         device = buckets[0].spans[0].param.device
         self._numbers = torch.zeros(size, dtype=dtype, device=device)
 
     def box(self, param: ShardedParameter, piece: Piece, kind: str) -> Box:
-        """Which blocks of the piece's tensor :meth:`view` holds."""
+        """Return the box of the tensor's blocks that :meth:`view` holds."""
         return self._regions[param, piece.tensor.name, kind].box
 
     def view(self, param: ShardedParameter, piece: Piece, kind: str) -> torch.Tensor:
-        """Its numbers, [*box.shape]: this rank's to fill, and after :meth:`combine` those of all."""
+        """Return the numbers of a piece, [*box.shape], to fill before :meth:`combine` and to read after it."""
         box, first = self._regions[param, piece.tensor.name, kind]
         return self._numbers[first : first + box.num_elements].view(box.shape)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Zero all numbers, for the next update."""
         self._numbers.zero_()
 
     def combine(self) -> None:
-        """Take the largest over all ranks that share out or cut the tensors; all call it together."""
+        """Replace each number by its largest over the ranks that hold the block; all must call it together."""
         for first, last, group in self._sums:
             if first < last and group.size > 1:
                 numbers = self._numbers[first:last]
@@ -99,7 +102,7 @@ class ScaleReducer:
 def _pieces(
     buckets: Sequence[Bucket], kinds_of: KindsOf, *, is_split: bool
 ) -> Iterator[tuple[Key, Box]]:
-    """Pieces whose rows other ranks go on with inside of a block, or all others; with their blocks."""
+    """Yield the pieces that end inside a block (``is_split``), or all others, with their blocks' box."""
     for param in (param for bucket in buckets for param, _ in bucket.spans):
         for kind in kinds_of(param):
             for piece in param.spec.pieces:
@@ -113,7 +116,7 @@ def _is_split(piece: Piece) -> bool:
 
 
 def _blocks_of(piece: Piece) -> Box:
-    """Of rows that are cut inside of a block all blocks, on every rank the same."""
+    """Return the box of a piece's blocks; for split rows all of the row's blocks, alike on every rank."""
     if not _is_split(piece):
         return scale_boxes(piece.box).all
     columns = scales_of(piece.tensor).shape[-1]

@@ -1,6 +1,6 @@
-"""TensorBlock: some values of a rank that know which box of which global tensor they are.
+"""TensorBlock: values of a rank, with the box of the global tensor that they are.
 
-What checkpoints save and load, and whoever else must put whole tensors together.
+Checkpoints save and load TensorBlocks; any code that assembles whole tensors can read them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from raymega.plan.tensor_table import GlobalTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBlock:
-    """Values of one kind, such as masters or a moment.
+    """A block of one kind of state, such as weights, masters or a moment.
 
     Attributes:
-        kind: ``model``, ``adam.exp_avg``, ...; the first part of the saved name.
-        tensor: The global tensor.
-        box: Which block of it.
-        values: A view of the rank's memory, [*box.shape].
-        is_primary: Of all tp ranks and stages that hold the block, this one counts.
-        holders: Global ranks that hold the same values, this one among them: all replicas, or of
-            what is sharded none but this.
-        replica: Its place among them.
+        kind: First part of the saved name: ``model``, ``adam.exp_avg``, ...
+        tensor: Global tensor that the values belong to.
+        box: Block of that tensor, in global indices.
+        values: View of the rank's memory, [*box.shape].
+        is_primary: True for one of the tp ranks and stages that hold the block: the one that counts.
+        holders: Global ranks that hold the same values, this one among them: all replicas, or this rank
+            alone where the state is sharded.
+        replica: Place of this rank in ``holders``.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class TensorBlock:
 
     @property
     def name(self) -> str:
-        """The saved name, ``kind/tensor``."""
+        """Name in the checkpoint, ``kind/tensor``."""
         return f"{self.kind}/{self.tensor.name}"
 
     @property
@@ -51,7 +51,7 @@ class TensorBlock:
         return str(self.values.dtype).removeprefix("torch.")
 
     def at(self, box: Box) -> torch.Tensor:
-        """A view of the values at ``box``, which lies inside the block."""
+        """Return a view of the values at ``box``, which must be inside the block."""
         if box == self.box:
             return self.values.detach()
         assert box.intersect(self.box) == box, f"{box} is outside {self.name} at {self.box}"
@@ -61,15 +61,15 @@ class TensorBlock:
 def extent_blocks(
     kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
 ) -> Iterator[TensorBlock]:
-    """The blocks that make up ``extent`` of ``part`` of a bucket.
+    """Yield the blocks that tile ``extent``.
 
     Args:
-        kind: Of all of them.
-        part: Elements of a bucket.
-        extent: Of one parameter there.
-        values: Its values, flat.
-        is_replicated: All ranks of the bucket hold the same; else those that own the same part of
-            other copies, of which there are several with hybrid sharding.
+        kind: Kind of state of all these blocks.
+        part: Range of a bucket that holds the extent.
+        extent: Range of one parameter's elements.
+        values: Flat values of the extent.
+        is_replicated: True where all replicas hold the same values; False where only those that own the
+            same part of another copy do, which exist with hybrid sharding.
     """
     sharing = part.bucket.sharing
     group = sharing.whole if is_replicated else sharing.across
@@ -87,18 +87,18 @@ def extent_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
-    """A tensor that a run keeps beside its weights: no gradient, one format, equal on all replicas.
+    """A tensor that a run keeps besides its weights: no gradient, one format, equal on all replicas.
 
     Attributes:
-        param: Its values, which whoever owns it changes in place.
-        group: The ranks that hold the same.
+        param: Values, which the tensor's owner changes in place.
+        group: Ranks that hold the same values.
     """
 
     param: ShardedParameter
     group: Group
 
     def blocks(self) -> Iterator[TensorBlock]:
-        """What a checkpoint keeps, beside the weights of the model."""
+        """Yield its blocks for the checkpoint, of kind ``model``."""
         for piece in self.param.spec.pieces:
             yield TensorBlock(
                 kind="model",

@@ -1,10 +1,10 @@
-"""Dispatch: brings tokens to the ranks that hold their experts, and what these made of them back.
+"""Token dispatch: send tokens to the ranks that hold their experts, and combine the experts' outputs.
 
-Two ways with equal results. all_to_all sends each row to the one rank that needs it, in uneven
-parts; all_gather brings all tokens to all ranks, which suits few ranks and many choices a token.
-Both hand out transfers that are under way, so that work which needs no other rank is done meanwhile,
-in backward too. Expert tensor parallel ranks each hold a part of F of the same experts: they see one
-another's rows, and their outputs are terms of a sum.
+Two methods with equal results. all_to_all sends each row only to the rank that needs it, in uneven
+parts. all_gather sends all tokens to all ranks, which suits few ranks and many choices a token. Both
+return pending transfers, so that other work overlaps with them, in backward too. Each expert tensor
+parallel rank (etp) holds a part of F of the same experts. Such ranks share their rows, and their
+outputs are terms of a sum.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from raymega.plan.grid import ExpertPlace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroups:
-    """The ranks that a layer of experts works with.
+    """Groups of ranks that a layer of experts communicates over.
 
     Attributes:
-        ep: Each holds other experts.
-        etp: Each holds a part of F of the same experts.
-        micro: The tp x cp ranks that share the tokens of a micro-batch.
-        sp: How the residual stream lies on the tensor-parallel ranks.
-        is_gathered: Tokens are dispatched by all_gather instead of all_to_all.
-        log: Sees what the ranks send each other.
-        interleaver: Where two passes take turns, who works while one waits for rows; None where one runs.
+        ep: Ranks that hold different experts.
+        etp: Ranks that hold parts of F of the same experts.
+        micro: The tp x cp ranks, which share the tokens of a micro-batch.
+        sp: Placement of the residual stream on the tensor-parallel ranks.
+        is_gathered: True where tokens are dispatched by all_gather, False for all_to_all.
+        log: Log of the step, which tracks the transfers.
+        interleaver: Scheduler of two passes that take turns while one waits for rows; None for one pass.
     """
 
     ep: Group
@@ -68,41 +68,41 @@ class ExpertGroups:
 
     @property
     def to_experts(self) -> TransferStream:
-        """By which rows travel over ep."""
+        """Stream of transfers over ep."""
         return TransferStream(group=self.ep, name="ep", log=self.log, interleaver=self.interleaver)
 
     @property
     def to_parts(self) -> TransferStream:
-        """By which they travel over etp."""
+        """Stream of transfers over etp."""
         return TransferStream(
             group=self.etp, name="etp", log=self.log, interleaver=self.interleaver
         )
 
     @property
     def place(self) -> ExpertPlace:
-        """Which part of every expert tensor this rank holds."""
+        """Place of this rank on the experts' axes, which selects its part of expert tensors."""
         return ExpertPlace(
             ep=self.ep.size, ep_rank=self.ep.index, etp=self.etp.size, etp_rank=self.etp.index
         )
 
 
 def no_expert_groups(sp: SequenceParallel) -> ExpertGroups:
-    """Those of a rank that holds all experts whole, and of each sequence all that tp does not cut."""
+    """Return the groups of a rank that holds all experts whole, without context parallelism."""
     nobody = alone(sp.tp.ranks[sp.tp.index])
     return ExpertGroups(ep=nobody, etp=nobody, micro=sp.tp, sp=sp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """What the tokens of this rank chose.
+    """The router's choices for the tokens of this rank.
 
     Attributes:
-        experts: [T, k] int64, all different in a row; E where a choice was dropped.
-        weights: [T, k], by which the experts' outputs are added.
-        num_experts: E.
-        capacity: Rows that each expert computes for one rank's tokens, filled up with zeros; 0 for
-            as many as there are.
-        is_dropping: Some choices may be E.
+        experts: Chosen experts [T, k] int64, all different within a token; E where a choice was dropped.
+        weights: Weights [T, k] of the experts' outputs in the sum.
+        num_experts: Number of experts, E.
+        capacity: Rows that each expert computes for one rank's tokens, padded with zeros; 0 for no
+            padding.
+        is_dropping: True where some choices may be dropped.
     """
 
     experts: Tensor
@@ -113,20 +113,20 @@ class Routing:
 
 
 class TokenDispatch(Protocol):
-    """One layer's tokens on their way; the verbs are called once each, in this order."""
+    """The dispatch of one layer's tokens; its methods are called once each, in this order."""
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        """Wait. Rows of this rank's experts [R, D] in their order, and how many each has [E/ep]."""
+        """Wait for the rows [R, D] of this rank's experts; return them by expert, and their counts [E/ep]."""
 
     def start_back(self, rows: Tensor) -> None:
-        """Begin to send back what the experts made of the rows: [R, D], of etp ranks a term."""
+        """Start to send back the experts' outputs [R, D]; with etp each rank gives one term of a sum."""
 
     def result(self) -> Tensor:
-        """Wait. The weighted sum of each token's experts: [T, D]."""
+        """Wait for the outputs, and return the weighted sum of each token's experts, [T, D]."""
 
 
 def dispatch_tokens(x: Tensor, routing: Routing, groups: ExpertGroups) -> TokenDispatch:
-    """Begin to dispatch ``x`` [T, D]; all ranks of ep and etp have equally many tokens."""
+    """Start to dispatch ``x`` [T, D]; all ranks of ep and etp must have equally many tokens."""
     if groups.is_gathered:
         return _GatheredTrip(x, routing, groups)
     return _ExchangedTrip(x, routing, groups)
@@ -134,9 +134,9 @@ def dispatch_tokens(x: Tensor, routing: Routing, groups: ExpertGroups) -> TokenD
 
 @dataclass
 class _ExchangedTrip:
-    """all_to_all over ep, then gathered over etp; back the mirror image.
+    """Dispatch by all_to_all over ep and all-gather over etp; the way back is reduce-scatter, all_to_all.
 
-    The host reads the counts of all ranks once, when the rows to send are already being made.
+    The host reads the counts of all ranks once, after the kernels that make the rows are queued.
     """
 
     x: Tensor
@@ -151,6 +151,7 @@ class _ExchangedTrip:
     def __post_init__(self) -> None:
         routing, experts = self.routing, self.routing.experts
         if routing.capacity:
+            # padded: all counts equal the capacity, so the host reads nothing
             self.arrangement = permute_evenly(
                 experts, routing.num_experts, capacity=routing.capacity
             )
@@ -158,20 +159,23 @@ class _ExchangedTrip:
             self.parts = _even_parts(routing, self.groups)
             rows = select_rows(self.x, self.arrangement)
         else:
+            # exact counts
             counts = count_choices(experts, routing.num_experts)
             self.table = _count_table(counts, self.groups)
             rows = self._make_rows(counts)
         self.transfer = start_row_exchange(rows, self.groups.to_experts, self.parts)
 
     def _make_rows(self, counts: Tensor) -> Tensor:
-        """Rows first, then the host's look at the counts, which says how many there are."""
+        """Return the rows to send, [R, D] by expert, and read the counts of all ranks."""
         routing, experts = self.routing, self.routing.experts
         is_alone = self.groups.ep.size == 1 and self.groups.etp.size == 1
+        # Without drops the number of rows is known, so they are made before the host reads the counts.
         if not routing.is_dropping:
             self.arrangement = permute(experts, counts, num_rows=experts.numel())
             rows = select_rows(self.x, self.arrangement)
             self.parts = _whole(experts.numel()) if is_alone else _read_parts(self, counts)
             return rows
+        # With drops the counts say how many rows there are.
         self.parts = _read_parts(self, counts)
         self.arrangement = permute(experts, counts, num_rows=sum(self.parts.sent))
         return select_rows(self.x, self.arrangement)
@@ -179,6 +183,7 @@ class _ExchangedTrip:
     def arrive(self) -> tuple[Tensor, Tensor]:
         groups, parts = self.groups, self.parts
         rows = gather_parts(wait_for(self.transfer), groups.to_parts, parts.of_etp)
+        # Rows arrive by source rank, then expert; the grouped GEMM needs them by expert.
         counts = self.table[0] if self.table.shape[0] == 1 else self.table.sum(0)
         if self.table.shape[0] > 1 and self.table.shape[1] > 1:
             self.order = _by_expert(self.table, num_rows=rows.shape[0])
@@ -188,6 +193,7 @@ class _ExchangedTrip:
     def start_back(self, rows: Tensor) -> None:
         groups, parts = self.groups, self.parts
         if self.order is not None:
+            # by source again, then the terms of etp are summed, and each row returns to its token's rank
             order, back = self.order
             rows = reorder_rows(rows, back, order)
         own = sum_parts(rows, groups.to_parts, parts.of_etp)
@@ -199,7 +205,7 @@ class _ExchangedTrip:
 
 @dataclass
 class _GatheredTrip:
-    """All tokens of ep and etp come together; back a sum over ep and etp of each token's terms."""
+    """Dispatch by all-gather of all tokens over etp and ep; the way back is a reduce-scatter over both."""
 
     x: Tensor
     routing: Routing
@@ -210,6 +216,7 @@ class _GatheredTrip:
 
     def __post_init__(self) -> None:
         groups, routing = self.groups, self.routing
+        # choices and weights of all tokens, then the tokens; the last gather stays pending
         experts = all_gather(all_gather(routing.experts, groups.etp), groups.ep)
         weights = gather_positions(routing.weights, groups.etp)
         self.weights = gather_positions(weights, groups.ep)
@@ -218,14 +225,16 @@ class _GatheredTrip:
         self.arrangement = self._arrange(experts)
 
     def _arrange(self, experts: Tensor) -> Permutation:
-        """Of all ranks' choices those of this rank's experts; the host looks how many they are."""
+        """Return the permutation of the choices of all ranks that fall on this rank's experts."""
         groups, routing = self.groups, self.routing
         num_held = routing.num_experts // groups.ep.size
+        # local expert numbers; num_held marks experts of other ranks and dropped choices
         held = experts - groups.ep.index * num_held
         held = torch.where((held >= 0) & (held < num_held), held, num_held)
         if routing.capacity:
             capacity = routing.capacity * groups.ep.size * groups.etp.size
             return permute_evenly(held, num_held, capacity=capacity)
+        # int() makes the host wait for the device
         is_all = groups.ep.size == 1 and not routing.is_dropping
         num_rows = held.numel() if is_all else int((held < num_held).sum())
         return permute(held, count_choices(held, num_held), num_rows=num_rows)
@@ -242,7 +251,7 @@ class _GatheredTrip:
 
 
 def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
-    """Rows that each rank has for each of this rank's experts: [etp * ep, E/ep], etp outermost."""
+    """Return the rows that each rank has for each of this rank's experts: [etp * ep, E/ep], etp first."""
     if groups.ep.size == 1 and groups.etp.size == 1:
         return counts[None]
     everywhere = all_gather(counts, groups.ep).view(groups.ep.size, groups.ep.size, -1)
@@ -251,10 +260,11 @@ def _count_table(counts: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _read_parts(dispatch: _ExchangedTrip, counts: Tensor) -> RowCounts:
-    """The one wait of the host for the device."""
+    """Return the row counts of all ranks; here the host waits for the device, once a layer."""
     groups = dispatch.groups
     sent = counts.view(groups.ep.size, -1).sum(1)
     received = dispatch.table.view(groups.etp.size, groups.ep.size, -1).sum(2)
+    # one copy to the host for all numbers
     numbers = torch.cat((sent, received.flatten())).tolist()
     own = numbers[groups.ep.size :][groups.etp.index * groups.ep.size :][: groups.ep.size]
     of_etp = [
@@ -281,7 +291,7 @@ def _even_table(routing: Routing, groups: ExpertGroups, device: torch.device) ->
 
 
 def _by_expert(table: Tensor, *, num_rows: int) -> tuple[Tensor, Tensor]:
-    """From rows by source and expert to rows by expert and source: order, inverse."""
+    """Return the order that sorts rows from (source, expert) to (expert, source), and its inverse."""
     num_sources, num_experts = table.shape
     experts = torch.arange(num_experts, device=table.device).repeat(num_sources)
     of_rows = experts.repeat_interleave(table.flatten(), output_size=num_rows)

@@ -1,8 +1,8 @@
-"""Products of experts in fp8: each row has a scale of its own, and so has each row or column of a weight.
+"""Grouped GEMMs of experts in fp8, with a scale for each row, and for each row or column of a weight.
 
-Both recipes multiply experts so. A grouped product in hardware takes scales by row, and one for a whole
-micro-batch would have to know the rows that experts on other ranks got. Weights' gradients, whose inner
-dimension is the tokens, stay in the compute dtype.
+Both fp8 recipes use row scales here. A grouped GEMM in hardware takes scales by row, and one scale for
+a whole micro-batch would need the rows that experts on other ranks got. Gradients of weights, whose
+inner dimension is the tokens, stay in the compute dtype.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from raymega.parallel.tensor_parallel.fp8_tensor import FORWARD, MULTIPLE, Fp8Te
 logger = logging.getLogger(__name__)
 
 CAPABILITY = (9, 0)
-"""Of NVIDIA's GPUs whose grouped products torch makes in fp8: Hopper's alone."""
+"""Compute capability of the GPUs on which torch has a grouped fp8 GEMM: only Hopper's."""
 
 
 def expert_places(
     fp8: Fp8 | None, etp: Group | None
 ) -> tuple[Fp8Placement | None, Fp8Placement | None]:
-    """How experts multiply going up, whose outputs ``etp`` cuts, and going down, whose inputs it cuts."""
+    """Return the placements of the up projection, whose outputs ``etp`` cuts, and the down projection.
+
+    ``etp`` cuts the inputs of the down projection.
+    """
     if fp8 is None:
         return None, None
     by_row = replace(fp8, by_row=True)
@@ -50,9 +53,9 @@ def expert_linear(
     grad_queue: WeightGradQueue,
     place: Fp8Placement | None,
 ) -> Tensor:
-    """:func:`grouped.grouped_linear`, in fp8 where there is a ``place``.
+    """Return :func:`grouped_linear` of the rows, in fp8 where there is a ``place``.
 
-    Kept for backward are the rows, in the compute dtype.
+    The rows are saved for backward, in the compute dtype.
     """
     if place is None:
         return grouped_linear(rows, weight, sizes, grad_queue)
@@ -78,6 +81,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), sizes, place, grad = ctx.saved_tensors, ctx.sizes, ctx.place, grad.contiguous()
+        # gradient of the weight: not in fp8; then that of the rows
         term = ComputedTerm(lambda: grouped_outer(grad, rows, sizes))
         grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, term)
         eight = place.fp8.quantise(grad, place.outer, place.fp8.gradient_format)
@@ -86,21 +90,23 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 
 def product_by_expert(a: Fp8Tensor, b: Fp8Tensor, sizes: GroupSizes, dtype: torch.dtype) -> Tensor:
-    """Rows of a [R, K], each times its expert's b^T of b [E, N, K] -> [R, N] in ``dtype``.
+    """Multiply the rows of a [R, K] by their expert's b^T, b [E, N, K] -> [R, N] in ``dtype``.
 
-    Sums are float32, or float64 where scales are; the result is rounded once.
+    Sums are in float32, or in float64 where the scales are; the result is rounded once.
     """
     if _has_kernel(a, b, dtype):
         return torch._scaled_grouped_mm(
             a.values, b.values.mT, a.scale[..., 0], b.scale[..., 0],
             offs=sizes.ends, out_dtype=dtype,
         )  # fmt: skip
+    # emulation: multiply the 8-bit values in the scales' format, and apply the rows' scales at the end
     wide = a.scale.dtype
     weights = b.values.to(wide).mul_(b.scale)
     return grouped_product(a.values.to(wide), weights.mT, sizes).mul_(a.scale).to(dtype)
 
 
 def _has_kernel(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> bool:
+    # limits of torch's grouped fp8 GEMM
     device = a.values.device
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
@@ -113,7 +119,7 @@ def _has_kernel(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def _tell() -> None:
-    """Once in a process."""
+    """Log once in a process that experts' fp8 products are emulated."""
     logger.warning(
         "experts' fp8 products are emulated in float32, which is slow: torch makes them on GPUs of "
         "compute capability %d.%d, of sizes that are multiples of %d",

@@ -1,9 +1,8 @@
-"""Grouped linear: rows that lie together by expert, each expert's times its own weight.
+"""Grouped GEMM: rows sorted by expert, each expert's rows times its own weight.
 
-torch's grouped matrix product is one kernel on a GPU, and on a CPU one product after another in C++.
-Where all groups are equally large on a CPU, they are one batch, which costs less than the calls; and in
-float64, in which the proofs run and which it does not know, they are filled up to be one, as are
-rows that do not begin at multiples of 16 bytes.
+torch's grouped_mm is one kernel on a GPU, and a loop in C++ on a CPU. On a CPU, groups of equal size are
+multiplied as one batch (bmm), which is faster. Two cases that grouped_mm does not support are padded to
+a batch: float64, which the tests use, and rows that are not multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +16,21 @@ from torch.nn.functional import grouped_mm
 
 from raymega.parallel.core.weight_grads import WeightGradQueue, add
 
+# limits of torch's grouped_mm
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROW_ALIGNMENT_BYTES = 16
 FRESH_BYTES = 2**20
-"""From here on a CPU's memory for a result comes fresh from the system, page by page, which takes longer
-than one product after another into sums that are there."""
+"""Bytes of a result from which a CPU gets fresh memory from the system, page by page. That takes longer
+than one product after another into existing sums."""
 
 
 class GroupSizes(NamedTuple):
-    """How the rows lie, read once for all products with them.
+    """Sizes of the groups of rows, read once for all products with them.
 
-    ``counts`` [E] int64 are rows of each expert, ``ends`` [E] int32 where its rows end; ``largest`` is
-    what groups are filled up to as a batch, -1 where torch's grouped product takes them as they are.
+    Attributes:
+        counts: Number of rows of each expert, [E] int64.
+        ends: End of each expert's rows, [E] int32.
+        largest: Number of rows to which groups are padded as a batch; -1 where grouped_mm takes them.
     """
 
     counts: Tensor
@@ -37,14 +39,15 @@ class GroupSizes(NamedTuple):
 
 
 def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
-    """Sizes of the groups of ``rows`` [R, N], which go through products with [E, inner, N].
+    """Return the sizes of the groups of ``rows`` [R, N], for products with weights [E, inner, N].
 
-    On a GPU the host waits for nothing where torch's grouped product can be used.
+    On a GPU the host does not wait where torch's grouped_mm can be used.
     """
     widths = (rows.shape[1], inner)
     has_product = rows.dtype in GROUPED_DTYPES and not any(
         width * rows.element_size() % ROW_ALIGNMENT_BYTES for width in widths
     )
+    # a batch: always where grouped_mm does not apply, and on a CPU if all groups are equal
     largest = -1
     if not has_product or rows.device.type == "cpu":
         largest = max(counts.tolist())
@@ -56,22 +59,22 @@ def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
 def grouped_linear(
     rows: Tensor, weight: Tensor, sizes: GroupSizes, grad_queue: WeightGradQueue
 ) -> Tensor:
-    """y = x W^T, expert by expert.
+    """Return y = x W^T for each expert's rows.
 
     Args:
-        rows: [R, in], sorted by expert.
-        weight: [E, out, in].
-        sizes: Of the experts' rows.
-        grad_queue: Takes the weight's gradient when it is put off.
+        rows: Inputs [R, in], sorted by expert.
+        weight: Weights [E, out, in].
+        sizes: Sizes of the experts' groups of rows.
+        grad_queue: Queue for the weight's gradient, for schedules that defer it.
 
     Returns:
-        [R, out].
+        Outputs [R, out].
     """
     return _GroupedLinear.apply(rows, weight, sizes, grad_queue)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """rows: [R, in], weight: [E, in, out] of any strides -> [R, out]; autograd is not told."""
+    """Multiply rows [R, in] by weights [E, in, out] of any strides -> [R, out], without autograd."""
     if sizes.largest < 0:
         return grouped_mm(rows, weight, offs=sizes.ends)
     batch, places = _as_batch(rows, sizes)
@@ -80,14 +83,14 @@ def grouped_product(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
 
 
 def grouped_outer(grad: Tensor, rows: Tensor, sizes: GroupSizes) -> Tensor:
-    """Each expert's sum of outer products: [R, out] and [R, in] -> [E, out, in]."""
+    """Return each expert's sum of outer products: [R, out] and [R, in] -> [E, out, in]."""
     if sizes.largest < 0:
         return grouped_mm(grad.T, rows, offs=sizes.ends)
     return torch.bmm(_as_batch(grad, sizes)[0].mT, _as_batch(rows, sizes)[0])
 
 
 class GroupedWeightGrad(NamedTuple):
-    """The term of a weight's gradient: see :func:`grouped_outer`."""
+    """A term of a weight's gradient, computed by :func:`grouped_outer`."""
 
     grad: Tensor
     rows: Tensor
@@ -97,15 +100,18 @@ class GroupedWeightGrad(NamedTuple):
         return grouped_outer(self.grad, self.rows, self.sizes)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """total: [E, out, in]; what is one batch, or long on a CPU, is added where it lies."""
+        """Add the term to ``total`` [E, out, in]; in place for a batch, and for large sums on a CPU."""
+        # another format, or grouped_mm, which has no accumulating form: a new tensor, then a sum
         is_uneven = self.sizes.largest < 0
         is_short = total.device.type != "cpu" or total.nbytes < FRESH_BYTES
         if total.dtype != self.rows.dtype or (is_uneven and is_short):
             add(self.compute(), total, is_first=is_first)
             return
+        # large on a CPU: one addmm an expert
         if is_uneven:
             self._add_one_by_one(total, is_first=is_first)
             return
+        # a batch
         batches = _as_batch(self.grad, self.sizes)[0].mT, _as_batch(self.rows, self.sizes)[0]
         if is_first:
             torch.bmm(*batches, out=total)
@@ -116,6 +122,7 @@ class GroupedWeightGrad(NamedTuple):
         counts = self.sizes.counts.tolist()
         columns, rows = self.grad.T.split(counts, 1), self.rows.split(counts)
         for one, a, b in zip(total.unbind(0), columns, rows, strict=True):
+            # beta 0 ignores what the sum held, NaN included
             one.addmm_(a, b, beta=0 if is_first else 1)
 
 
@@ -139,7 +146,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _as_batch(rows: Tensor, sizes: GroupSizes) -> tuple[Tensor, Tensor | None]:
-    """[E, largest, N], zero where there are no rows; and where each row lies in it, if not in order."""
+    """Return the rows as a batch [E, largest, N], padded with zeros, and each row's place in it.
+
+    The places are None where all groups are full, so that the batch is a view.
+    """
     counts, largest = sizes.counts, sizes.largest
     num_experts, width = counts.shape[0], rows.shape[1]
     if num_experts * largest == rows.shape[0]:

@@ -1,8 +1,8 @@
-"""PassInterleaver: two passes of one rank, of which one works while the other waits for its experts.
+"""PassInterleaver: two passes of one rank, one of which computes while the other waits for experts.
 
-A forward and a backward of different micro-batches need nothing of each other. Each has a thread, but only
-one works at a time, and the other's turn comes where it would wait. Who works when goes by what the passes
-do and never by a clock, so all ranks of a group launch their transfers in one order.
+A forward and a backward of different micro-batches are independent. Each has a thread, but only one
+runs at a time; they switch where one would wait for a transfer. The order depends on the passes alone,
+never on a clock, so all ranks of a group launch their transfers in one order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from raymega.parallel.comm.trace import Waitable
 
 
 class PassInterleaver:
-    """Whose turn it is. With one pass under way it is always that one's.
+    """Scheduler of two passes that take turns; a single pass always has the turn.
 
     Args:
-        device: Where the passes compute.
-        clock: Seconds, monotonic.
+        device: Device of the passes.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -38,20 +38,22 @@ class PassInterleaver:
         self._seconds = [0.0, 0.0]
 
     def together(self, first: Callable[[], None], second: Callable[[], None]) -> float:
-        """Run both; ``first`` begins, in the calling thread, and ``second`` at its first wait.
+        """Run both passes: ``first`` starts, in the calling thread, and ``second`` runs at its first wait.
 
         Returns:
             Seconds of all turns of ``first``.
 
         Raises:
-            Exception: What made one of them fail; the other ends where it waits.
+            Exception: The error of the pass that failed; the other one is ended at its next wait.
         """
-        # One thread for all steps: a CPU's worker threads belong to the thread that asks for them.
+        # One helper thread for all steps: torch's CPU worker pool (OpenMP) belongs to the calling thread.
         if self._helper is None:
             self._helper = ThreadPoolExecutor(1, "second-pass", initializer=self._enter_device)
+        # A gate a pass: whoever ends its turn releases the other's. New ones, as a failure may leave tokens.
         self._gates, self._are_over = (Semaphore(0), Semaphore(0)), [False, False]
         self._has_failed, self._seconds = False, [0.0, 0.0]
         self._turn, self._began = 0, self._clock()
+        # run both; the error of the pass that failed first is raised
         other = self._helper.submit(self._run_second, second)
         try:
             self._run(0, first)
@@ -64,7 +66,7 @@ class PassInterleaver:
         return self._seconds[0]
 
     def wait(self, pending: Waitable, timeout_s: float) -> None:
-        """Wait for a transfer; first it is the other pass's turn, up to where that one waits."""
+        """Give the turn to the other pass until it waits or ends, then wait for the transfer."""
         mine = self._turn
         if not self._are_over[1 - mine]:
             self._pass_on(mine)
@@ -100,15 +102,15 @@ class PassInterleaver:
 
 
 class InterleavedWork(NamedTuple):
-    """An operation under way that is waited for by :meth:`PassInterleaver.wait`."""
+    """A pending operation whose wait is :meth:`PassInterleaver.wait`."""
 
     interleaver: PassInterleaver
     pending: Waitable
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is complete; meanwhile the other pass may have worked."""
+        """Return when it is complete; the other pass may have run meanwhile."""
         self.interleaver.wait(self.pending, timeout_s)
 
 
 class _OtherFailedError(Exception):
-    """Ends a pass whose companion raised."""
+    """Signal that ends a pass after the other one has raised."""

@@ -1,7 +1,7 @@
-"""Rows by expert: from tokens that chose experts to rows that lie together, and back.
+"""Permutation of tokens into rows sorted by expert, and back.
 
-All of it is sorts and index operations on the device. Every choice of every token has at most one
-row, so gradients are gathered too and never added by atomics: equal runs give equal bits.
+It consists of sorts and index operations on the device. Each choice of each token has at most one row,
+so gradients are gathers too, without atomic adds: equal runs give equal bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from raymega.parallel.core.linear_map import apply_linear
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permutation:
-    """Where the choices of T tokens lie in R rows that are sorted by expert.
+    """Map between the k choices of T tokens and R rows that are sorted by expert.
 
     Attributes:
-        choices: [R] int64, which choice, t * k + j, each row is; T * k for a row that stays empty.
-        sources: [R] int64, the token of each row; T for a row that stays empty.
-        slots: [T, k] int64, the row of each choice; R for one that has none.
-        counts: [E] int64, rows of each expert, empty ones included.
-        is_whole: There are no empty rows, and no choices without one.
+        choices: Choice of each row, t * k + j, [R] int64; T * k for a row that stays empty.
+        sources: Token of each row, [R] int64; T for a row that stays empty.
+        slots: Row of each choice, [T, k] int64; R for a choice without a row.
+        counts: Number of rows of each expert, [E] int64, empty ones included.
+        is_whole: True where no row is empty, and every choice has a row.
     """
 
     choices: Tensor
@@ -37,21 +37,21 @@ class Permutation:
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is chosen: [E] int64; the number E stands for none."""
+    """Return how often each expert is chosen, [E] int64; number E is a dropped choice."""
     flat = experts.flatten()
-    if flat.device.type == "cpu":  # where its look at the largest number makes nobody wait
+    if flat.device.type == "cpu":  # bincount reads the largest number, a host sync on a GPU
         return flat.bincount(minlength=num_experts + 1)[:num_experts]
     counts = flat.new_zeros(num_experts + 1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def permute(experts: Tensor, counts: Tensor, *, num_rows: int) -> Permutation:
-    """Rows in the order of experts, those of one in the order of tokens.
+    """Return the permutation into rows sorted by expert, and by token within an expert.
 
     Args:
-        experts: [T, k] int64, all different in a row; E where a choice was dropped.
-        counts: [E] int64, how often each is chosen.
-        num_rows: How many choices were not dropped; or all T * k, and those that were come last.
+        experts: Chosen experts [T, k] int64, all different within a token; E where a choice was dropped.
+        counts: Number of choices of each expert, [E] int64.
+        num_rows: Number of choices that were not dropped; or T * k, with dropped ones in the last rows.
     """
     order = experts.flatten().argsort(stable=True)[:num_rows]
     slots = _inverse(order, experts)
@@ -65,16 +65,19 @@ def permute(experts: Tensor, counts: Tensor, *, num_rows: int) -> Permutation:
 
 
 def permute_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permutation:
-    """The same with ``capacity`` rows for each expert, of which the last stay empty."""
+    """Return the permutation with ``capacity`` rows for each expert, the last of which may stay empty."""
+    # place of each choice among those of its expert
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     counts = count_choices(experts, num_experts)
     chosen = flat[order]
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     places = torch.arange(flat.numel(), device=flat.device) - starts[chosen]
+    # its row; choices that were dropped or exceed the capacity get the extra row num_rows
     num_rows = num_experts * capacity
     is_placed = (chosen < num_experts) & (places < capacity)
     rows = torch.where(is_placed, chosen * capacity + places, num_rows)
+    # both directions of the map; the extra row is cut off
     choices = flat.new_full((num_rows + 1,), flat.numel())
     choices.scatter_(0, rows, torch.where(is_placed, order, flat.numel()))
     slots = torch.empty_like(flat).scatter_(0, order, rows)
@@ -88,7 +91,7 @@ def permute_evenly(experts: Tensor, num_experts: int, *, capacity: int) -> Permu
 
 
 def select_rows(x: Tensor, arrangement: Permutation) -> Tensor:
-    """x: [T, N] -> [R, N]; empty rows are zero."""
+    """Gather the tokens x [T, N] into rows [R, N]; empty rows are zero."""
     return apply_linear(
         x,
         lambda tokens: rows_of_tokens(tokens, arrangement),
@@ -97,35 +100,36 @@ def select_rows(x: Tensor, arrangement: Permutation) -> Tensor:
 
 
 def unpermute(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
-    """The weighted sum of each token's rows, added up in the weights' dtype or the rows' if wider.
+    """Return the weighted sum of each token's rows, summed in the wider of both dtypes.
 
     Args:
-        rows: [R, N].
-        weights: [T, k].
-        arrangement: Of the rows.
+        rows: Outputs of the experts, [R, N].
+        weights: Weight of each choice, [T, k].
+        arrangement: Permutation of the rows.
 
     Returns:
-        [T, N] in the rows' dtype; zero for a token without rows.
+        Sums [T, N] in the rows' dtype; zero for a token without rows.
     """
     return _WeighRows.apply(rows, weights, arrangement)
 
 
 def reorder_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """x[order] where ``order`` is a permutation of rows and ``back`` its inverse; x: [R, N]."""
+    """Return x[order] of x [R, N], where ``order`` is a permutation of rows and ``back`` its inverse."""
     return apply_linear(
         x, lambda rows: rows.index_select(0, order), lambda grad: grad.index_select(0, back)
     )
 
 
 def rows_of_tokens(x: Tensor, arrangement: Permutation) -> Tensor:
-    """:func:`select_rows`, of which autograd is not told."""
+    """Gather as :func:`select_rows` does, without autograd."""
     return _select(x.contiguous(), arrangement.sources, is_whole=arrangement.is_whole)
 
 
 def sum_of_rows(rows: Tensor, arrangement: Permutation) -> Tensor:
-    """Backward of :func:`select_rows`: [R, N] -> [T, N], added up in float32 or wider."""
+    """Return each token's sum of rows, [R, N] -> [T, N], in float32 or wider: select_rows backward."""
     if _has_bag(rows, rows.dtype, arrangement):
         return _bag(rows, arrangement, None)
+    # one choice of all tokens at a time, always in the same order
     first, *others = arrangement.slots.unbind(1)
     total = _select(rows, first, is_whole=arrangement.is_whole)
     total = total.to(torch.promote_types(rows.dtype, torch.float32))
@@ -135,7 +139,7 @@ def sum_of_rows(rows: Tensor, arrangement: Permutation) -> Tensor:
 
 
 def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tensor:
-    """:func:`unpermute`, of which autograd is not told."""
+    """Sum as :func:`unpermute` does, without autograd."""
     if _has_bag(rows, weights.dtype, arrangement):
         return _bag(rows, arrangement, weights.flatten())
     slots, columns = arrangement.slots.unbind(1), weights.unsqueeze(2).unbind(1)
@@ -149,10 +153,12 @@ def weighed_sum(rows: Tensor, weights: Tensor, arrangement: Permutation) -> Tens
 def weighed_sum_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, arrangement: Permutation
 ) -> tuple[Tensor, Tensor]:
-    """Backward of :func:`unpermute`: [T, N] -> [R, N] and [T, k]."""
+    """Return the gradients of rows [R, N] and weights [T, k] from ``grad`` [T, N]: unpermute backward."""
     is_whole, of_rows = arrangement.is_whole, rows_of_tokens(grad, arrangement)
+    # gradient of the weights: product of each row with its token's gradient
     products = (rows * of_rows).sum(1, dtype=weights.dtype)
     grad_weights = _select(products, arrangement.slots.flatten(), is_whole=is_whole)
+    # gradient of the rows: the token's gradient times the choice's weight
     weight = _select(weights.flatten(), arrangement.choices, is_whole=is_whole)
     if weight.dtype == of_rows.dtype:
         grad_rows = of_rows.mul_(weight.unsqueeze(1))
@@ -176,26 +182,26 @@ class _WeighRows(torch.autograd.Function):
 
 
 def _has_bag(rows: Tensor, dtype: torch.dtype, arrangement: Permutation) -> bool:
-    """torch's one kernel for sums of rows can be used, and it adds up in the dtype that is promised."""
+    """Return whether embedding_bag applies: a CPU, no empty rows, and sums in the promised dtype."""
     is_wide = rows.dtype == dtype and dtype in (torch.float32, torch.float64)
     return is_wide and arrangement.is_whole and rows.device.type == "cpu"
 
 
 @lru_cache(maxsize=16)
 def _starts(num_tokens: int, top_k: int) -> Tensor:
-    """Where each token's choices begin, on the CPU; made once for all layers and micro-batches."""
+    """Return the first choice of each token, on the CPU; cached for all layers and micro-batches."""
     return torch.arange(0, num_tokens * top_k, top_k)
 
 
 def _bag(rows: Tensor, arrangement: Permutation, weights: Tensor | None) -> Tensor:
-    """Each token's rows, each by its weight: [T, N]. weights: [T * k]."""
+    """Return each token's sum of rows, [T, N], weighted by ``weights`` [T * k] if given."""
     slots = arrangement.slots
     starts = _starts(*slots.shape)
     return torch.embedding_bag(rows, slots.flatten(), starts, False, 0, False, weights)[0]  # noqa: FBT003
 
 
 def _select(x: Tensor, rows: Tensor, *, is_whole: bool) -> Tensor:
-    """x[rows], and zero for the number behind the last row. x: [N, ...], rows: [R] -> [R, ...]."""
+    """Return x[rows], with zeros for index N. x: [N, ...], rows: [R] -> [R, ...]."""
     if is_whole:
         return x.index_select(0, rows)
     if x.shape[0] == 0:
@@ -206,7 +212,7 @@ def _select(x: Tensor, rows: Tensor, *, is_whole: bool) -> Tensor:
 
 
 def _inverse(order: Tensor, experts: Tensor) -> Tensor:
-    """Slots of an order of some choices."""
+    """Return the slots [T, k] of an order of choices: its inverse, R for choices that it lacks."""
     num_rows = order.shape[0]
     slots = experts.new_full((experts.numel(),), num_rows)
     slots.scatter_(0, order, torch.arange(num_rows, device=order.device))

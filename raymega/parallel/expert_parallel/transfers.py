@@ -1,9 +1,9 @@
-"""Transfers of rows between the ranks that hold experts, under way while other work is done.
+"""Asynchronous transfers of rows between the ranks that hold experts.
 
-`launch_*` starts one and `land` waits for it; autograd sees both. In backward the roles change: the
-gradient's transfer starts where forward waited, and is waited for where forward started. What was
-computed between the two in forward has its backward between them too, because autograd runs what was
-made later first.
+`start_row_*` starts one and `wait_for` waits for it; both are autograd functions. In backward the roles
+change: the gradient's transfer starts where forward waited, and backward waits where forward started.
+Work between the two in forward has its backward between them too, because autograd runs nodes in
+reverse order of creation.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Start = Callable[[Tensor], tuple[Tensor, Waitable]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCounts:
-    """How many rows go where.
+    """Numbers of rows that an exchange sends and receives.
 
     Attributes:
-        sent: To each rank of ep.
-        received: From each of them.
-        of_etp: What each rank of etp received in all.
+        sent: Rows to each rank of ep.
+        received: Rows from each rank of ep.
+        of_etp: Rows that each rank of etp received in all.
     """
 
     sent: Sequence[int]
@@ -46,19 +46,19 @@ class RowCounts:
 
     @property
     def reversed(self) -> RowCounts:
-        """The way back."""
+        """Counts of the way back."""
         return RowCounts(sent=self.received, received=self.sent, of_etp=self.of_etp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferStream:
-    """Between which ranks rows travel, and who sees it.
+    """Transfers of rows over one group, tracked and interleaved.
 
     Attributes:
-        group: They.
-        name: How names of transfers begin: ``ep`` or ``etp``.
-        log: Sees them.
-        interleaver: Where two passes take turns, who works while one waits; None where one pass runs.
+        group: Ranks that exchange rows.
+        name: First part of the transfers' names in the log: ``ep`` or ``etp``.
+        log: Log of the step, which tracks the transfers.
+        interleaver: Scheduler of two passes that take turns while one waits; None for one pass.
     """
 
     group: Group
@@ -69,20 +69,20 @@ class TransferStream:
     def exchange(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, what: str = "exchange"
     ) -> tuple[Tensor, Waitable]:
-        """Begin an uneven all-to-all: [sum of sent, N] -> [sum of received, N]."""
+        """Start an uneven all-to-all: [sum of sent, N] -> [sum of received, N]."""
         arriving, pending = start_exchange(rows, self.group, sent=sent, received=received)
         row_bytes = rows.nbytes // max(1, rows.shape[0])
         leaving = (sum(sent) - sent[self.group.index]) * row_bytes
         return arriving, self._under_way(what, pending, leaving)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, Waitable]:
-        """Begin an all-gather: [T, N] -> [n T, N]."""
+        """Start an all-gather: [T, N] -> [n T, N]."""
         arriving, pending = start_all_gather(rows, self.group)
         leaving = rows.nbytes * (self.group.size - 1)
         return arriving, self._under_way("gather", pending, leaving)
 
     def reduce(self, rows: Tensor) -> tuple[Tensor, Waitable]:
-        """Begin a reduce-scatter: [n T, N] -> [T, N]."""
+        """Start a reduce-scatter: [n T, N] -> [T, N]."""
         arriving, pending = start_reduce_scatter(rows, self.group)
         leaving = rows.nbytes // self.group.size * (self.group.size - 1)
         return arriving, self._under_way("reduce", pending, leaving)
@@ -93,7 +93,7 @@ class TransferStream:
 
 
 class AsyncTransfer:
-    """A transfer under way: its tensor may be read when it has landed."""
+    """A pending transfer; :func:`wait_for` returns its tensor."""
 
     __slots__ = ("group", "pending", "returned", "start", "start_gradient", "tensor")
 
@@ -107,7 +107,7 @@ class AsyncTransfer:
 def start_row_exchange(
     x: Tensor, transfer_stream: TransferStream, parts: RowCounts
 ) -> AsyncTransfer:
-    """Uneven all-to-all of rows, [sum of sent, N] -> [sum of received, N]; backward the reverse."""
+    """Start an uneven all-to-all, [sum of sent, N] -> [sum of received, N]; backward is the reverse."""
     sent, received = parts.sent, parts.received
     return _launch(
         x,
@@ -118,20 +118,20 @@ def start_row_exchange(
 
 
 def start_row_gather(x: Tensor, transfer_stream: TransferStream) -> AsyncTransfer:
-    """All-gather of equal parts, [T, N] -> [n T, N]; backward a reduce-scatter."""
+    """Start an all-gather of equal parts, [T, N] -> [n T, N]; backward is a reduce-scatter."""
     return _launch(x, transfer_stream, transfer_stream.gather, transfer_stream.reduce)
 
 
 def start_row_sum(x: Tensor, transfer_stream: TransferStream) -> AsyncTransfer:
-    """Reduce-scatter, [n T, N] -> [T, N]; backward an all-gather."""
+    """Start a reduce-scatter, [n T, N] -> [T, N]; backward is an all-gather."""
     return _launch(x, transfer_stream, transfer_stream.reduce, transfer_stream.gather)
 
 
 def wait_for(transfer: AsyncTransfer) -> Tensor:
-    """Wait for it.
+    """Wait for the transfer, and return its tensor.
 
-    The flight lets go of all that holds its tensor: autograd's node of the start has the flight, and
-    a node that reaches its own output is never freed.
+    The transfer drops its references to the tensor: autograd's node of the start holds the transfer, and
+    a node that references its own output is never freed.
     """
     arriving = transfer.tensor
     del transfer.tensor
@@ -139,12 +139,12 @@ def wait_for(transfer: AsyncTransfer) -> Tensor:
 
 
 def gather_parts(x: Tensor, stream: TransferStream, parts: Sequence[int]) -> Tensor:
-    """Uneven all-gather: [parts[own], N] -> [sum of parts, N]; backward :func:`sum_parts`."""
+    """All-gather uneven parts: [parts[own], N] -> [sum of parts, N]; backward is :func:`sum_parts`."""
     return x if stream.group.size == 1 else apply_linear(x, *_gather_and_sum(stream, parts))
 
 
 def sum_parts(x: Tensor, stream: TransferStream, parts: Sequence[int]) -> Tensor:
-    """Uneven reduce-scatter: [sum of parts, N] -> [parts[own], N]; backward a gather."""
+    """Reduce-scatter uneven parts: [sum of parts, N] -> [parts[own], N]; backward is a gather."""
     return (
         x if stream.group.size == 1 else apply_linear(x, *reversed(_gather_and_sum(stream, parts)))
     )
@@ -157,7 +157,7 @@ def _gather_and_sum(stream: TransferStream, parts: Sequence[int]) -> tuple[Map, 
 def _launch(
     x: Tensor, transfer_stream: TransferStream, start: Start, start_gradient: Start
 ) -> AsyncTransfer:
-    """A rank that is alone has its rows already, and autograd nothing to see."""
+    """Return the started transfer; a rank that is alone has its rows already, and needs no autograd node."""
     transfer = AsyncTransfer(transfer_stream.group, start, start_gradient)
     transfer.tensor = x if transfer_stream.group.size == 1 else _Launch.apply(x, transfer)
     return transfer
@@ -173,7 +173,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient has the other shape, so it comes by the flight and not by autograd."""
+        """Return the gradient, which the AsyncTransfer carries: autograd would check it against x's shape."""
         gradient, pending = ctx.transfer.returned
         pending.wait(ctx.transfer.group.timeout_s)
         ctx.transfer.returned = None
@@ -186,11 +186,13 @@ class _Land(torch.autograd.Function):
         ctx.transfer = transfer
         transfer.pending.wait(transfer.group.timeout_s)
         del transfer.pending
+        # A new tensor for autograd, of the same memory.
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The tensor that is returned here only keeps the graph going; the gradient is in the transfer.
         grad = grad.contiguous()
         ctx.transfer.returned = ctx.transfer.start_gradient(grad)
         return grad, None
@@ -198,6 +200,7 @@ class _Land(torch.autograd.Function):
 
 def _gather(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
     group = transfer_stream.group
+    # Neither backend gathers uneven parts: every rank gets a copy by an uneven all-to-all.
     copies = x.repeat(group.size, *[1] * (x.dim() - 1))
     rows, pending = transfer_stream.exchange(
         copies, [parts[group.index]] * group.size, parts, what="gather"
@@ -209,6 +212,7 @@ def _gather(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) ->
 def _sum(x: Tensor, transfer_stream: TransferStream, parts: Sequence[int]) -> Tensor:
     group = transfer_stream.group
     own = [parts[group.index]] * group.size
+    # Each rank gets all terms of its own part, and sums them in group order.
     terms, pending = transfer_stream.exchange(x.contiguous(), parts, own, what="reduce")
     pending.wait(group.timeout_s)
     return terms.view(group.size, own[0], *x.shape[1:]).sum(0)

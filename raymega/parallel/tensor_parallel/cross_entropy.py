@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is cut over the tensor-parallel ranks.
 
-Logits are never gathered: ranks exchange three numbers a token. Masks and sums over tokens are the
-caller's.
+Logits are never gathered: ranks exchange three numbers a token. The caller applies masks and sums over
+tokens.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from raymega.parallel.core.compile import fused
 from raymega.parallel.tensor_parallel.vocab_embedding import local_rows
 
 PORTION = 2**18
-"""Logits that are worked on at once on a CPU: 1 MiB in float32."""
+"""Number of logits that a CPU works on at once: 1 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossTerms:
-    """What a token's loss is made of.
+    """Terms of a token's loss.
 
     With p = softmax(logits) over the V real tokens, it is (1 - a) * -log p[label] plus a times the
-    mean of -log p over all of them, plus z_loss * log(sum of exp(logits))^2.
+    mean of -log p over all V, plus z_loss * log(sum of exp(logits))^2.
 
     Attributes:
-        vocab_size: V. Columns from V on are padding: no probability, no gradient.
-        label_smoothing: a.
+        vocab_size: Number of real tokens, V. Columns from V on are padding without probability or gradient.
+        label_smoothing: Share of the uniform distribution in the target, a.
         z_loss: Weight of the last term.
     """
 
@@ -44,32 +44,33 @@ class LossTerms:
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Group, terms: LossTerms, *, is_fused: bool = False
 ) -> Tensor:
-    """The loss of each token.
+    """Return the loss of each token.
 
     Args:
-        logits: [S, B, V/tp] in the compute dtype; V padded. Overwritten: nobody else may need them.
-        labels: [S, B] int64. A label outside [0, V) gives a finite loss without meaning.
-        tp: The tensor-parallel ranks.
-        terms: What the loss is made of.
-        is_fused: By compiled kernels, one forward and one backward.
+        logits: Logits [S, B, V/tp] in the compute dtype, V padded. They are overwritten, so no other use
+            may follow.
+        labels: Labels [S, B] int64. A label outside [0, V) gives a finite but meaningless loss.
+        tp: Tensor-parallel ranks.
+        terms: Terms of the loss.
+        is_fused: Use compiled kernels, one in forward and one in backward.
 
     Returns:
-        [S, B] in max(fp32, dtype), equal on all ranks of ``tp``.
+        Losses [S, B] in max(fp32, dtype), equal on all ranks of ``tp``.
     """
     return _CrossEntropy.apply(logits, labels, tp, terms, is_fused)
 
 
 def num_real_columns(num_columns: int, tp: Group, vocab_size: int) -> int:
-    """How many of this rank's columns are tokens; the rest, its last ones, are padding."""
+    """Return how many of this rank's columns are real tokens; its last columns are the padding."""
     return min(max(vocab_size - num_columns * tp.index, 0), num_columns)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits' memory and one number a token, and gives the gradient in the same memory.
+    """Cross entropy that saves the logits and one number a token, and writes the gradient into the logits.
 
-    In max(fp32, dtype) the exponentials are made there too, with the rank's own peak: a portion is
-    read from memory once. Logits of fewer bits stay as they are, and so do all where kernels are
-    compiled, which read them once in either direction; backward makes the exponentials again.
+    fp32 and wider logits are overwritten in forward by exp(logits - own peak), so each portion is read from
+    memory once. Narrower logits stay as they are, and so do all with compiled kernels, which read them once
+    in each direction; backward then recomputes the exponentials.
     """
 
     @staticmethod
@@ -81,21 +82,25 @@ class _CrossEntropy(torch.autograd.Function):
         terms: LossTerms,
         is_fused: bool,  # noqa: FBT001
     ) -> Tensor:
+        # the label's logit, where this rank holds it
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, is_elsewhere = local_rows(labels, logits.shape[-1], tp)
         num_real = num_real_columns(logits.shape[-1], tp, terms.vocab_size)
         real = logits[..., :num_real]
         picked = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1).to(wide)
+        # largest logit and sum of exponentials over this rank's columns
         ctx.is_fused = is_fused and num_real > 0
         if ctx.is_fused:
             own_peak, sum_exp, total = fused(_row_sums, is_on=True)(real.detach())
         else:
             own_peak, sum_exp, total = _row_sums_in_portions(real, terms)
+        # first exchange: the largest logit of all ranks; rescale the sums to it
         peak = all_reduce(own_peak.clone(), tp, op="max")
-        # Of a rank that has padding only, whose own peak is -inf, the sums are 0.
+        # A rank with only padding has own_peak -inf and sums of 0; the clamp avoids -inf * 0.
         lift = (own_peak - peak).clamp_(min=torch.finfo(wide).min)
         scale = lift.exp()
         sum_exp.mul_(scale)
+        # second exchange: sum of exponentials, and label's logit (with smoothing, mixed with the mean)
         aim = (picked - peak).masked_fill_(is_elsewhere, 0.0)
         if terms.label_smoothing:
             mean = (total + num_real * lift) / terms.vocab_size
@@ -103,6 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
         sum_exp, aim = all_reduce(torch.stack((sum_exp, aim)), tp)
         log_sum = sum_exp.log()
         log_sum_exp = peak + log_sum
+        # The one number a token that backward needs: log-sum-exp, or the factor of the saved exponentials.
         ctx.is_as_it_was = ctx.is_fused or logits.dtype != wide
         number = (
             log_sum_exp if ctx.is_as_it_was else _z_factor(log_sum_exp, terms) / sum_exp * scale
@@ -115,9 +121,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """softmax * (1 + 2 z log_sum_exp) - (1 - a) * one-hot of the label - a / V."""
+        """Return the gradient: softmax * (1 + 2 z log_sum_exp) - (1 - a) * one-hot of the label - a / V."""
         logits, number, rows, is_elsewhere = ctx.saved_tensors
         terms: LossTerms = ctx.terms
+        # coefficients of the softmax, of the label, and of every column
         factor = grad * (_z_factor(number, terms) if ctx.is_as_it_was else number)
         at_label = torch.where(is_elsewhere, 0.0, grad * (terms.label_smoothing - 1.0))
         everywhere = grad * (terms.label_smoothing / terms.vocab_size)
@@ -125,6 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
             _to_gradient(logits, number, rows, (factor, at_label, everywhere))
             logits[..., ctx.num_real :] = 0.0
             return logits, None, None, None, None
+        # uncompiled: portion by portion, in place where the format allows it
         for part in _portions(logits):
             kept = logits[part]
             softmax = _minus(kept, number[part]).exp_() if ctx.is_as_it_was else kept
@@ -139,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _row_sums(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token's logits x [S, B, columns]: p = max x, sum of exp(x - p), sum of x - p."""
+    """Return for each token of x [S, B, columns]: p = max x, sum of exp(x - p), sum of x - p."""
     wide = real.to(torch.promote_types(real.dtype, torch.float32))
     peak = wide.amax(-1)
     shifted = wide - peak.unsqueeze(-1)
@@ -147,7 +155,10 @@ def _row_sums(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _row_sums_in_portions(real: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by torch's own kernels, the last where ``terms`` wants it; in max(fp32, dtype) x becomes exp(x - p)."""
+    """Return the results of :func:`_row_sums` by uncompiled kernels, the last only with label smoothing.
+
+    Logits of fp32 or wider are overwritten by exp(x - p).
+    """
     wide = torch.promote_types(real.dtype, torch.float32)
     peak, sum_exp, total = (real.new_empty(real.shape[:-1], dtype=wide) for _ in range(3))
     for part in _portions(real):
@@ -162,21 +173,22 @@ def _row_sums_in_portions(real: Tensor, terms: LossTerms) -> tuple[Tensor, Tenso
 def _to_gradient(
     logits: Tensor, number: Tensor, rows: Tensor, factors: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """In place, in one pass; a token's own label, which another rank may have, is put in after it.
+    """Overwrite the logits with their gradient by one compiled pass, then write the labels' columns.
 
     Args:
-        logits: [S, B, V/tp].
-        number: [S, B], log of the sum of exponentials.
-        rows: [S, B], columns of the labels.
-        factors: Each [S, B], of the softmax, of the label, and of every column.
+        logits: Logits [S, B, V/tp].
+        number: Log-sum-exp of each token, [S, B].
+        rows: Column of each label, [S, B].
+        factors: Coefficients of the softmax, of the label, and of every column, each [S, B].
     """
     factor, at_label, everywhere = factors
     columns = rows.unsqueeze(-1)
+    # the labels' columns first, as the pass overwrites their logits
     at_columns = _minus(logits.gather(-1, columns).to(number.dtype), number).exp_().squeeze(-1)
     at_columns.mul_(factor).add_(at_label).sub_(everywhere)
     fused(_softmax_gradient, is_on=True)(logits.detach(), number, factor, everywhere)
     tokens = torch.arange(rows.numel(), device=rows.device)
-    # Not scatter_, which on a CPU makes a copy of all logits and copies it back.
+    # Not scatter_, which on a CPU copies all logits and copies them back.
     by_token = logits.detach().flatten(0, 1)
     by_token[tokens, rows.flatten()] = at_columns.to(logits.dtype).flatten()
 
@@ -187,9 +199,9 @@ def _softmax_gradient(logits: Tensor, number: Tensor, factor: Tensor, everywhere
 
 
 def _portions(logits: Tensor) -> Iterator[slice]:
-    """Slices of dim 0, so that what is made of one stays in a CPU's cache; one slice on a GPU.
+    """Yield slices of dim 0 whose temporaries fit a CPU's cache; one slice on a GPU.
 
-    A temporary as large as the logits costs more than the arithmetic: the system fills it with zeros.
+    On a CPU a temporary as large as the logits costs more than the arithmetic: the system zero-fills it.
     """
     per_position = logits[0].numel()
     step = len(logits) if logits.is_cuda else max(1, PORTION // max(1, per_position))
@@ -198,21 +210,21 @@ def _portions(logits: Tensor) -> Iterator[slice]:
 
 
 def _z_factor(log_sum_exp: Tensor, terms: LossTerms) -> Tensor | float:
-    """By what the z-loss multiplies the softmax in the gradient."""
+    """Return the factor of the softmax in the gradient, which the z-loss makes larger than 1."""
     return 1.0 + 2.0 * terms.z_loss * log_sum_exp if terms.z_loss else 1.0
 
 
 def _peak(real: Tensor) -> Tensor:
-    """Largest logit of each token, -inf on a rank that has padding only. real: [S, B, columns]."""
+    """Return the largest logit of each token of [S, B, columns]; -inf on a rank with only padding."""
     if real.shape[-1]:
         return real.amax(-1)
     return real.new_full(real.shape[:-1], -torch.inf)
 
 
 def _minus(logits: Tensor, numbers: Tensor) -> Tensor:
-    """logits: [S, B, V/tp] less one of ``numbers`` [S, B] a token, in their format.
+    """Subtract each token's number [S, B] from its logits [S, B, V/tp], in the numbers' format.
 
-    Logits of that format are overwritten. A mixed subtraction would widen others into a buffer of its
-    own: twice the memory to fill.
+    Logits of that format are overwritten. A subtraction of mixed formats would first widen the logits
+    into a buffer of its own, which is twice the memory to fill.
     """
     return logits.to(numbers.dtype).sub_(numbers.unsqueeze(-1))

@@ -1,13 +1,13 @@
-"""Linear layers whose products are made in fp8, by recipes that know no layout.
+"""Linear layers with fp8 matrix products, by two recipes that give the same numbers on every layout.
 
-rowwise: every row of what is multiplied has its own scale, over the whole inner dimension: a token's
-features forward, its gradient's backward, a weight's rows and columns. So a token's numbers depend on
-that token alone. Weight gradients, whose inner dimension is the tokens, stay in the compute dtype.
+rowwise: each row of an operand has its own scale, over the whole inner dimension: a token's features in
+forward, its gradient in backward, a weight's rows and columns. So a token's numbers depend on that token
+alone. Weight gradients, whose inner dimension is the tokens, stay in the compute dtype.
 
-tensorwise: one scale for a tensor of a micro-batch, weight gradients in fp8 too, gradients in e5m2. A run with
-micro-batches of another size is another run.
+tensorwise: one scale for a tensor of a micro-batch. Weight gradients are in fp8 too, and gradients are
+e5m2. Another micro-batch size therefore changes the numbers.
 
-Where an inner dimension is cut over ranks, or the tokens are, largest magnitudes are taken over these ranks, so
+Where ranks cut an inner dimension, or the tokens, the largest magnitude is reduced over them (max), so
 that scales are the same on every layout.
 """
 
@@ -42,9 +42,9 @@ Side = Literal["rows", "columns"]
 
 
 class WeightCopies:
-    """The weights of a stage in fp8, made when first used after an update.
+    """Cache of a stage's weights in fp8, each quantised at its first use after an update.
 
-    ``is_kept`` is false where weights are whole only in use: then each use makes its copy.
+    ``is_kept`` is False where weights are whole only in use (ZeRO-3); then each use quantises again.
     """
 
     is_kept = True
@@ -53,7 +53,7 @@ class WeightCopies:
         self._copies: dict[tuple[Tensor, Side], Fp8Tensor] = {}
 
     def get(self, weight: Tensor, side: Side, make: Callable[[], Fp8Tensor]) -> Fp8Tensor:
-        """The copy that ``make`` makes; ``side`` says along which dimension it is multiplied."""
+        """Return the cached copy, or that of ``make``; ``side`` is the dimension of its inner product."""
         if not self.is_kept:
             return make()
         if (weight, side) not in self._copies:
@@ -61,33 +61,33 @@ class WeightCopies:
         return self._copies[weight, side]
 
     def forget(self) -> None:
-        """Weights have changed."""
+        """Drop all copies, because the weights have changed."""
         self._copies.clear()
 
 
 @dataclass(kw_only=True, slots=True)
 class Margin:
-    """The smallest fp8.rounding_margin seen; nothing is looked at unless ``is_watched``."""
+    """The smallest :func:`rounding_margin` seen; computed only if ``is_watched``."""
 
     is_watched: bool = False
     smallest: float = inf
 
     def see(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-        """A tensor is about to be rounded."""
+        """Record the margin of ``x``, which is about to be rounded to ``dtype``."""
         if self.is_watched and x.numel():
             self.smallest = min(self.smallest, rounding_margin(x, scale, dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8:
-    """How a stage's layers multiply in fp8.
+    """The fp8 recipe of a stage's layers.
 
     Attributes:
-        by_row: rowwise; else tensorwise.
-        micro: The ranks that share a micro-batch's tokens and features, tp * cp.
-        is_fused: parallel.fusing compiles what makes 8 bits of a tensor.
-        copies: Of the weights.
-        margin: How close roundings were.
+        by_row: True for rowwise scales, False for tensorwise.
+        micro: The tp x cp ranks, which share a micro-batch's tokens and features.
+        is_fused: Compile the quantisation (`core/compile.py`).
+        copies: Cache of the weights in fp8.
+        margin: Record of how close values came to rounding differently.
     """
 
     by_row: bool
@@ -98,26 +98,27 @@ class Fp8:
 
     @property
     def gradient_format(self) -> torch.dtype:
-        """A row of gradients has a narrow range, a tensor of them a wide one."""
+        """Format of gradients: e4m3 for a row's narrow range, e5m2 for a whole tensor's wide one."""
         return FORWARD if self.by_row else GRADIENT
 
     def quantise(self, x: Tensor, cut: Group | None, dtype: torch.dtype) -> Fp8Tensor:
-        """Of a micro-batch. x: [..., N], whose N is cut over ``cut``."""
+        """Return a micro-batch's x [..., N] in fp8, with the scale reduced over ``cut``, which cuts N."""
         most = _largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)
         return self.by_scale(x, scale_for(most, dtype), dtype)
 
     def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8Tensor:
-        """Of a scale that is known."""
+        """Return ``x`` in fp8 with a given scale."""
         self.margin.see(x, scale, dtype)
         return quantise(x, scale, dtype, is_fused=self.is_fused)
 
     def rows(self, weight: Tensor, place: Fp8Placement) -> Fp8Tensor:
-        """[..., out, in] for a product along ``in``."""
+        """Return the weight [..., out, in] in fp8, for a product along ``in``."""
         over = place.inner if self.by_row else place.tp
         return self.copies.get(weight, "rows", lambda: self._of_weight(weight, over))
 
     def columns(self, weight: Tensor, place: Fp8Placement) -> Fp8Tensor:
-        """[..., in, out] for a product along ``out``."""
+        """Return the weight's transpose [..., in, out] in fp8, for a product along ``out``."""
+        # Column scales differ from row scales. With a single scale the rows' copy is transposed.
         if self.by_row:
             turned = weight.detach().mT
             return self.copies.get(
@@ -132,13 +133,14 @@ class Fp8:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Placement:
-    """How a layer multiplies, and how it is cut.
+    """A layer's fp8 recipe, and the ranks that cut the layer.
 
     Attributes:
-        fp8: By which recipe.
-        sp: Positions are gathered from it before, and gradients summed to it after; or None.
-        inner: The ranks over which input features are cut, or None.
-        outer: The same of output features.
+        fp8: Recipe of the products.
+        sp: Residual stream from which a column-parallel layer gathers its input, and to which it sums
+            the input's gradient; None for other layers.
+        inner: Ranks that cut the input features, or None.
+        outer: Ranks that cut the output features, or None.
     """
 
     fp8: Fp8
@@ -148,26 +150,26 @@ class Fp8Placement:
 
     @property
     def tp(self) -> Group | None:
-        """The ranks that have other parts of the weight."""
+        """Ranks that hold the other parts of the weight."""
         return self.inner or self.outer
 
 
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, place: Fp8Placement, grad_queue: WeightGradQueue
 ) -> Tensor:
-    """y = x W^T + b.
+    """Return y = x W^T + b.
 
-    Kept for backward is the rank's own part of x, in the compute dtype.
+    The rank's own part of x is saved for backward, in the compute dtype.
 
     Args:
-        x: [S/sp, B, in] with a stream in ``place``, else [..., in/tp or in].
-        weight: [out, in], this rank's part.
-        bias: [out] or None.
-        place: How they are multiplied and cut.
-        grad_queue: Takes the weight's gradient when it is put off.
+        x: Input [S/sp, B, in] if ``place.sp`` is set, else [..., in/tp or in].
+        weight: Part of the weight that this rank holds, [out, in].
+        bias: Bias [out] or None.
+        place: Recipe, and the ranks that cut the layer.
+        grad_queue: Queue for the weight's gradient, for schedules that defer it.
 
     Returns:
-        [S, B, out/tp], or this rank's term of [..., out] where the input's features are cut.
+        Output [S, B, out/tp], or this rank's term of [..., out] where the input features are cut.
     """
     return _Fp8Linear.apply(x.contiguous(), weight, bias, place, grad_queue)
 
@@ -183,6 +185,7 @@ class _Fp8Linear(torch.autograd.Function):
         grad_queue: WeightGradQueue,
     ) -> Tensor:
         fp8 = place.fp8
+        # quantise before the gather, which then moves one byte a number
         own = fp8.quantise(x, place.inner, FORWARD)
         ctx.save_for_backward(x)
         ctx.param, ctx.bias = weight, bias
@@ -190,7 +193,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.scale = None if fp8.by_row else own.scale
         whole = _whole(own, place)
         y = product(whole.flat(), fp8.rows(weight, place), x.dtype)
-        # No view to autograd, which refuses to let the sum over ranks overwrite one.
+        # Not a view for autograd, which forbids overwriting one in place, as reduce_from_tp does.
         y = torch.ops.aten._unsafe_view(y, (*whole.values.shape[:-1], y.shape[-1]))
         return y if bias is None else y.add_(bias)
 
@@ -198,6 +201,7 @@ class _Fp8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), place, fp8 = ctx.saved_tensors, ctx.place, ctx.place.fp8
+        # gradient of the input; its sum over tp runs while the weight's gradient is computed
         eight = fp8.quantise(grad, place.outer, fp8.gradient_format).flat()
         grad_x = product(eight, fp8.columns(ctx.param, place), x.dtype)
         grad_x = grad_x.view(*grad.shape[:-1], -1)
@@ -205,6 +209,7 @@ class _Fp8Linear(torch.autograd.Function):
         if place.sp is not None:
             grad_x, summing = place.sp.start_sum(grad_x)
 
+        # gradient of the weight, now or deferred: in fp8 only with tensorwise scales
         def make() -> Tensor:
             if not fp8.by_row:
                 whole = _whole(fp8.by_scale(x, ctx.scale, FORWARD), place).flat()
@@ -219,9 +224,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _whole(own: Fp8Tensor, place: Fp8Placement) -> Fp8Tensor:
-    """All positions of what this rank has its own of, where that is cut."""
+    """Return ``own`` gathered over all positions, where sequence parallelism cuts them."""
     if place.sp is None or place.sp.degree == 1:
         return own
+    # Scales by row are gathered too; a tensorwise scale is already equal on all ranks.
     whole, under_way = start_gather(own, place.sp, by_row=place.fp8.by_row)
     for pending in under_way:
         pending.wait(place.sp.tp.timeout_s)

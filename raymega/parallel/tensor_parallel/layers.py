@@ -1,7 +1,7 @@
 """Linear layers cut over the tensor-parallel ranks, on plain tensors.
 
-It owns how a cut layer computes and which collective it needs. Shapes, cuts and initial values are
-plan.tensors'; layers name their tensors and a ParameterFactory makes the local parameters.
+This module says how a cut layer computes and which collective it needs. `plan/tensor_table.py` has
+shapes, cuts and initial values: layers name their tensors, and a ParameterFactory makes the parameters.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterFactory:
-    """Makes the parameters of one rank's stage, with their initial values.
+    """Factory of the parameters of one rank's stage, with their initial values.
 
     Attributes:
-        table: The stage's global tensors by name.
-        sp: How the residual stream lies on the tensor-parallel ranks.
+        table: Global tensors of the stage, by name.
+        sp: Placement of the residual stream on the tensor-parallel ranks.
         dtype: Compute dtype.
-        device: Where parameters live.
+        device: Device of the parameters.
         seed: Seed of the initial values; equal on all ranks.
         tied: Name of the tensor that another stage holds too, or empty.
-        is_tied_copy: This stage's copy of it is the one that does not count.
-        experts: Which part of expert tensors this rank holds.
-        grad_queue: Where linear layers leave weight gradients that are put off.
-        is_fused: Layers let parallel.fusing compile what they compute between matrix products.
-        fp8: How linear layers multiply in 8 bits; None where they do not.
-        is_meta: Parameters that are trained get memory and first values from who lays them
-            together, WeightBuffer.
+        is_tied_copy: True where this stage's copy of it does not count in norms and is not saved.
+        experts: Place of the rank on the experts' axes, which selects its part of expert tensors.
+        grad_queue: Queue for the weight gradients of linear layers, for schedules that defer them.
+        is_fused: Compile what layers compute between matrix products (`core/compile.py`).
+        fp8: Recipe of linear layers in fp8; None for the compute dtype.
+        is_meta: True where WeightBuffer gives trained parameters their memory and initial values.
     """
 
     table: Mapping[str, GlobalTensor]
@@ -66,11 +65,11 @@ class ParameterFactory:
 
     @property
     def tp(self) -> Group:
-        """The tensor-parallel ranks."""
+        """Tensor-parallel ranks."""
         return self.sp.tp
 
     def make(self, *names: str) -> ShardedParameter:
-        """This rank's blocks of the tensors ``names``, stacked as ShardSpec says."""
+        """Return a parameter with this rank's blocks of the tensors ``names``, stacked as in ShardSpec."""
         is_tied = self.tied in names
         spec = make_spec(
             tuple(self.table[name] for name in names),
@@ -81,8 +80,10 @@ class ParameterFactory:
             is_tied=is_tied,
             is_tied_copy=is_tied and self.is_tied_copy,
         )
+        # format: routers and the like are kept in float32 or better
         wide = torch.promote_types(self.dtype, torch.float32)
         dtype = wide if spec.is_wide else self.dtype
+        # One element, expanded: the right shape without memory, until WeightBuffer sets ``data``.
         if self.is_meta and spec.is_trained:
             nothing = torch.empty((), dtype=dtype, device=self.device)
             return ShardedParameter(nothing.expand(spec.shape), spec)
@@ -92,15 +93,15 @@ class ParameterFactory:
         return param
 
     def make_if_any(self, *names: str) -> ShardedParameter | None:
-        """Like :meth:`make`, or None when the family has no such tensors."""
+        """Return :meth:`make` of the names, or None where the model family has no such tensors."""
         return self.make(*names) if names[0] in self.table else None
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features cut: each rank makes its own, from all positions.
+    """y = x W^T + b with the output features cut: each rank computes its own, from all positions.
 
-    Several names fuse their linears into one GEMM; the outputs lie side by side. Without
-    ``adds_bias`` the bias is left to whoever takes the output.
+    Several names fuse their linears into one GEMM, with the outputs side by side. Without ``adds_bias``
+    the caller adds the bias.
     """
 
     def __init__(self, factory: ParameterFactory, *names: str, adds_bias: bool = True) -> None:
@@ -111,7 +112,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, in] -> [S, B, out/tp]."""
+        """Return the outputs of x: [S/sp, B, in] -> [S, B, out/tp]."""
         bias = self.bias if self.adds_bias else None
         if self.fp8 is not None:
             place = Fp8Placement(fp8=self.fp8, sp=self.sp, outer=self.sp.tp)
@@ -120,7 +121,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the input features cut: each rank adds its term, the bias comes once."""
+    """y = x W^T + b with the input features cut: the ranks' terms are summed, then the bias is added."""
 
     def __init__(self, factory: ParameterFactory, name: str) -> None:
         super().__init__()
@@ -129,19 +130,20 @@ class RowParallelLinear(nn.Module):
         self.bias = factory.make_if_any(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S, B, in/tp] -> [S/sp, B, out]."""
+        """Return the outputs of x: [S, B, in/tp] -> [S/sp, B, out]."""
         if self.fp8 is None:
             return row_linear(x, self.weight, self.bias, self.sp, self.grad_queue)
         place = Fp8Placement(fp8=self.fp8, inner=self.sp.tp)
+        # The bias comes after the sum over ranks, once.
         y = self.sp.sum(fp8_linear(x, self.weight, None, place, self.grad_queue))
         return y if self.bias is None else y + self.bias
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T on the stream itself, nothing cut: every rank has the whole weight.
+    """y = x W^T on the residual stream, with the whole weight on every rank.
 
-    With sequence parallelism its gradient is the rank's own positions' term of a sum. Several names
-    fuse their linears into one GEMM.
+    With sequence parallelism each rank's weight gradient is a term of a sum, from its own positions.
+    Several names fuse their linears into one GEMM.
     """
 
     def __init__(self, factory: ParameterFactory, *names: str) -> None:
@@ -150,13 +152,13 @@ class ReplicatedLinear(nn.Module):
         self.weight = factory.make(*(f"{name}.weight" for name in names))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [S/sp, B, in] -> [S/sp, B, out]."""
+        """Return the outputs of x: [S/sp, B, in] -> [S/sp, B, out]."""
         if self.fp8 is not None:
             return fp8_linear(x, self.weight, None, Fp8Placement(fp8=self.fp8), self.grad_queue)
         return whole_linear(x.contiguous(), self.weight, None, self.grad_queue)
 
 
-def column_linear(  # what a linear layer is made of
+def column_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -165,21 +167,21 @@ def column_linear(  # what a linear layer is made of
     *,
     kept: CpuOutputCache | None = None,
 ) -> Tensor:
-    """Column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
+    """Return a column-parallel linear: `copy_to_tp` or `gather_positions`, then `linear`, with overlap.
 
-    What is kept for backward is the rank's own part of x. Backward gathers it again while the
-    input's gradient is computed, and sums that gradient while the weight's is computed.
+    Only the rank's own part of x is saved. Backward gathers it again while the input's gradient is
+    computed, and sums that gradient while the weight's is computed.
 
     Args:
-        x: [S/sp, B, in].
-        weight: [out/tp, in].
-        bias: [out/tp] or None.
-        sp: How x lies on the ranks.
-        grad_queue: Takes the weight's gradient when it is put off.
-        kept: Where large outputs lie on CPUs; None makes new memory.
+        x: Input [S/sp, B, in].
+        weight: Weight [out/tp, in].
+        bias: Bias [out/tp] or None.
+        sp: Placement of x on the tensor-parallel ranks.
+        grad_queue: Queue for the weight's gradient, for schedules that defer it.
+        kept: Cache of memory for large outputs on CPUs; None allocates new memory.
 
     Returns:
-        [S, B, out/tp].
+        Output [S, B, out/tp].
     """
     if sp.tp.size == 1:
         return whole_linear(x.contiguous(), weight, bias, grad_queue, kept=kept)
@@ -193,17 +195,17 @@ def row_linear(
     sp: SequenceParallel,
     grad_queue: WeightGradQueue,
 ) -> Tensor:
-    """Row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
+    """Return a row-parallel linear: `linear`, then the sum of all ranks' terms, then the bias once.
 
     Args:
-        x: [S, B, in/tp].
-        weight: [out, in/tp].
-        bias: [out] or None.
-        sp: How the result lies on the ranks.
-        grad_queue: Takes the weight's gradient when it is put off.
+        x: Input [S, B, in/tp].
+        weight: Weight [out, in/tp].
+        bias: Bias [out] or None.
+        sp: Placement of the result on the tensor-parallel ranks.
+        grad_queue: Queue for the weight's gradient, for schedules that defer it.
 
     Returns:
-        [S/sp, B, out].
+        Output [S/sp, B, out].
     """
     if sp.tp.size == 1:
         return whole_linear(x, weight, bias, grad_queue)
@@ -218,8 +220,8 @@ def whole_linear(
     *,
     kept: CpuOutputCache | None = None,
 ) -> Tensor:
-    """Linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
-    # A bias's gradient by torch is in the format of the layer, where a sum over tokens may not fit.
+    """Return a linear on one rank. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+    # torch sums a bias's gradient in the layer's format; in float16 a sum over tokens may overflow.
     is_narrow = bias is not None and x.dtype == torch.float16
     if grad_queue.leaves_to_autograd(weight) and not is_emulated(x) and not is_narrow:
         return linear(x, weight, bias)
@@ -227,22 +229,22 @@ def whole_linear(
 
 
 class LinearWeightGrad(NamedTuple):
-    """The term of W's gradient in y = x W^T from that of y. grad: [..., out], x: [..., in]."""
+    """A term of W's gradient in y = x W^T, from the gradient of y. grad: [..., out], x: [..., in]."""
 
     grad: Tensor
     x: Tensor
 
     def compute(self) -> Tensor:
-        """[out, in]."""
+        """Return the term, [out, in]."""
         return outer(self.grad.flatten(0, -2), self.x.flatten(0, -2))
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """total: [out, in]."""
+        """Add the term to ``total`` [out, in]; the first overwrites."""
         add_outer(total, self.grad.flatten(0, -2), self.x.flatten(0, -2), is_first=is_first)
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b on one rank, whose weight gradient may be put off."""
+    """y = x W^T + b on one rank, with a weight gradient that may be deferred."""
 
     @staticmethod
     def forward(
@@ -263,7 +265,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GatheredProducts(NamedTuple):
-    """LinearWeightGrad with all of x, of which this rank has a part; gathering it may be under way."""
+    """A LinearWeightGrad that gathers x from this rank's ``part``; the gather may already be pending."""
 
     grad: Tensor
     part: Tensor
@@ -291,6 +293,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.param, ctx.bias = weight, bias
         ctx.sp, ctx.grad_queue = sp, grad_queue
+        # x is needed whole at once, so this gather is exposed; backward's overlaps
         whole, gathering = sp.start_gather(x)
         gathering.wait(sp.tp.timeout_s)
         return project(whole, weight, bias, kept)
@@ -299,10 +302,12 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # The gather of what is put off is left for then too, so that only a part of x is kept.
+        # gather x for the weight's gradient; a deferred gradient gathers later, to keep only a part of x
         gather = None if ctx.grad_queue.is_open else ctx.sp.start_gather(x)
+        # gradient of the input, whose sum over tp overlaps with the weight's gradient
         grad_x, summing = ctx.sp.start_sum(product(grad, weight))
         term = _GatheredProducts(grad, x, ctx.sp, gather)
+        # gradients of weight and bias
         grad_weight = ctx.grad_queue.accumulate_or_defer(ctx.param, term)
         grad_bias = accumulate_bias_grad(ctx.bias, grad)
         summing.wait(ctx.sp.tp.timeout_s)
@@ -310,7 +315,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """Each rank's term of y, their sum, and then the bias; backward needs the positions of all ranks."""
+    """Row-parallel linear: each rank's term of y, their sum, then the bias."""
 
     @staticmethod
     def forward(
@@ -332,6 +337,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        # the gradients of all positions, gathered while the bias's gradient is summed
         whole, gathering = ctx.sp.start_gather(grad.contiguous())
         grad_bias = accumulate_bias_grad(ctx.bias, grad)
         gathering.wait(ctx.sp.tp.timeout_s)

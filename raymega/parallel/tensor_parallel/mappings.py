@@ -1,10 +1,9 @@
-"""Collectives that autograd can see: each function is one half of a conjugate pair.
+"""Differentiable collectives: each function is one half of a conjugate pair, as Megatron's mappings.
 
-Tensor-parallel code needs only these two sentences: where a tensor that every rank holds whole
-enters work that is cut over the ranks, its gradient comes back in parts and must be summed
-(`copy_to_tp`); where the parts of a sum leave that work, they are summed and the gradient is
-already whole (`reduce_from_tp`). Where each rank holds its own positions only, the first becomes
-`gather_positions`, the second `scatter_to_positions`. The transport itself is comm's.
+A tensor that all ranks hold whole enters tensor-parallel work through `copy_to_tp`: the ranks'
+gradients are terms, and are summed. The terms of a sum leave it through `reduce_from_tp`: the gradient
+is already whole. With sequence parallelism each rank holds only its own positions, and these become
+`gather_positions` and `scatter_to_positions`. `comm/collectives.py` sends the data.
 """
 
 from __future__ import annotations
@@ -21,71 +20,71 @@ from raymega.parallel.core.linear_map import Map, apply_linear
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
-    """Enter work that is cut over ``group``: identity forward, all-reduce backward.
+    """Enter tensor-parallel work: identity forward, all-reduce backward.
 
     Args:
-        x: Any shape, equal on all ranks of ``group``.
-        group: The tensor-parallel ranks.
+        x: Tensor of any shape, equal on all ranks of ``group``.
+        group: Tensor-parallel ranks.
     """
     return x if group.size == 1 else _CopyToTp.apply(x, group)
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """Leave work that is cut over ``group``: all-reduce forward, identity backward.
+    """Leave tensor-parallel work: all-reduce forward, identity backward.
 
     Args:
-        x: Any shape, this rank's term of the sum; overwritten with the sum.
-        group: The tensor-parallel ranks.
+        x: Term of this rank of the sum, of any shape; overwritten with the sum.
+        group: Tensor-parallel ranks.
     """
     return x if group.size == 1 else _ReduceFromTp.apply(x, group)
 
 
 def gather_positions(x: Tensor, group: Group) -> Tensor:
-    """Enter work that is cut over ``group``: all-gather forward, reduce-scatter backward.
+    """Enter tensor-parallel work: all-gather forward, reduce-scatter backward.
 
     Args:
-        x: [S/tp, ...], this rank's positions.
-        group: The tensor-parallel ranks.
+        x: Positions of this rank, [S/tp, ...].
+        group: Tensor-parallel ranks.
 
     Returns:
-        [S, ...], equal on all ranks.
+        All positions [S, ...], equal on all ranks.
     """
     return x if group.size == 1 else apply_linear(x, *_gather_and_sum(group))
 
 
 def scatter_to_positions(x: Tensor, group: Group) -> Tensor:
-    """Leave work that is cut over ``group``: reduce-scatter forward, all-gather backward.
+    """Leave tensor-parallel work: reduce-scatter forward, all-gather backward.
 
     Args:
-        x: [S, ...], this rank's term of the sum.
-        group: The tensor-parallel ranks.
+        x: Term of this rank of the sum, [S, ...].
+        group: Tensor-parallel ranks.
 
     Returns:
-        [S/tp, ...], this rank's positions of the sum.
+        This rank's positions of the sum, [S/tp, ...].
     """
     return x if group.size == 1 else apply_linear(x, *reversed(_gather_and_sum(group)))
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of what all ranks hold alike; backward brings the parts' gradients together.
+    """Return this rank's rows of a tensor that all ranks hold; backward all-gathers the gradients.
 
     Args:
-        x: [T, ...], equal on all ranks; their number divides T.
-        group: They.
+        x: Tensor [T, ...], equal on all n ranks; n divides T.
+        group: Ranks that share the rows out.
 
     Returns:
-        [T/n, ...].
+        Rows [T/n, ...].
     """
     return x if group.size == 1 else apply_linear(x, *_own_and_gather(group))
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """[T/n, ...] of each rank -> [T, ...] on all; backward takes own rows of a gradient that all have."""
+    """All-gather rows, [T/n, ...] -> [T, ...]; backward takes this rank's rows of the equal gradients."""
     return x if group.size == 1 else apply_linear(x, *reversed(_own_and_gather(group)))
 
 
 def _gather_and_sum(group: Group) -> tuple[Map, Map]:
-    """An all-gather of positions, and its transpose."""
+    """Return an all-gather of positions, and its transpose, a reduce-scatter."""
     return (
         lambda part: all_gather(part.contiguous(), group),
         lambda whole: reduce_scatter(whole.contiguous(), group),
@@ -93,7 +92,7 @@ def _gather_and_sum(group: Group) -> tuple[Map, Map]:
 
 
 def _own_and_gather(group: Group) -> tuple[Map, Map]:
-    """This rank's rows of a tensor that all ranks hold, and the way back."""
+    """Return the choice of this rank's rows of an equal tensor, and the all-gather as its transpose."""
     return (
         lambda whole: whole.chunk(group.size)[group.index],
         lambda part: all_gather(part.contiguous(), group),
@@ -109,13 +108,14 @@ class _CopyToTp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A clone, because autograd may hand the same gradient tensor to other branches too.
+        # A clone, because autograd may give the same gradient tensor to other branches too.
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _ReduceFromTp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        # Tells autograd that x is overwritten.
         ctx.mark_dirty(x)
         return all_reduce(x, group)
 

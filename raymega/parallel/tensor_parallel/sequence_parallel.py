@@ -1,8 +1,8 @@
-"""SequenceParallel: how the residual stream lies on the tensor-parallel ranks between cut layers.
+"""SequenceParallel: the placement of the residual stream on the tensor-parallel ranks between layers.
 
-Without sequence parallelism every rank holds all S positions of it. With it each rank holds its own
-S/tp, so that norms, residual sums and dropout are cut too. Layers are handed this value instead of
-a group and never ask which of the two it is; shapes call what a rank holds S/sp.
+Without sequence parallelism every rank holds all S positions. With it each rank holds its own S/tp, so
+that norms, residual sums and dropout are cut too. Layers get this value instead of a group, and need
+not know which of the two holds; shapes write S/sp for what a rank holds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from raymega.parallel.tensor_parallel.mappings import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
-    """The tensor-parallel ranks, and whether the positions are cut over them.
+    """The tensor-parallel ranks, and whether they cut the positions.
 
     Attributes:
-        tp: The tensor-parallel ranks.
-        is_sequence_parallel: Each holds S/tp positions; with one rank it changes nothing.
+        tp: Tensor-parallel ranks.
+        is_sequence_parallel: True where each rank holds S/tp positions; no effect with one rank.
     """
 
     tp: Group
@@ -40,59 +40,59 @@ class SequenceParallel:
 
     @property
     def degree(self) -> int:
-        """sp: into how many parts the positions are cut."""
+        """Number of parts of the positions, sp."""
         return self.tp.size if self.is_sequence_parallel else 1
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's positions: [S, ...] -> [S/sp, ...], a view."""
+        """Return a view of this rank's positions: [S, ...] -> [S/sp, ...]."""
         return whole.chunk(self.degree)[self.tp.index] if self.degree > 1 else whole
 
     def share(self, tokens: Tensor) -> Tensor:
-        """Of equal tokens on all ranks this rank's part: [T, ...] -> [T/tp, ...], a view.
+        """Return a view of this rank's share of tokens that tp ranks hold alike: [T, ...] -> [T/tp, ...].
 
-        What sequence parallelism has cut is a rank's own already.
+        With sequence parallelism all ``tokens`` are returned: they are the rank's own already.
         """
         if self.is_sequence_parallel or self.tp.size == 1:
             return tokens
         return tokens.chunk(self.tp.size)[self.tp.index]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Go from the stream into work that is cut over tp: [S/sp, ...] -> [S, ...] on every rank.
+        """Enter tensor-parallel work from the stream: [S/sp, ...] -> [S, ...] on every rank.
 
-        Backward sums the gradients of all ranks, which are terms.
+        Backward sums the ranks' gradients, which are terms.
         """
         return gather_positions(x, self.tp) if self.is_sequence_parallel else copy_to_tp(x, self.tp)
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Work]:
-        """Begin to bring all positions together: [S/sp, B, D] -> [S, B, D]; autograd is not told.
+        """Start to gather all positions, [S/sp, B, D] -> [S, B, D], without autograd.
 
-        The result may be read when it was waited for. It is ``x`` itself where nothing is cut.
+        Read the result only after the wait. It is ``x`` itself where the positions are not cut.
         """
         if self.is_sequence_parallel:
             return start_all_gather(x, self.tp)
         return x, nothing_pending()
 
     def start_sum(self, y: Tensor) -> tuple[Tensor, Work]:
-        """Begin what :meth:`sum` does, unseen by autograd; for gradients.
+        """Start :meth:`sum` without autograd, for gradients.
 
         Args:
-            y: [S, B, D], this rank's term, to be left alone from now on.
+            y: Term of this rank, [S, B, D]; the caller must not use it any more.
 
         Returns:
-            [S/sp, B, D], which may be read when it was waited for.
+            Sum [S/sp, B, D], to read only after the wait, and the pending operation.
         """
         if self.is_sequence_parallel:
             return start_reduce_scatter(y, self.tp)
         return y, start_all_reduce(y, self.tp)
 
     def sum(self, y: Tensor) -> Tensor:
-        """Return from work that is cut over tp to the stream: the sum of all ranks' terms.
+        """Leave tensor-parallel work for the stream: return the sum of all ranks' terms.
 
         Args:
-            y: [S, B, D], this rank's term; may be overwritten.
+            y: Term of this rank, [S, B, D]; may be overwritten.
 
         Returns:
-            [S/sp, B, D].
+            Sum [S/sp, B, D].
         """
         if self.is_sequence_parallel:
             return scatter_to_positions(y, self.tp)

@@ -1,9 +1,9 @@
-"""autograd's engine from a given gradient, without the checks of shapes that may be symbols.
+"""Direct calls of autograd's engine from a given gradient, without the checks for symbolic shapes.
 
-torch.autograd's own calls make those checks, and import sympy for them: 0.4 of the 1.8 s of a CPU that a new
-process loads, and each that takes a lost rank's place is one. Shapes here are numbers. The engine itself would sum
-a gradient that is larger than its output, so that is refused here. Megatron-LM calls it too (schedules.custom_backward).
-Goes when torch.autograd.backward no longer imports sympy.
+torch.autograd's functions make those checks and import sympy for them: 0.4 s of the 1.8 s of CPU time in which
+a new process loads. A replacement for a lost rank is such a process. Shapes here are plain numbers. The engine
+itself would sum a gradient that is larger than its output, so `_run` refuses that. Megatron-LM calls the engine
+too (schedules.custom_backward). Goes when torch.autograd.backward no longer imports sympy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from raymega.errors import Fault, InternalError
 
 
 def add_gradients(output: Tensor | GradientEdge, gradient: Tensor) -> None:
-    """Go back from ``output``, and add to the gradients of the leaves, as ``torch.autograd.backward`` does.
+    """Run backward from ``output`` and add to the leaves' gradients, as ``torch.autograd.backward`` does.
 
     Args:
-        output: A tensor of a graph, or the edge that one came from which is gone.
-        gradient: Of the output's shape, dtype and device.
+        output: Tensor of a graph, or the graph edge of a tensor that was freed.
+        gradient: Gradient of the output, of its shape, dtype and device.
 
     Raises:
-        InternalError: The gradient's shape is not the output's.
-        RuntimeError: The graph was gone through before.
+        InternalError: The gradient's shape differs from the output's.
+        RuntimeError: An earlier backward has freed the graph.
     """
     _run(output, gradient, (), accumulate_grad=True)
 
@@ -34,12 +34,14 @@ def add_gradients(output: Tensor | GradientEdge, gradient: Tensor) -> None:
 def find_gradients(
     output: Tensor, inputs: Sequence[Tensor], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``inputs``, None where the output does not depend on one; the leaves' are left alone.
+    """Return the gradients of ``inputs``, None where the output does not depend on one.
+
+    ``grad`` of the leaves is not changed.
 
     Args:
-        output: A tensor of a graph.
+        output: Tensor of a graph.
         inputs: Tensors of that graph, at least one.
-        gradient: Of the output's shape, dtype and device.
+        gradient: Gradient of the output, of its shape, dtype and device.
 
     Raises:
         InternalError, RuntimeError: As in :func:`add_gradients`.
@@ -77,4 +79,5 @@ def _run(
 def _shape(output: Tensor | GradientEdge) -> torch.Size:
     if isinstance(output, Tensor):
         return output.shape
+    # The tensor of an edge may be freed; the node still knows the shape of its gradient.
     return torch.Size(output.node._input_metadata[output.output_nr].shape)

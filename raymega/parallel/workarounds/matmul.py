@@ -1,8 +1,8 @@
-"""Matrix products as this machine makes them fastest; autograd is not told.
+"""Matrix products by the fastest way on this machine, without autograd.
 
-Numbers of 16 bits are multiplied in float32 where a CPU has no instructions for them: torch takes them
-one by one there. Sums are in float32 and the result is rounded once, as with such instructions. Which
-products there are, and what they mean, the layers say. Goes when torch multiplies 16 bits on such CPUs as fast.
+A CPU without 16-bit instructions multiplies 16-bit numbers in float32: torch would multiply them one by one.
+Sums are in float32 and the result is rounded once, as with such instructions. Goes when torch multiplies
+16 bits on such CPUs as fast.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from raymega.parallel.workarounds.output_cache import LEAST_BYTES, CpuOutputCach
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, kept: CpuOutputCache | None = None
 ) -> Tensor:
-    """x W^T + b. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out].
+    """Return x W^T + b. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out].
 
-    Large results on CPUs lie in ``kept``, if it is given.
+    On CPUs large results get their memory from ``kept``, if it is given.
     """
     if is_emulated(x):
         wide_bias = None if bias is None else bias.float()
         return project(x.float(), weight.float(), wide_bias, kept).to(x.dtype)
+    # a small result, or a GPU: torch allocates it
     num_bytes = x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
     if kept is None or x.device.type != "cpu" or num_bytes < LEAST_BYTES:
         return linear(x, weight, bias)
@@ -35,24 +36,26 @@ def project(
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x: [..., out], weight: [out, in] -> [..., in]."""
+    """Return x W. x: [..., out], weight: [out, in] -> [..., in]."""
     if is_emulated(x):
         return (x.float() @ weight.float()).to(x.dtype)
     return x @ weight
 
 
 def outer(grad: Tensor, x: Tensor) -> Tensor:
-    """Sum of outer products of rows. grad: [T, out], x: [T, in] -> [out, in]."""
+    """Return the sum of outer products of rows. grad: [T, out], x: [T, in] -> [out, in]."""
     return product(grad.T, x)
 
 
 def add_outer(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
-    """Add :func:`outer` to ``total`` [out, in], or put it there; a wider one gets it as it was summed.
+    """Add :func:`outer` to ``total`` [out, in], or overwrite it with the first term.
 
-    Formats that a CPU multiplies itself it rounds before.
+    A float32 total gets unrounded sums where 16-bit products are emulated; elsewhere a total of another
+    format gets the product rounded to the format of ``x``.
     """
     if is_emulated(x) and total.dtype == torch.float32:
         grad, x = grad.float(), x.float()
+    # another format: a product, then a sum; else accumulate in the GEMM
     if total.dtype != x.dtype:
         made = outer(grad, x)
         _ = total.copy_(made) if is_first else total.add_(made)
@@ -63,7 +66,7 @@ def add_outer(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None
 
 
 def is_emulated(x: Tensor) -> bool:
-    """Numbers like those of ``x`` are multiplied in float32 here."""
+    """Return whether numbers of x's format are multiplied in float32 on its device."""
     return x.device.type == "cpu" and x.dtype.itemsize == 2 and not _has_instructions(x.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Connections that a world has opened, so that an abort can cut them; it owns no group and sends nothing.
+"""The sockets that a world has opened, so that an abort can shut them down.
 
-gloo cannot give up a transfer: it ends when the peer lets go or its process ends, and a machine that stands
-still does neither. A connection that is shut down fails whatever waits on it, on both of its sides.
-Linux tells a process its sockets. Elsewhere there are none to cut, and such a wait ends with its timeout.
+gloo cannot abort a transfer: it ends when the peer closes the connection or its process ends, and a hung
+machine does neither. A connection that is shut down fails all that waits on it, on both sides. Linux lists
+a process's sockets in /proc. Elsewhere there are none to shut down, and such a wait ends with its timeout.
 Goes when gloo can abort a transfer.
 """
 
@@ -19,30 +19,31 @@ OWN_FILES = Path("/proc/self/fd")
 
 @dataclass(slots=True)
 class Connections:
-    """Sockets of this process that are a world's: those that came while it was built."""
+    """Sockets of this process that belong to a world: those that appeared while it was built."""
 
     _before: frozenset[str] = frozenset()
     _opened: frozenset[str] = field(default=frozenset())
 
     def begin(self) -> None:
-        """A world is about to be opened."""
+        """Note the sockets that exist before a world is opened."""
         self._before, self._opened = frozenset(_sockets()), frozenset()
 
     def built(self) -> None:
-        """All connections are there: what is opened from now on belongs to others."""
+        """Note that all connections of the world exist: later sockets are not its own."""
         self._opened = frozenset(_sockets()) - self._before
 
     def cut(self) -> None:
-        """Shut them down; does nothing before they are all there, or a second time."""
+        """Shut the world's connections down; do nothing before :meth:`built`, or a second time."""
         found, opened, self._opened = _sockets(), self._opened, frozenset()
+        # Connections that a client made meanwhile to an older server of this process are not the world's.
         ports = {_port(found[name]) for name in found.keys() - opened if _is_listening(found[name])}
         for name in opened & found.keys():
-            if _port(found[name]) not in ports:  # who called a server that was there before
+            if _port(found[name]) not in ports:
                 _shut_down(found[name], name)
 
 
 def _sockets() -> dict[str, int]:
-    """By the kernel's name, such as ``socket:[1234]``, which no later one gets, the descriptor."""
+    """Return the descriptors of this process's sockets by unique kernel name, such as ``socket:[1234]``."""
     found = {}
     with suppress(FileNotFoundError):
         for entry in OWN_FILES.iterdir():
@@ -54,7 +55,7 @@ def _sockets() -> dict[str, int]:
 
 
 def _port(descriptor: int) -> int:
-    """Of this side of a TCP connection or server; -1 for whatever else it may be by now."""
+    """Return the local port of a TCP socket; -1 if the descriptor is no longer one."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
             return int(found.getsockname()[1])
@@ -68,10 +69,11 @@ def _is_listening(descriptor: int) -> bool:
 
 
 def _shut_down(descriptor: int, name: str) -> None:
-    """Of a TCP connection; the descriptor may have been closed, and be another's by now."""
+    """Shut a TCP connection down, unless its descriptor was closed and reused meanwhile."""
     if _port(descriptor) < 0 or _is_listening(descriptor):
         return
     with suppress(OSError):
+        # The duplicate cannot be reused by others, so its name stays valid from the check to the shutdown.
         mine = os.dup(descriptor)
         with socket.socket(fileno=mine) as connection:
             if str((OWN_FILES / str(mine)).readlink()) == name:

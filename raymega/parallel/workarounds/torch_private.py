@@ -1,7 +1,7 @@
-"""Names of torch that begin with an underscore, in one file; fused and fp8 kernels apart.
+"""Private names of torch, in one file, except those of fused and fp8 kernels.
 
-Goes when torch.distributed finds groups by name, aborts all of them and forgets how many there were,
-and torch.autograd says that it is inside backward.
+Goes when torch.distributed can look up groups by name, abort all of them and reset their count, and
+torch.autograd reports whether it is inside backward.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from torch.distributed.distributed_c10d import GroupName
 
 
 def process_group_of(handle: GroupName) -> ProcessGroup:
-    """The communicator that torch has under a name."""
+    """Return the process group that torch registered under a name."""
     return _resolve_process_group(handle)
 
 
 def is_in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass, as torch.utils.checkpoint asks."""
+    """Return whether the calling thread is inside a backward pass, by torch.utils.checkpoint's test."""
     return torch._C._current_graph_task_id() != -1
 
 
 def world_handle() -> GroupName:
-    """torch's name for the group of all ranks."""
+    """Return torch's name for the group of all ranks."""
     return c10d._get_default_group().group_name
 
 
 def count_groups_anew() -> None:
-    """Let the next world be the process's first.
+    """Reset torch's count of groups, so that the next world is the process's first.
 
-    torch counts the groups of a process and meets under that number. A meeting that failed has
-    counted: a process that comes in the place of a lost one would look elsewhere, for ever.
+    torch uses the count in the keys of a rendezvous, and a failed rendezvous has counted too. Without the
+    reset, a replacement for a lost process would wait under another key for ever.
     """
     c10d._world.group_count = 0
 
 
 def abort_groups() -> list[ProcessGroup]:
-    """Fail what waits in any group of this process.
+    """Abort the operations in all groups of this process.
 
     Returns:
-        The groups. The last reference to one of gloo tears it down, once its operation has ended.
+        The groups. The last reference to a gloo group destroys it, once its operation has ended.
     """
     groups = list(c10d._world.pg_map)
     c10d._abort_process_group()

@@ -93,6 +93,7 @@ class Accelerator:
 
     def peak_flops(self, element: int) -> float:
         """Return the peak FLOP/s of matrix products of numbers with ``element`` bytes."""
+        # float64 is taken to have half of float32's
         return {2: self.peak_16_bit_flops, 4: self.peak_32_bit_flops}.get(
             element, self.peak_32_bit_flops / 2
         )
@@ -125,6 +126,7 @@ class Accelerator:
         return replace(self, fitted=replace(self.fitted, attention_share=share))
 
 
+# fitted by benchmarks/planner.py; _CPU was measured on one host
 _A100 = Fitted(
     matmul_share=0.755, matmul_depth=80.0, matmul_waves=0.326, matmul_8_bit_share=0.0,
     attention_share=0.45, memory_share=0.80, launch_s=4.3e-6, link_share=0.81, network_share=0.8,
@@ -144,12 +146,14 @@ CATALOGUE = {
     device.name: device
     for device in (
         Accelerator(
+            # Ampere: without fp8
             name="a100", peak_16_bit_flops=312e12, peak_32_bit_flops=19.5e12,
             peak_8_bit_flops=0.0, memory_bytes=80 * GIB,
             memory_bytes_per_s=2.0e12, num_cores=108, link_bytes_per_s=300e9, devices_per_node=8,
             network_bytes_per_s=25e9, fitted=_A100, driver_name="A100", host_bytes_per_s=32e9,
         ),
         Accelerator(
+            # Hopper
             name="h100", peak_16_bit_flops=989e12, peak_32_bit_flops=67e12,
             peak_8_bit_flops=1979e12,
             memory_bytes=80 * GIB, memory_bytes_per_s=3.35e12, num_cores=132,
@@ -170,6 +174,7 @@ CATALOGUE = {
             driver_name="H200",
         ),
         Accelerator(
+            # Blackwell, with the H100's constants
             name="b200", peak_16_bit_flops=2250e12, peak_32_bit_flops=75e12,
             peak_8_bit_flops=4500e12,
             memory_bytes=180 * 10**9, memory_bytes_per_s=8.0e12, num_cores=148,
@@ -183,6 +188,7 @@ CATALOGUE = {
             fitted=_H100, driver_name="GB200", host_bytes_per_s=225e9,
         ),
         Accelerator(
+            # a worker with one thread
             name="cpu", peak_16_bit_flops=60e9, peak_32_bit_flops=100e9, peak_8_bit_flops=0.0,
             memory_bytes=8 * GIB, memory_bytes_per_s=10e9, num_cores=1, link_bytes_per_s=2e9,
             devices_per_node=64, network_bytes_per_s=1.25e9, fitted=_CPU, shared_cores=2,

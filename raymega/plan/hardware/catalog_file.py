@@ -116,6 +116,7 @@ def _figures(path: Path, field: str) -> AcceleratorFigures:
 def _name_faults(path: Path, figures: AcceleratorFigures) -> list[Fault]:
     names = ", ".join(CATALOGUE)
     faults = []
+    # the device that the file refers to
     if figures.like not in CATALOGUE:
         faults.append(
             Fault(
@@ -124,6 +125,7 @@ def _name_faults(path: Path, figures: AcceleratorFigures) -> list[Fault]:
                 remedy="name the nearest of them",
             )
         )
+    # its own name
     if figures.name in CATALOGUE:
         faults.append(
             Fault(

@@ -34,6 +34,7 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
         device_name: Name that the driver gives, such as ``NVIDIA H100 80GB HBM3``.
         dtype: Value of the job's ``precision.dtype``.
     """
+    # a card before the module whose name it contains
     if dtype not in _16_BIT or any(name in device_name for name in _OTHERS):
         return None
     card = next((v for name, v in CARD_16_BIT_FLOPS.items() if name in device_name), None)

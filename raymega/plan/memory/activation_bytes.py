@@ -76,8 +76,7 @@ class ActivationShape:
         return self.stream_tokens * self.model.hidden_size * self.element
 
     def further(self, stage: Stage) -> range:
-        """Return the numbers of the stage's multi-token prediction blocks, which follow the
-        model's."""
+        """Return the numbers of the stage's multi-token prediction blocks, after the model's own."""
         first = self.model.num_layers
         return range(first, first + (self.model.num_nextn_predict_layers if stage.is_last else 0))
 

@@ -1,6 +1,6 @@
 """Count parameters and bytes of training state per rank, from the table of tensors.
 
-The counts are exact but for the padding of sharded buckets, less than one element a bucket and
+The counts are exact except for the padding of sharded buckets, less than one element a bucket and
 rank. Activations and temporary buffers of kernels are not counted here.
 """
 
@@ -273,7 +273,7 @@ def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
 
 
 def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
-    """Return the size with masters and moments on the host, but for ``most`` portions at a time."""
+    """Return the size with masters and moments on the host, except ``most`` portions at a time."""
     away = size.master_bytes + size.moment_bytes
     here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(

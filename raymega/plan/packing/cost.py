@@ -57,6 +57,7 @@ class PackCost:
                 share.
             size: Number of ranks.
         """
+        # ring: size blocks of size / size^2 of the pairs each, the first without a transfer
         block = self.pair_s * pairs / size / size
         link = self.near_s if size <= self.ranks_per_node else self.far_s
         hop = self.hop_s + link * tokens if size > 1 else 0.0
@@ -92,9 +93,11 @@ def make_pack_cost(
     fitted = device.fitted
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
     head = model.vocab_size * model.hidden_size
+    # 2 FLOPs for each weight and token, in three products
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
     # Two products forward; backward recomputes the scores, so five: 7 / 2 of forward.
     pair_flops = 3.5 * 2 * 2 * model.num_heads * model.head_width * layers / tp
+    # keys and values, 2 bytes a number
     kv_bytes = 2 * 2 * max(1, model.kv_heads // tp) * model.head_width
     return PackCost(
         token_s=token_flops / (device.peak_16_bit_flops * fitted.matmul_share),

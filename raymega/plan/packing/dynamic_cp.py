@@ -214,6 +214,7 @@ class _Shelves:
         A bin of its size is opened while there are slots and those that are open would cost more
         than the target. Documents of one rank get all slots that are left, and fill up larger bins.
         """
+        # a bin of the wanted size: an open one below the target, else a new one
         own = self._cheapest(length, [wanted])
         if wanted == 1 or own is None or own[0] > self._target:
             while self._open(wanted) and wanted == 1:
@@ -221,6 +222,7 @@ class _Shelves:
             own = self._cheapest(length, [wanted])
             if own is None:
                 own = self._cheapest(length, self._sizes(wanted))
+        # else any bin that memory allows
         if own is None and least < wanted:
             own = self._cheapest(length, self._sizes(least))
             if own is None and self._open(least):
@@ -380,6 +382,7 @@ def _pack_of(made: _Bin, first_rank: int, seconds: float, limits: PackLimits) ->
 
 
 def _check(lengths: Sequence[int], limits: PackLimits) -> None:
+    # a rank's room, rounded down to what chunks and tp divide
     longest = max(lengths, default=0)
     unit = lcm(limits.multiple, 2) if limits.num_ranks > 1 else limits.multiple
     room = limits.num_ranks * (limits.max_tokens - limits.max_tokens % unit)

@@ -65,8 +65,7 @@ class Rebalancer:
         self._ends = [self._end(rank) for rank in range(len(starts))]
 
     def run(self) -> list[list[list[int]]]:
-        """Return the documents of each rank by micro-batch; the last rank ends no later than it
-        did."""
+        """Return the documents of each rank by micro-batch; the last rank ends no later than before."""
         # Each exchange relieves the rank that ends last.
         for _ in range(MOST_EXCHANGES * len(self._starts)):
             last = max(range(len(self._ends)), key=lambda rank: (self._ends[rank], -rank))
@@ -102,6 +101,7 @@ class Rebalancer:
         return 0.0 if document is None else self._work[self._lengths[document]]
 
     def _fits(self, source: _Held, target: _Held, out: int, back: int | None) -> bool:
+        # Both ranks must have room after the exchange.
         more = self._lengths[out] - (0 if back is None else self._lengths[back])
         return target.tokens + more <= self._room and source.tokens - more <= self._room
 

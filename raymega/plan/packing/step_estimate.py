@@ -88,6 +88,7 @@ def packed_step(plan: RunPlan, rows: Sequence[Sequence[int]]) -> PackedStep:
     """
     seq_len, cost = plan.job.data.seq_len, step_cost(plan)
     lengths = [length for row in rows for length in row]
+    # rows as they are, on cp ranks each; then packs, if the job asks for them
     work = _static_work(plan, rows, cost)
     is_asked = plan.job.parallel.dynamic_cp and plan.grid.replicas <= MOST_RANKS
     return PackedStep(

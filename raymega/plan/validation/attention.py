@@ -1,4 +1,4 @@
-"""Rules of attention: heads and their latents, positions, dropout of weights."""
+"""Check the rules of attention: heads and their latents, positions, dropout of weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.validation.rule import broken_rows, reads
 
 MAX_ATTENTION_BYTES = 2 << 30
-"""Of one layer's weights under attention dropout: a few such layers fill a GPU."""
+"""Most bytes of one layer's attention weights under dropout: a few such layers fill a GPU."""
 
 
 @reads("model.hidden_size", "model.num_heads", "model.head_dim", "model.family", "model.mla")
 def head_width_faults(
     width: int, heads: int, features: int | str, family: str, mla: MlaSection
 ) -> Iterator[Fault]:
-    """Heads share the width out, and RoPE turns pairs."""
+    """Check that heads divide the hidden size, and that RoPE has pairs of features."""
     if mla.kv_lora_rank:
         return
+    # the width, unless model.head_dim sets a head's
     is_derived = features == "hidden_size / num_heads"
     if is_derived and width % heads:
         lower = width - width % heads
@@ -30,6 +31,7 @@ def head_width_faults(
             remedy=f"use {lower} or {lower + heads}, or set model.head_dim",
         )
         return
+    # RoPE
     size = width // heads if is_derived else int(features)
     if family != "gpt2" and size % 2:
         what = "model.hidden_size / model.num_heads = " if is_derived else "model.head_dim="
@@ -49,9 +51,9 @@ def head_width_faults(
     "model.rope_beta_fast",
 )
 def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[Fault]:
-    """Waves are stretched where there are waves, short ones less than long ones.
+    """Check that the family has RoPE, and that the bounds of its scaling are in order.
 
-    bounds: low and high of llama3, then of yarn.
+    ``bounds`` are low and high of llama3, then of yarn.
     """
     if scaling == "none":
         return
@@ -62,6 +64,7 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
             remedy="set model.rope_scaling=none, or take another family",
         )
         return
+    # each method has a lower and an upper bound of its own
     is_yarn = scaling == "yarn"
     low, high = bounds[2:] if is_yarn else bounds[:2]
     names = ("beta_slow", "beta_fast") if is_yarn else ("low_freq_factor", "high_freq_factor")
@@ -78,7 +81,8 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
 def mla_faults(
     mla: MlaSection, family: str, kv_heads: int | str, head_dim: int | str
 ) -> Iterator[Fault]:
-    """Latent attention says itself how wide heads are; without it, its numbers would do nothing."""
+    """Check the sizes of latent attention, which replace the heads'; without it they have no effect."""
+    # off: no other field of the section may be set
     given = {name: number for name, number in mla if number and name != "kv_lora_rank"}
     if not mla.kv_lora_rank:
         for name, number in given.items():
@@ -88,6 +92,7 @@ def mla_faults(
                 remedy=f"set model.mla.kv_lora_rank, or model.mla.{name}=0",
             )
         return
+    # on: the family, and the sizes of heads
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     latent = f"with model.mla.kv_lora_rank={mla.kv_lora_rank}"
     rows = (
@@ -127,7 +132,7 @@ def mla_faults(
 
 @reads("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim")
 def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator[Fault]:
-    """YaRN's factor on whole scores is latent attention's alone."""
+    """Check that YaRN's factor on whole scores is set only with latent attention."""
     if not weight or (mla.kv_lora_rank and scaling == "yarn"):
         return
     yield Fault(
@@ -140,7 +145,7 @@ def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator
 
 @reads("model.num_nextn_predict_layers", "data.seq_len")
 def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
-    """The furthest token lies in the row."""
+    """Check that a row has the furthest token that the model predicts."""
     if depth >= seq_len:
         yield Fault(
             fact=f"model.num_nextn_predict_layers={depth}",
@@ -151,7 +156,7 @@ def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
 
 @reads("data.seq_len", "model.max_positions")
 def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
-    """The model knows every position of a sequence."""
+    """Check that a sequence has no more positions than the model."""
     if seq_len > longest:
         yield Fault(
             fact=f"data.seq_len={seq_len}",
@@ -162,7 +167,7 @@ def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
 
 @reads("data.packing", "model.attention_dropout")
 def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
-    """Weights are dropped in whole rows, without regard to documents."""
+    """Check that attention weights are dropped only in rows without packed documents."""
     if rate and packing != "none":
         yield Fault(
             fact=f"model.attention_dropout={rate:g} with data.packing={packing}",
@@ -184,11 +189,13 @@ def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
 def weight_faults(
     rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str
 ) -> Iterator[Fault]:
-    """Without the fused kernel a layer keeps S x S weights a head: before, and after, and a mask."""
+    """Check the memory of attention dropout, which keeps S x S weights a head, twice, and a mask."""
+    # without the fused kernel: weights before and after dropout, and one byte a weight for the mask
     held = heads // (tp * cp)
     num_bytes = micro_batch_size * held * seq_len**2 * (2 * DTYPE_BYTES[dtype] + 1)
     if not rate or num_bytes <= MAX_ATTENTION_BYTES:
         return
+    # The bytes grow with seq_len squared.
     shorter = isqrt(MAX_ATTENTION_BYTES * seq_len**2 // num_bytes)
     yield Fault(
         fact=f"model.attention_dropout={rate:g}",

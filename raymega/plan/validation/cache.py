@@ -1,6 +1,6 @@
-"""The rules of a job, asked about many jobs that differ in a few fields: each once for what it reads.
+"""Cache the results of a job's rules for a search over jobs that differ in a few fields.
 
-The rules themselves are rules'.
+``raymega.plan.validation.registry`` lists the rules.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from raymega.plan.validation.rule import Rule
 
 
 class RuleMemo:
-    """Of jobs that are equal but for ``varied``, and of which no field is set that nothing goes by."""
+    """Results of rules for jobs that differ only in the fields ``varied``, by the values that they read.
+
+    The jobs must not set fields without effect: :func:`raymega.plan.validation.unused_fields.settled`.
+    """
 
     def __init__(self, varied: Collection[str]) -> None:
-        """``varied`` are dotted paths."""
+        """Sort the rules by whether they read one of ``varied``, dotted paths of fields."""
         self._paths = [tuple(path.split(".")) for path in varied]
         places = {path: place for place, path in enumerate(varied)}
         reads = [(rule, [places[path] for path in rule.reads if path in places]) for rule in RULES]
+        # rules that read a varied field, with their results by its value; the others are checked once
         self._varying: list[tuple[Rule, list[int], dict[tuple[Any, ...], bool]]] = [
             (rule, at, {}) for rule, at in reads if at
         ]
@@ -28,7 +32,7 @@ class RuleMemo:
         self._are_constant_kept: bool | None = None
 
     def is_legal(self, job: Job) -> bool:
-        """Whether it keeps all rules."""
+        """Return whether the job breaks no rule."""
         if self._are_constant_kept is None:
             self._are_constant_kept = all(_keeps(job, rule) for rule in self._constant)
         if not self._are_constant_kept:

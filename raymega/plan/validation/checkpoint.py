@@ -1,4 +1,4 @@
-"""Rules between the values that say what is saved, how, and what of it is kept."""
+"""Check the rules of checkpoints: what is saved, how, and which ones are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ELEMENT_BYTES = 8
 
 @reads("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples")
 def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) -> Iterator[Fault]:
-    """A checkpoint has a validation loss when its very step was evaluated."""
+    """Check that every saved step is evaluated, where the best checkpoints are kept."""
     if not best or (every and eval_every and every % eval_every == 0 and eval_samples):
         return
     if not every:
@@ -33,7 +33,8 @@ def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) 
 
 @reads("checkpoint.buffer_bytes", "model.hidden_size", "model.ffn_hidden_size")
 def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> Iterator[Fault]:
-    """Tensors are cut between rows; a row's state may be float64."""
+    """Check that the buffer holds a row of the widest tensor, in float64."""
+    # A save cuts tensors only between rows.
     row_bytes = MAX_ELEMENT_BYTES * max(width, ffn_hidden_size)
     if 0 < buffer_bytes < row_bytes:
         yield Fault(
@@ -46,7 +47,7 @@ def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> Iterat
 
 @reads("checkpoint.init_from", UPCYCLE, RENAME, REINIT, IGNORE, CHANGED)
 def init_from_faults(init_from: str, is_upcycled: bool, *rules: tuple[str, ...]) -> Iterator[Fault]:
-    """Rules of names are rules, and there is a checkpoint to apply them to."""
+    """Check the syntax of rules on names, and that there is a checkpoint to apply them to."""
     given = dict(zip((RENAME, REINIT, IGNORE, CHANGED), rules, strict=True))
     yield from rename_faults(RENAME, given[RENAME])
     if is_upcycled:

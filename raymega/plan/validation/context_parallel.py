@@ -1,4 +1,4 @@
-"""Rules of context parallelism: what tokens and heads must be for cp ranks to share them out."""
+"""Check the rules of context parallelism: cp ranks get equal parts of tokens and of heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DYNAMIC = "parallel.dynamic_cp=true with "
 
 @reads("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel")
 def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fault]:
-    """Each rank holds two chunks of a sequence, and under sequence parallelism tp ranks share them."""
+    """Check that 2 cp chunks divide a sequence, and that tp divides them under sequence parallelism."""
     if cp > 1 and seq_len % (2 * cp):
         yield Fault(
             fact=f"parallel.cp={cp}",
@@ -23,6 +23,7 @@ def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fa
             remedy=f"set data.seq_len={_multiple_near(seq_len, 2 * cp)}, or another parallel.cp",
         )
         return
+    # sequence parallelism cuts the rank's positions over tp
     held = seq_len // cp
     if is_cut and held % tp:
         what = f"data.seq_len={seq_len}"
@@ -40,7 +41,7 @@ def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fa
 
 @reads("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp")
 def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> Iterator[Fault]:
-    """Packed documents are cut as a sequence is, each into two chunks a rank."""
+    """Check that 2 cp chunks divide each packed document."""
     if packing == "none" or cp == 1 or is_dynamic or multiple % (2 * cp) == 0:
         return
     yield Fault(
@@ -70,9 +71,10 @@ def dynamic_faults(
     micro_batch_size: int,
     activations_every: int,
 ) -> Iterator[Fault]:
-    """Dynamic context parallelism shares packed documents out over groups of 1, 2, 4, ... ranks."""
+    """Check the conditions of dynamic context parallelism: packs of documents on 1, 2, 4, ... ranks."""
     if not is_dynamic:
         return
+    # most: the largest power of two that is not above dp * cp
     ranks, most = dp * cp, 1 << (dp * cp).bit_length() - 1
     rows = (
         (
@@ -111,9 +113,9 @@ def dynamic_faults(
 
 @reads("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type")
 def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator[Fault]:
-    """Under dynamic context parallelism a micro-batch is another on each layout.
+    """Check that routing does not depend on the micro-batch, which differs between layouts.
 
-    What a token's experts are may then go by the token alone and by the last step's load.
+    With dynamic context parallelism a token's experts may depend only on the token and the last step's load.
     """
     if not moe.num_experts or not is_dynamic:
         return
@@ -127,7 +129,7 @@ def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iter
         (
             moe.load_balancing_type in ("micro_batch", "sequence", "sinkhorn"),
             f"{DYNAMIC}model.moe.load_balancing_type={moe.load_balancing_type}",
-            "it goes by the tokens of a micro-batch or of a row, whose documents are in several packs",
+            "it depends on the tokens of a micro-batch or of a row, whose documents are in several packs",
             "set model.moe.load_balancing_type=global, or none with model.moe.expert_bias=true",
         ),
         (
@@ -142,7 +144,7 @@ def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iter
 
 @reads("precision.fp8", "parallel.dynamic_cp")
 def dynamic_fp8_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
-    """A scale of a micro-batch's tensor differs where the micro-batch does."""
+    """Check that fp8 scales do not depend on the micro-batch, which differs between layouts."""
     if is_dynamic and fp8 == "tensorwise":
         yield Fault(
             fact=f"{DYNAMIC}precision.fp8=tensorwise",
@@ -163,10 +165,11 @@ def dynamic_fp8_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
 def dynamic_length_faults(
     is_dynamic: bool, cp: int, tp: int, seq_len: int, is_cut: bool, moe: MoeSection
 ) -> Iterator[Fault]:
-    """The longest document must fit cp ranks of seq_len / cp tokens, in equal chunks.
+    """Check that cp ranks of seq_len / cp tokens hold the longest document in equal chunks.
 
-    tp ranks share out the tokens that are routed to experts, sequence parallel or not.
+    The tp ranks split the tokens that are routed to experts, with sequence parallelism or without.
     """
+    # two chunks a rank, each a multiple of tp where tp splits tokens
     unit = cp * lcm(2, tp if is_cut or moe.num_experts else 1)
     if not is_dynamic or seq_len % unit == 0:
         return
@@ -189,9 +192,10 @@ def dynamic_length_faults(
 def exchange_faults(
     cp: int, method: str, inner: int, tp: int, heads: int, kv_heads: int | str
 ) -> Iterator[Fault]:
-    """Ranks that exchange heads have whole ones each, of queries as of keys and values."""
+    """Check that ranks that exchange heads get whole query heads, and whole or shared key heads."""
     if cp == 1 or method not in ("all_to_all", "hybrid"):
         return
+    # hybrid: the inner degree
     if method == "hybrid" and (not 1 < inner < cp or cp % inner):
         legal = [str(d) for d in range(2, cp) if cp % d == 0]
         remedy = f"use one of {', '.join(legal)}" if legal else "use ring or all_to_all"
@@ -201,6 +205,7 @@ def exchange_faults(
             remedy=f"{remedy}; parallel.cp_method=ring and all_to_all have no such number",
         )
         return
+    # query heads
     ranks, field = (inner, "hierarchical_cp_size") if method == "hybrid" else (cp, "cp")
     asked = f"parallel.{field}={ranks} with parallel.cp_method={method}"
     of_each = f"model.num_heads={heads} / parallel.tp={tp} = {heads // tp}"
@@ -212,6 +217,7 @@ def exchange_faults(
             remedy="set parallel.cp_method=ring, or a smaller parallel.tp",
         )
         return
+    # key and value heads
     held = max(1, (heads if kv_heads == "num_heads" else int(kv_heads)) // tp)
     if held % ranks and ranks % held:
         yield Fault(
@@ -225,7 +231,7 @@ def exchange_faults(
 
 @reads("model.attention_dropout", "parallel.cp", "parallel.cp_method")
 def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
-    """Only a rank that sees whole rows can drop attention weights: no fused kernel does it."""
+    """Check that ranks see whole rows where attention weights are dropped: no fused kernel does it."""
     if rate and cp > 1 and method != "all_to_all":
         yield Fault(
             fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
@@ -236,5 +242,5 @@ def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
 
 
 def _multiple_near(number: int, of: int) -> int:
-    """The largest multiple of ``of`` that is not above ``number``, or ``of`` itself."""
+    """Return the largest multiple of ``of`` that is not above ``number``, or ``of`` itself."""
     return number - number % of or of

@@ -1,4 +1,4 @@
-"""Rules of the elastic section that read other sections too."""
+"""Check the rules of the elastic section, some of which read other sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raymega.plan.validation.rule import Rule, fields, reads
 
 @reads("cluster.host", "elastic.spares", "elastic.snapshot_every")
 def host_faults(host: str, spares: int, snapshot_every: int) -> Iterator[Fault]:
-    """What a host that keeps no process cannot do."""
+    """Check that the host keeps processes, where spares or snapshots need them."""
     asked = {"elastic.spares": spares, "elastic.snapshot_every": snapshot_every}
     for field, value in asked.items():
         if host == "ray_train" and value > 0:
@@ -24,7 +24,7 @@ def host_faults(host: str, spares: int, snapshot_every: int) -> Iterator[Fault]:
 
 @reads("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed")
 def spares_faults(spares: int, tp: int, is_tp_across_nodes_allowed: bool) -> Iterator[Fault]:
-    """A tp group that may not span nodes moves as a whole."""
+    """Check that spares replace whole tp groups, unless such a group may span nodes."""
     if spares % tp and not is_tp_across_nodes_allowed:
         yield Fault(
             fact=f"elastic.spares={spares}",
@@ -36,7 +36,7 @@ def spares_faults(spares: int, tp: int, is_tp_across_nodes_allowed: bool) -> Ite
 
 @reads("elastic.min_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp")
 def min_workers_faults(least: int | str, *degrees: int) -> Iterator[Fault]:
-    """No more workers than there are."""
+    """Check that the least number of workers is not above that of the job's grid."""
     world_size = prod(degrees)
     if least != "grid" and int(least) > world_size:
         yield Fault(
@@ -49,7 +49,7 @@ def min_workers_faults(least: int | str, *degrees: int) -> Iterator[Fault]:
 def _ratio_rule(field: str) -> Rule:
     @reads(field)
     def ratio_faults(ratio: float) -> Iterator[Fault]:
-        """Times something usual: at most once that is every second value."""
+        """Check that a bound, a multiple of the usual value, is more than 1; 0 turns it off."""
         if 0 < ratio <= 1:
             yield Fault(
                 fact=f"{field}={ratio:g}",
@@ -60,6 +60,7 @@ def _ratio_rule(field: str) -> Rule:
     return ratio_faults
 
 
+# One rule a field: a rule gets its values without their names.
 RATIO_RULES = tuple(
     map(_ratio_rule, fields("elastic", "spike_loss spike_grad_norm straggler_ratio"))
 )
@@ -67,7 +68,7 @@ RATIO_RULES = tuple(
 
 @reads("elastic.hang_timeout_min_s", "elastic.hang_timeout_max_s")
 def hang_faults(least_s: float, most_s: float) -> Iterator[Fault]:
-    """The bounds of the deadline, in order."""
+    """Check that the bounds of the hang timeout are in order."""
     if least_s > most_s:
         yield Fault(
             fact=f"elastic.hang_timeout_min_s={least_s:g}",

@@ -1,4 +1,4 @@
-"""Rules of the grid: what its degrees and their order must be for ranks to fill it."""
+"""Check the rules of the grid: degrees, order of axes, and number of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymega.plan.validation.rule import divisors, fields, reads
 
 @reads(*fields("parallel", "order tp cp dp ep etp"))
 def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Iterator[Fault]:
-    """Experts fill the ranks of a pipeline stage, and the order names every axis."""
+    """Check that etp * ep divides the ranks of a pipeline stage, and that the order names every axis."""
     ranks, sharers = tp * cp * dp, etp * ep
     if ranks % sharers:
         yield Fault(
@@ -32,10 +32,11 @@ def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Ite
 
 @reads("cluster.num_workers", *fields("parallel", "tp cp dp pp"))
 def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> Iterator[Fault]:
-    """The grid has as many ranks as the job says it has workers."""
+    """Check that the grid has as many ranks as the job has workers."""
     world_size = tp * cp * dp * pp
     if num_workers in ("grid", world_size):
         return
+    # remedy: dp changes no other cut, so it is named first where it fits
     others = world_size // dp
     remedy = f"set cluster.num_workers={world_size}"
     if int(num_workers) % others == 0:
@@ -54,7 +55,7 @@ def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> 
 def sharding_group_faults(
     sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
 ) -> Iterator[Fault]:
-    """Groups are equal, larger than one rank, and there for a reason; experts' as dense ones."""
+    """Check that a hybrid sharding group divides the replicas of dense tensors and of experts."""
     if group == "all":
         return
     size = int(group)
@@ -66,6 +67,7 @@ def sharding_group_faults(
             "parallel.data_parallel_shard_degree=all",
         )
         return
+    # One degree serves both kinds of replicas.
     replicas = {"parallel.dp * parallel.cp": dp * cp}
     if moe.num_experts:
         replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)

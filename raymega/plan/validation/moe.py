@@ -1,4 +1,4 @@
-"""Rules of mixture of experts: what routing needs, and fields that do nothing by themselves."""
+"""Check the rules of mixture of experts: what routing needs, and fields without effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymega.schedule.table import can_pair
 
 @reads("model.moe", "model.num_layers")
 def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
-    """What the section's values make impossible, or leave without effect."""
+    """Check the section by itself: values that contradict each other, and those without effect."""
     if not moe.num_experts:
         yield from _dense_faults(moe)
         return
@@ -28,7 +28,7 @@ def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
 def expert_token_faults(
     moe: MoeSection, tp: int, cp: int, seq_len: int, rows: int
 ) -> Iterator[Fault]:
-    """Tensor-parallel ranks share out the tokens that they route, sequence parallel or not."""
+    """Check that tp divides the tokens that its ranks route, with sequence parallelism or without."""
     tokens = seq_len // cp * rows
     if not moe.num_experts or tokens % tp == 0:
         return
@@ -45,7 +45,8 @@ def expert_token_faults(
 def expert_place_faults(
     moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int
 ) -> Iterator[Fault]:
-    """Each rank has as many experts as the others, and as many features of each."""
+    """Check that ep divides the experts, and etp the features of each."""
+    # a dense model
     if not moe.num_experts:
         for axis, degree in (("ep", ep), ("etp", etp)):
             if degree > 1:
@@ -55,9 +56,11 @@ def expert_place_faults(
                     remedy=f"set parallel.{axis}=1, or model.moe.num_experts",
                 )
         return
+    # an expert's width is the dense layer's, unless it has one of its own
     field, width = "model.ffn_hidden_size", ffn_hidden_size
     if moe.intermediate_size != "ffn_hidden_size":
         field, width = "model.moe.intermediate_size", moe.intermediate_size
+    # axis, degree, what it must divide, the field of that, and why
     rules = (
         ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
         ("etp", etp, width, field, "the features of each expert are cut evenly"),
@@ -81,9 +84,10 @@ def expert_place_faults(
 def overlap_faults(
     is_overlapped: bool, sharding: str, schedule: str, pp: int, chunks: int
 ) -> Iterator[Fault]:
-    """Which passes may take turns, so that one works while the other's tokens travel."""
+    """Check that the schedule pairs passes, and that sharding allows two at once, for their overlap."""
     if not is_overlapped:
         return
+    # a schedule that puts a forward next to a backward
     if not can_pair(schedule, pp=pp, chunks=chunks):
         yield Fault(
             fact=f"parallel.overlap_moe_expert_parallel_comm=true with schedule.name={schedule}, parallel.pp={pp}, "
@@ -92,6 +96,7 @@ def overlap_faults(
             "in 1f1b with pp=1 and chunks=1; elsewhere ranks would wait for each other's pairs",
             remedy="set schedule.name=dualpipe_v and schedule.chunks=2, or overlap_moe_expert_parallel_comm=false",
         )
+    # ZeRO-3 frees a unit's weights after one pass
     if sharding == "parameters":
         yield Fault(
             fact="parallel.overlap_moe_expert_parallel_comm=true with parallel.sharding=parameters",
@@ -120,12 +125,14 @@ def _place_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
 
 
 def _choice_faults(moe: MoeSection) -> Iterator[Fault]:
+    # top_k among all experts, or among those of the chosen groups
     in_groups = moe.num_experts // moe.n_group * moe.topk_group
     reach, what = moe.num_experts, f"model.moe.num_experts={moe.num_experts}"
     if moe.topk_group < moe.n_group and moe.num_experts % moe.n_group == 0:
         reach, what = in_groups, f"the {in_groups} experts of {moe.topk_group} groups"
     if moe.top_k > reach:
         yield _fault(f"top_k={moe.top_k}", f"a token chooses among {what}", f"use at most {reach}")
+    # normalisation of a single score
     if moe.top_k == 1 and moe.norm_topk_prob:
         yield _fault(
             "top_k=1 with norm_topk_prob=true",
@@ -136,6 +143,7 @@ def _choice_faults(moe: MoeSection) -> Iterator[Fault]:
 
 def _group_faults(moe: MoeSection) -> Iterator[Fault]:
     groups, top, experts = moe.n_group, moe.topk_group, moe.num_experts
+    # without groups: fields without effect
     if groups == 1:
         for name, value in _set_fields(moe, "topk_group", "group_score").items():
             yield _fault(
@@ -144,6 +152,7 @@ def _group_faults(moe: MoeSection) -> Iterator[Fault]:
                 f"set model.moe.n_group, or remove model.moe.{name}",
             )
         return
+    # with groups: equal size, a true choice, and enough experts for top2
     if experts % groups:
         yield _fault(
             f"n_group={groups}",
@@ -167,9 +176,10 @@ def _group_faults(moe: MoeSection) -> Iterator[Fault]:
 
 
 def _idle_faults(moe: MoeSection) -> Iterator[Fault]:
-    """Fields whose partner is not set."""
+    """Yield the faults of fields that have no effect because another field is not set."""
     is_shared, has_capacity = moe.shared_expert_intermediate_size > 0, moe.capacity_factor > 0
     balance = moe.load_balancing_type
+    # field: whether it has an effect, and why not
     partners = {
         "shared_expert_gate": (is_shared, "shared_expert_intermediate_size is 0"),
         "router_aux_loss_coef": (balance in AUX_LEVELS, "load_balancing_type is no loss"),
@@ -189,12 +199,14 @@ def _idle_faults(moe: MoeSection) -> Iterator[Fault]:
 
 
 def _balance_faults(moe: MoeSection) -> Iterator[Fault]:
+    # an auxiliary loss needs a coefficient
     if moe.load_balancing_type in AUX_LEVELS and not moe.router_aux_loss_coef:
         yield _fault(
             f"load_balancing_type={moe.load_balancing_type}",
             "with model.moe.router_aux_loss_coef=0 its loss does nothing",
             "set model.moe.router_aux_loss_coef=0.01, or model.moe.load_balancing_type=none",
         )
+    # sinkhorn allows no other method of balance
     if moe.load_balancing_type != "sinkhorn":
         return
     for name, value in _set_fields(moe, "expert_bias", "n_group").items():
@@ -206,7 +218,7 @@ def _balance_faults(moe: MoeSection) -> Iterator[Fault]:
 
 
 def _set_fields(moe: MoeSection, *names: str) -> dict[str, Any]:
-    """Those of ``names``, or else of all fields, that are not at their defaults."""
+    """Return the values of ``names``, or of all fields, that differ from their defaults."""
     values = {name: getattr(moe, name) for name in names or MoeSection.model_fields}
     return {name: v for name, v in values.items() if v != MoeSection.model_fields[name].default}
 

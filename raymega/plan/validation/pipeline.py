@@ -1,4 +1,4 @@
-"""Rules of pipelines: layers for every stage, a schedule for every rank."""
+"""Check the rules of pipelines: layers of each stage, and sizes of the schedule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
               "wgrad_activation_fraction")  # fmt: skip
 MAX_LISTED = 100_000
-"""Layers of a model, and stages of a pipeline: more than anyone has, and few enough to be looked at."""
+"""Most layers of a model and stages of a pipeline: above any real job, and quick to enumerate."""
 PIPELINE = ("schedule.name", "parallel.pp", "schedule.chunks")
 
 
 @reads("parallel.pp", "model.num_layers", "parallel.stages")
 def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
-    """Every rank has a layer."""
+    """Check the number of layers, and that there is at least one for each rank."""
     if layers > MAX_LISTED:
         yield Fault(
             fact=f"model.num_layers={layers}",
@@ -42,10 +42,11 @@ def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
 def sizes_faults(
     name: str, pp: int, chunks: int, group_size: int | str, *others: int | float | str
 ) -> Iterator[Fault]:
-    """The schedule can be made of its sizes, and goes by all that were set."""
+    """Check the sizes of the schedule, and that it reads all fields that are set."""
     sizes = make_sizes(
         pp=pp, chunks=chunks, microbatch_group_size_per_vp_stage=group_size, num_micro_batches=1
     )
+    # fields that are set: only those are reported as unused
     by_field = dict(zip(SCHEDULING, (group_size, *others), strict=True))
     given = {
         field: value
@@ -60,9 +61,9 @@ def sizes_faults(
 def stage_faults(
     name: str, pp: int, chunks: int, layers: int, *placing: str | int | bool
 ) -> Iterator[Fault]:
-    """Layers can be placed as asked, and no rank holds nothing."""
+    """Check that the layers can be placed on the stages, and that no rank is left empty."""
     if layers > MAX_LISTED:
-        return  # told by layer_faults
+        return  # layer_faults reports it
     asked = f"parallel.pp={pp} with schedule.chunks={chunks}"
     if pp * chunks > MAX_LISTED:
         yield Fault(
@@ -72,6 +73,7 @@ def stage_faults(
             remedy="use fewer ranks or chunks",
         )
         return
+    # placement on stages
     by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
     parallel = ParallelSection(**by_field)
     placement = make_placement(name, pp=pp, chunks=chunks)
@@ -79,6 +81,7 @@ def stage_faults(
     if faults or (pp > layers and parallel.stages in KINDS):
         yield from faults
         return
+    # ranks without layer, embedding or head
     stages = make_stages(
         layer_counts(parallel, num_layers=layers, num_stages=placement.num_stages, loss_cost=0.0)
     )

@@ -1,4 +1,4 @@
-"""Rules of precision: what fp8 and the loss scale need."""
+"""Check the rules of precision: fp8 and the loss scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raymega.plan.validation.rule import divisors, reads
 
 @reads("precision.fp8", "precision.dtype")
 def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
-    """Gradients of float16 carry a scale that moves."""
+    """Check that fp8 is not combined with float16, whose loss scale changes during a run."""
     if fp8 != "none" and dtype == "float16":
         yield Fault(
             fact=f"precision.fp8={fp8} with precision.dtype=float16",
@@ -22,7 +22,7 @@ def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
 
 @reads("precision.fp8", "precision.fp8_end_blocks", "model.num_layers")
 def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fault]:
-    """Some block is left for fp8."""
+    """Check that the blocks kept in the compute dtype leave some for fp8."""
     if fp8 != "none" and 2 * end_blocks >= num_layers:
         yield Fault(
             fact=f"precision.fp8_end_blocks={end_blocks} with precision.fp8={fp8}",
@@ -34,7 +34,10 @@ def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fau
 
 @reads("precision.fp8", "parallel.tp", "model.num_heads", "model.num_kv_heads")
 def fp8_head_faults(fp8: str, tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
-    """Ranks that share a key head have terms of its gradient, which would be rounded one by one."""
+    """Check that no two tp ranks share a key head under fp8.
+
+    Each would round its own term of the head's gradient.
+    """
     number = heads if kv_heads == "num_heads" else int(kv_heads)
     if fp8 == "none" or number % tp == 0:
         return
@@ -48,7 +51,7 @@ def fp8_head_faults(fp8: str, tp: int, heads: int, kv_heads: int | str) -> Itera
 
 @reads("precision.loss_scale", "precision.min_loss_scale")
 def loss_scale_faults(first: float, smallest: float) -> Iterator[Fault]:
-    """The loss scale begins at its minimum or above."""
+    """Check that the loss scale does not start below its minimum."""
     if smallest > first:
         yield Fault(
             fact=f"precision.min_loss_scale={smallest:g}",

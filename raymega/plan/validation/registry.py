@@ -1,8 +1,8 @@
-"""The rules between the values of a job, in the order in which their faults are told.
+"""List the rules between the values of a job, in the order in which their faults are reported.
 
-What no single field can break is checked by a rule, a function beside its subject in this folder (see
-plan.validation.rule). A rule runs when all the fields that it reads have parsed. Checks that must
-look at data or at a store are not here.
+A rule checks what no single field can break; it is a function in the module of its subject in this folder
+(see ``rule.py``). It runs when all the fields that it reads have parsed. Checks that need data or a store
+are not here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def job_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Faults of every rule whose fields are all in ``values`` (dotted path to value)."""
+    """Return the faults of every rule whose fields are all in ``values`` (dotted path to value)."""
+    # A field that did not parse is not in ``values``; its own fault is reported elsewhere.
     faults = [
         fault
         for rule in RULES

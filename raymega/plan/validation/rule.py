@@ -1,4 +1,4 @@
-"""How a rule between the values of a job is written: one function, and the fields that it reads."""
+"""Define a rule between the values of a job: a function, and the fields that it reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from raymega.errors import Fault
 
 FaultRow = tuple[bool, str, str, str]
-"""Whether it is broken; then fact, rule and remedy."""
+"""Whether the rule is broken; then fact, rule and remedy of its fault."""
 Check = Callable[..., Iterator[Fault]]
 
 
@@ -21,26 +21,26 @@ class Rule:
     check: Check
 
     def __call__(self, *values: Any, **named: Any) -> list[Fault]:
-        """What is wrong with the values."""
+        """Return the faults of the values."""
         return list(self.check(*values, **named))
 
 
 def reads(*paths: str) -> Callable[[Check], Rule]:
-    """Make a generator of faults a rule. It takes effect once plan.validation.registry lists it.
+    """Return a decorator that makes a generator of faults a rule; ``registry.py`` must list the rule.
 
     Args:
-        paths: Dotted paths of fields, such as ``parallel.cp``: the function's arguments.
+        paths: Dotted paths of the fields that the function gets as arguments, such as ``parallel.cp``.
     """
     return lambda check: Rule(paths, check)
 
 
 def fields(section: str, names: str) -> tuple[str, ...]:
-    """Dotted paths of several fields of a section, whose ``names`` are one text with blanks."""
+    """Return the dotted paths of several fields of a section; blanks separate ``names``."""
     return tuple(f"{section}.{name}" for name in names.split())
 
 
 def broken_rows(rows: Iterable[FaultRow]) -> list[Fault]:
-    """The faults of a table whose rows are each by themselves."""
+    """Return the faults of the broken rows of a table of independent rules."""
     return [
         Fault(fact=fact, rule=rule, remedy=remedy)
         for is_broken, fact, rule, remedy in rows
@@ -49,5 +49,5 @@ def broken_rows(rows: Iterable[FaultRow]) -> list[Fault]:
 
 
 def divisors(number: int, *, least: int = 1) -> str:
-    """The divisors of ``number`` as a remedy lists them, up to 1,024."""
+    """Return the divisors of ``number``, up to 1,024, as text for a remedy."""
     return ", ".join(str(d) for d in range(least, min(number, 1024) + 1) if number % d == 0)

@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: heads, features and rows of the vocabulary that ranks share out."""
+"""Check the rules of tensor parallelism: tp divides heads, features and rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raymega.plan.validation.rule import divisors, reads
 
 @reads("parallel.tp", "model.num_heads")
 def head_faults(tp: int, heads: int) -> Iterator[Fault]:
-    """Ranks hold whole query heads, each as many."""
+    """Check that tp divides the query heads."""
     if heads % tp:
         yield Fault(
             fact=f"parallel.tp={tp}",
@@ -25,7 +25,8 @@ def head_faults(tp: int, heads: int) -> Iterator[Fault]:
 def cut_width_faults(
     tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
 ) -> Iterator[Fault]:
-    """What tp cuts of feed-forward layers: those of dense blocks, and shared experts."""
+    """Check that tp divides the width of dense feed-forward layers and of shared experts."""
+    # A model whose blocks all hold experts has no dense layer; etp cuts its experts.
     is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
     widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
     if moe.num_experts and moe.shared_expert_intermediate_size:
@@ -41,7 +42,7 @@ def cut_width_faults(
 
 @reads("parallel.tp", "model.num_heads", "model.num_kv_heads")
 def kv_head_faults(tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
-    """Ranks hold whole key and value heads, or share one."""
+    """Check that ranks hold whole key and value heads, or that several share one."""
     if kv_heads == "num_heads":
         return
     assert isinstance(kv_heads, int), "strict parsing lets no other string through"
@@ -62,7 +63,7 @@ def kv_head_faults(tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
 
 @reads("parallel.tp", "model.vocab_size", "model.make_vocab_size_divisible_by")
 def vocabulary_faults(tp: int, vocab_size: int, multiple: int) -> Iterator[Fault]:
-    """Ranks hold equally many rows of the padded vocabulary."""
+    """Check that tp divides the rows of the padded vocabulary."""
     rows = -(-vocab_size // multiple) * multiple
     if rows % tp:
         yield Fault(

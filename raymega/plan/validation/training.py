@@ -1,4 +1,4 @@
-"""Rules between the values that say how a run trains: learning rate, batch ramp, recompute."""
+"""Check the rules of training: learning rate, batch ramp, packing, recompute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raymega.plan.validation.rule import reads
 
 @reads("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps")
 def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
-    """The warm-up ends before the decay does."""
-    # With decay at run.steps a run that is shorter than its warm-up is legal: it only warms up.
+    """Check that the warm-up ends before the decay does."""
+    # With decay at run.steps, a run shorter than its warm-up is legal: it only warms up.
     if decay != "steps" and warmup >= int(decay):
         yield Fault(
             fact=f"optimizer.lr_warmup_steps={warmup}",
@@ -32,7 +32,8 @@ def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
 def lr_schedule_faults(
     name: str, warmup: int, cooldown: int, decay: int | str, steps: int
 ) -> Iterator[Fault]:
-    """Each schedule has the steps that it is made of, and no others."""
+    """Check that the learning-rate schedule has the phases that it needs, and no others."""
+    # inverse_sqrt: its formula needs a warm-up
     if name == "inverse_sqrt" and warmup == 0:
         yield Fault(
             fact="optimizer.lr_warmup_steps=0",
@@ -40,6 +41,7 @@ def lr_schedule_faults(
             remedy="use at least 1 warm-up step",
         )
         return
+    # others: no cool-down
     if name != "wsd":
         if cooldown:
             yield Fault(
@@ -48,6 +50,7 @@ def lr_schedule_faults(
                 remedy="set lr_cooldown_steps=0 or lr_schedule=wsd",
             )
         return
+    # wsd: the cool-down fits
     is_open = decay == "steps"
     field, end = ("run.steps", steps) if is_open else ("optimizer.lr_decay_steps", int(decay))
     # As with the warm-up alone, an open end may come before the warm-up does.
@@ -64,7 +67,8 @@ def lr_schedule_faults(
 
 @reads("data.batch_ramp", "data.global_batch_size")
 def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> Iterator[Fault]:
-    """Stages end later and later, and batches grow up to data.global_batch_size."""
+    """Check that the ramp's stages are in order, and that their batches grow to the global batch."""
+    # ends of the stages
     for index, (one, other) in enumerate(pairwise(ramp), start=1):
         if one.until_samples >= other.until_samples:
             yield Fault(
@@ -72,6 +76,7 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> Ite
                 rule=f"it must be more than the stage before has ({one.until_samples})",
                 remedy="order the stages by until_samples",
             )
+    # batch sizes, the global batch last
     sizes = [*(stage.global_batch_size for stage in ramp), global_batch_size]
     for index, (size, following) in enumerate(pairwise(sizes)):
         if size >= following:
@@ -86,7 +91,7 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> Ite
 
 @reads("data.packing", "data.seq_len", "data.document_multiple")
 def packing_faults(packing: str, seq_len: int, multiple: int) -> Iterator[Fault]:
-    """Documents of a row are multiples, so the row must be one too."""
+    """Check that a row is a multiple of what its documents are padded to."""
     if packing == "none" and multiple > 1:
         yield Fault(
             fact=f"data.document_multiple={multiple}",
@@ -104,7 +109,7 @@ def packing_faults(packing: str, seq_len: int, multiple: int) -> Iterator[Fault]
 
 @reads("memory.recompute", "memory.recompute_parts")
 def recompute_faults(recompute: str, parts: Sequence[str]) -> Iterator[Fault]:
-    """Selective recompute has something to make again."""
+    """Check that selective recompute names a part."""
     if recompute == "selective" and not parts:
         yield Fault(
             fact="memory.recompute_parts=[]",

@@ -1,7 +1,7 @@
-"""Fields that nothing goes by unless another field says so: one table, one rule.
+"""Check fields that have no effect unless another field enables them: one table, one rule.
 
-A value that was set by hand and does nothing is a mistake of whoever set it. Fields of schedules, and
-those that say how layers are placed, have such rules with their owners.
+A value that was set by hand and has no effect is a mistake. Such rules for fields of schedules are in
+``raymega/schedule/table.py``, and those for the placement of layers in ``raymega/plan/stages.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from raymega.errors import Fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDependency:
-    """What fields need in order to mean something.
+    """Condition on other fields under which a field has an effect.
 
     Attributes:
         reads: Dotted paths of the fields that decide.
-        holds: Gets their values; whether the others are read.
-        words: What to set, as a job says it.
+        holds: Function of their values that returns whether the condition holds.
+        words: Setting that meets the condition, as text for a remedy.
     """
 
     reads: tuple[str, ...]
@@ -30,13 +30,13 @@ class FieldDependency:
 
 
 def _is(path: str, *values: str | bool) -> FieldDependency:
-    """``path`` has one of these values."""
+    """Return the condition that ``path`` has one of these values."""
     words = f"{path}={' or '.join(map(_as_yaml, values))}"
     return FieldDependency(reads=(path,), holds=lambda found: found in values, words=words)
 
 
 def _is_positive(path: str) -> FieldDependency:
-    """``path`` is more than 0."""
+    """Return the condition that ``path`` is more than 0."""
     return FieldDependency(
         reads=(path,), holds=lambda found: bool(found > 0), words=f"{path} above 0"
     )
@@ -72,12 +72,14 @@ HYBRID = FieldDependency(
 )
 
 PARTNERS: Mapping[str, FieldDependency] = {
+    # data, elastic, memory
     "data.packing_window": _is("data.packing", "best_fit"),
     "elastic.snapshot_during_save": SNAPSHOTS,
     "elastic.snapshot_timeout_s": SNAPSHOTS,
     "elastic.snapshot_backpressure": SNAPSHOTS,
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
+    # model
     "model.mtp_loss_scaling_factor": _is_positive("model.num_nextn_predict_layers"),
     "model.rope_theta": FieldDependency(
         reads=("model.family",),
@@ -91,12 +93,14 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "model.rope_beta_slow": YARN,
     "model.rope_mscale": YARN,
     "model.rope_original_positions": SCALED_ROPE,
+    # optimizer
     "optimizer.beta1": BETAS,
     "optimizer.beta2": BETAS,
     "optimizer.eps": _is("optimizer.name", "adamw", "muon"),
     "optimizer.head_lr": _is("model.tie_word_embeddings", False),
     "optimizer.momentum": _is("optimizer.name", "sgd", "muon"),
     "optimizer.newton_schulz_steps": _is("optimizer.name", "muon"),
+    # parallel, precision
     "parallel.hierarchical_cp_size": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.moe_token_dispatcher_type": EXPERTS_APART,
@@ -107,21 +111,21 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "precision.loss_scale_window": FLOAT16,
     "precision.min_loss_scale": FLOAT16,
 }
-"""Which fields need whom."""
+"""Condition of each field that needs one, by dotted path."""
 
 
 def default_of(path: str) -> Any:
-    """What the field is when a job does not set it."""
+    """Return the value of a field in a job that does not set it."""
     section, _, field = path.partition(".")
     annotation: Any = Job.model_fields[section].annotation
     return annotation.model_fields[field].default
 
 
 def unused_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``values`` (dotted path to value) that differ from their default and are not read.
+    """Return the fields of ``values`` (dotted path to value) that are set and have no effect.
 
     Returns:
-        Their defaults: with these the job is the same.
+        Their defaults, by path: with these the job is the same.
     """
     return {
         path: _DEFAULTS[path]
@@ -134,7 +138,7 @@ def unused_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled(job: Job) -> Job:
-    """The same job, every field that nothing goes by at its default: for whoever changes a layout."""
+    """Return the job with every field without effect at its default, for searches over layouts."""
     values = {
         path: getattr(getattr(job, section), field) for path, (section, field) in _PLACES.items()
     }
@@ -146,7 +150,7 @@ def settled(job: Job) -> Job:
 
 
 def unused_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """One fault for each field that was set and that nothing goes by."""
+    """Return a fault for each field that is set and has no effect."""
     faults = []
     for path, default in unused_values(values).items():
         partner = PARTNERS[path]
@@ -154,7 +158,7 @@ def unused_faults(values: Mapping[str, Any]) -> list[Fault]:
         faults.append(
             Fault(
                 fact=f"{path}={_as_yaml(values[path])} with {found}",
-                rule=f"nothing goes by it without {partner.words}",
+                rule=f"it has no effect without {partner.words}",
                 remedy=f"remove it (it is {_as_yaml(default)} then), or set {partner.words}",
             )
         )
@@ -167,4 +171,4 @@ _PLACES = {
     for target, partner in PARTNERS.items()
     for path in (target, *partner.reads)
 }
-"""Section and field of all that the table names: settled is asked of thousands of jobs."""
+"""Section and field of each path of the table, split once: searches settle thousands of jobs."""

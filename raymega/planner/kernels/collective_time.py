@@ -26,7 +26,7 @@ class GroupSpan:
 
     @property
     def is_inside(self) -> bool:
-        """Whether all ranks of the group are on one node."""
+        """Return whether all ranks of the group are on one node."""
         return self.per_node >= self.size
 
 

@@ -99,7 +99,7 @@ def make_model(kind, *, seed=0, dtype=torch.float64):
 
 
 def load_model(folder):
-    """What transformers makes of a folder."""
+    """Load a folder with transformers, in eval mode."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
@@ -118,7 +118,7 @@ class _Torch:
 
 @contextmanager
 def in_float64(model):
-    """Their code, without its casts to float32 in norms and in RoPE's angles."""
+    """Run transformers' code without its casts to float32 in norms and RoPE angles, for the body."""
     names = {type(part).__module__ for part in model.modules()}
     modules = [importlib.import_module(name) for name in names if name.startswith("transformers")]
     modules.append(importlib.import_module("transformers.modeling_rope_utils"))

@@ -82,7 +82,7 @@ class Factory:
         return self.make(*names) if names[0] in self.table else None
 
     def place(self, name):
-        """Which block of the whole tensor this rank holds."""
+        """Return the slices of the whole tensor that this rank holds."""
         shape = self.weights[name].shape
         cuts = {}
         if name.startswith("experts."):
@@ -96,7 +96,7 @@ class Factory:
         return tuple(slices)
 
     def gradients(self, module):
-        """(name, block, gradient) of each tensor that has one."""
+        """Return (name, block, gradient) of each tensor that has a gradient."""
         found = []
         for param in module.parameters():
             if param.grad is None:
@@ -109,7 +109,7 @@ class Factory:
 
 
 def layer(moe, weights, x, mask, *, noise=None):
-    """One micro-batch.
+    """Compute the layer on one micro-batch.
 
     Args:
         moe: The section.
@@ -200,7 +200,7 @@ def _shared(moe, weights, x):
 
 
 def _losses(moe, weights, logits, scores, chosen, counted, row_length):
-    """Token by token, so that nobody divides."""
+    """Sum the losses token by token, without a division by the number of tokens."""
     shares = scores / scores.sum(1, keepdim=True)
     total = logits.new_zeros(())
     for token, is_counted in enumerate(counted):

@@ -54,7 +54,7 @@ rgw_gc_processor_period = 5
 
 
 def missing_programs() -> list[str]:
-    """What has to be installed before a CephServer can be."""
+    """Return the programs of a CephServer that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 

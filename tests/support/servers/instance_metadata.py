@@ -10,7 +10,7 @@ TOKEN = "a-token"
 
 
 class MetadataMock:
-    """One machine's; it stays until :meth:`take_back`."""
+    """Mock of one machine's metadata service, without a notice until :meth:`take_back`."""
 
     def __init__(self):
         self.seconds, self.is_token_known, self.num_tokens = None, True, 0
@@ -20,7 +20,7 @@ class MetadataMock:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def take_back(self, seconds):
-        """The notice: the machine goes in so many seconds."""
+        """Announce a preemption in ``seconds``."""
         self.until = datetime.now(UTC) + timedelta(seconds=seconds)
         self.seconds = seconds
 

@@ -41,13 +41,13 @@ def metric_names(expr):
 
 
 def free_port():
-    """A port of this machine that nobody has, for now."""
+    """Return a port of this machine that is free at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
 class Prometheus:
-    """Asks a server that is up."""
+    """Client of a running Prometheus server."""
 
     def __init__(self, url):
         self.url = url

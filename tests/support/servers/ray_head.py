@@ -21,7 +21,7 @@ START_TIMEOUT_S = 200.0
 
 @dataclass(frozen=True)
 class Head:
-    """Where it listens, and the environment that its clients need."""
+    """Addresses of a Ray head, and the environment variables for its clients."""
 
     address: str
     job_server: str
@@ -83,7 +83,7 @@ def _wait_for(server: str, token: str, process: subprocess.Popen, log: Path) -> 
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Its whole family; what Ray moved to groups of their own included."""
+    """Kill a process and all its descendants, those in other process groups included."""
     family = _descendants(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ SLOW_DOWN = (
 
 
 def stage_of(method: str, target: str) -> str:
-    """Which step of a save a request is; empty for what only looks."""
+    """Return the stage of a save to which a request belongs; empty for a read."""
     url = urlsplit(target)
     query = parse_qs(url.query, keep_blank_values=True)
     if method == "POST" and "uploads" in query:
@@ -33,7 +33,7 @@ def stage_of(method: str, target: str) -> str:
 
 
 class FaultyService:
-    """What goes wrong next: ``num_left`` requests of ``stage`` in the way of ``kind``."""
+    """Proxy that fails the next ``num_left`` requests of ``stage`` with a fault of ``kind``."""
 
     def __init__(self, endpoint: str) -> None:
         self.upstream = int(endpoint.rpartition(":")[2])

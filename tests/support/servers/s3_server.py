@@ -21,7 +21,7 @@ BUCKET = "runs"
 def environment(
     endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY
 ) -> dict[str, str]:
-    """What a process needs to find the service; nothing of the machine's own AWS settings."""
+    """Return the environment variables of a client, which hide the machine's own AWS settings."""
     return {
         "AWS_ACCESS_KEY_ID": access_key,
         "AWS_SECRET_ACCESS_KEY": secret_key,

@@ -8,7 +8,7 @@ GUARD_S = 200
 
 
 class Outage:
-    """One death: the server comes back when a client that failed pauses, and such pauses last until then.
+    """Outage of a server, which restarts once a failed client pauses; pauses of clients last until then.
 
     So no client's patience races the server's start, and none is spared.
     """
@@ -29,7 +29,7 @@ class Outage:
             self._starter.start()
 
     def check(self) -> None:
-        """It happened, was met and is over."""
+        """Assert that the outage began, that a client met it, and that it is over."""
         assert self._starter is not None, "nothing died"
         self._starter.join(GUARD_S)
         assert self._is_met.is_set() and self._is_over.is_set()

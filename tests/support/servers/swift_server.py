@@ -35,7 +35,7 @@ _RING = "import sys; from swift.cli.ringbuilder import main; del sys.argv[0]; ma
 
 
 class SwiftServer:
-    """One proxy, one account, container and object server, one replica, in ``folder``."""
+    """Swift service in ``folder``: one proxy, one account, container and object server, one replica."""
 
     keys = (ACCESS_KEY, SECRET_KEY)
 
@@ -91,7 +91,7 @@ class SwiftServer:
         )
 
     def _build_ring(self, store: str) -> None:
-        """In a process of its own: Swift brings eventlet, which minds forks of who has imported it."""
+        """Build a ring in a process of its own: Swift imports eventlet, which does not tolerate later forks."""
         place = f"r1z1-{HOST}:{self.ports[store]}/d1"
         builder = str(self.folder / f"{store}.builder")
         for words in (("create", "6", "1", "1"), ("add", place, "1"), ("rebalance",)):
@@ -123,7 +123,7 @@ def _user() -> str:
 
 
 def has_extended_attributes(folder: Path) -> bool:
-    """Whether files there can carry what Swift keeps beside their bytes."""
+    """Return whether files in ``folder`` support extended attributes, in which Swift keeps metadata."""
     file = folder / "attributes"
     file.touch()
     try:

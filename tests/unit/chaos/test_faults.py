@@ -35,10 +35,10 @@ def test_faults_are_read_in_their_order_with_steps_and_phases():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("kil-worker@5", "nearest is kill-worker"),
+        ("kil-worker@5", "did you mean kill-worker?"),
         ("kill-worker", "does not say when"),
         ("kill-worker@lunch", "does not say when"),
-        ("raise@spawn", "cannot come in phase spawn"),
+        ("raise@spawn", "is not possible in phase spawn"),
         ("", "names nothing"),
     ],
 )
@@ -70,7 +70,7 @@ def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     given |= {"hold_s": 3.0, "return_s": 9.0, "timeout_s": 60.0, "out": tmp_path / "out"}
     options = command.DrillOptions(**(given | asked))
     job = api.load_job(VERIFY, ("tracking.mlflow_uri=off",))
-    with pytest.raises(ConfigError, match=r"takes root.*or take freeze-node"):
+    with pytest.raises(ConfigError, match=r"takes root.*or use freeze-node"):
         command.drill(VERIFY, (), job, options)
     assert not (tmp_path / "out").exists()
 

@@ -123,9 +123,9 @@ def test_plan_states_what_snapshots_cost_when_there_are_any():
     on = (*grid, "--set", "elastic.snapshot_every=1")
     text = _run("plan", VERIFY, *on)
     assert "snapshots in memory every step: a rank writes at most" in text
-    assert "2 snapshots of it and of a rank of the node before" in text
+    assert "2 snapshots of it and of a rank of the previous node" in text
     paused = _run("plan", VERIFY, *on, "--set", "elastic.snapshot_during_save=pause")
-    words = "to the memory of snapshots, of which none begins until it is written"
+    words = "to the memory of snapshots, which pause until it is written"
     assert words in paused and words not in text
     rank = json.loads(_run("plan", VERIFY, *on, "--json"))["ranks"][0]
     share = rank["num_parameters"] * 3 * 8 // 2

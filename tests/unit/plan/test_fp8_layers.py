@@ -30,7 +30,7 @@ LARGE = (
             [TENSORWISE, "parallel.dynamic_cp=true", "parallel.dp=2", "data.packing=best_fit"],
             "dynamic_cp=true with precision.fp8=tensorwise; .*set precision.fp8=rowwise",
         ),
-        (["precision.fp8_end_blocks=2"], "nothing goes by it without precision.fp8=rowwise"),
+        (["precision.fp8_end_blocks=2"], "it has no effect without precision.fp8=rowwise"),
     ],
 )
 def test_each_rule_names_its_fact(overrides, message):

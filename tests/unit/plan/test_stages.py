@@ -99,10 +99,13 @@ def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
         ({"stages": "Ett|tL"}, "it has 3 t, and model.num_layers=4"),
         ({"first_stage_layers": 5}, "they must make model.num_layers=4"),
         ({"first_stage_layers": 1, "last_stage_layers": 1}, "with 0 other stages"),
-        ({"stages": "auto", "first_stage_layers": 1}, "only parallel.stages=even goes by it"),
-        ({"stages": "Ett|ttL", "last_stage_layers": 2}, "and it is 'Ett|ttL'"),
-        ({"stages": "auto", "is_loss_a_layer": True}, "and it is 'auto'"),
-        ({"stages": "Ett|ttL", "is_embedding_a_layer": True}, "only parallel.stages=even"),
+        (
+            {"stages": "auto", "first_stage_layers": 1},
+            "it has an effect only with parallel.stages=even",
+        ),
+        ({"stages": "Ett|ttL", "last_stage_layers": 2}, "and that is 'Ett|ttL'"),
+        ({"stages": "auto", "is_loss_a_layer": True}, "and that is 'auto'"),
+        ({"stages": "Ett|ttL", "is_embedding_a_layer": True}, "only with parallel.stages=even"),
     ],
 )
 def test_what_cannot_be_is_refused_with_numbers(fields, rule):

@@ -50,17 +50,16 @@ def test_every_event_is_one_sentence_on_one_line():
     lines = text_of(events).splitlines()
     assert len(lines) == len(events) - 1, "memory is a number for curves"
     assert lines[1] == "Attempt 1 starts at step 0 on tp=2 pp=2 dp=2: first start."
-    assert lines[2] == "2 workers at work on 1 node."
-    assert lines[3] == "Checked in 0.2 s: versions are right on 1 node."
-    assert lines[5] == "Step 2 was done once more, and used the second pass: loss=nan"
+    assert lines[2] == "2 workers started on 1 node."
+    assert lines[3] == "Nodes checked in 0.2 s: versions are right on 1 node."
+    assert lines[5] == "Bad step 2: loss=nan; recomputed, used the second pass"
     assert lines[7] == "Validation at step 2: loss 5.2500, perplexity 190.57."
-    assert lines[8].startswith("Checkpoint of step 2: 12.0 MiB, training stood still 12 ms")
-    assert lines[11] == "Saving step 3: 25% of 2.0 MiB are written."
-    assert lines[12].startswith("The checkpoint of step 3 is left out")
-    assert lines[13] == "Attempt 1 was lost after step 3: killed by signal 9"
+    assert lines[8].startswith("Checkpoint of step 2: 12.0 MiB, training stalled 12 ms")
+    assert lines[11] == "Saving step 3: 25% of 2.0 MiB written."
+    assert lines[12].startswith("Checkpoint of step 3 skipped")
+    assert lines[13] == "Attempt 1 failed after step 3: killed by signal 9"
     assert lines[16] == (
-        "Recovered: noticed in 0.5 s, back where it was 3.0 s later, from the state of step 2; "
-        "1 step done again."
+        "Recovered: detected in 0.5 s; resumed from step 2, 1 lost step recomputed in 3.0 s."
     )
     assert lines[-1].startswith("Run demo finished at step 4 after 4 min 12 s; goodput 93.0%")
 
@@ -71,10 +70,10 @@ def test_state_from_memory_is_said():
         replace(RECOVERED, source="memory"),
     ]
     first, second = text_of(events).splitlines()
-    assert first.startswith("Attempt 2 starts at step 6 in nodes' memory on tp=2")
-    assert "from the state of step 2 in nodes' memory; 1 step done again." in second
+    assert first.startswith("Attempt 2 starts at step 6 (in-memory snapshot) on tp=2")
+    assert "resumed from step 2 (in-memory snapshot), 1 lost step recomputed" in second
 
 
 def test_failure_of_no_known_worker_names_the_attempt():
     text = text_of([AttemptFailed(attempt=2, rank=-1, step=7, cause="no progress in 300 s")])
-    assert text == "Attempt 2 was lost after step 7: no progress in 300 s\n"
+    assert text == "Attempt 2 failed after step 7: no progress in 300 s\n"

@@ -45,10 +45,12 @@ def test_metrics_of_a_layer():
 def test_a_collapse_names_layer_and_experts_and_few_tokens_are_none():
     assert not is_collapsed(EVEN) and not is_collapsed((8.0, 0.0, 1.0, 0.0))
     line = collapse_warning(5, starved_experts(PILED), 40)
-    assert line.startswith("Routing collapses in layer 5 at step 40: experts 1, 2, 3 get less than")
+    assert line.startswith("Routing collapse in layer 5 at step 40: experts 1, 2, 3 get less than")
     line = collapse_warning(0, starved_experts((1000.0, *[0.0] * 31)), 1)
     assert "experts 1, 2, 3, 4, 5, 6, 7, 8 and 23 more get" in line
-    assert "at step 9: expert 2 gets less than 10% of an even load." in collapse_warning(3, (2,), 9)
+    assert "at step 9: expert 2 gets less than 10% of the mean load." in collapse_warning(
+        3, (2,), 9
+    )
 
 
 def test_every_sink_can_say_which_layer_and_experts():

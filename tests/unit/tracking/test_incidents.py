@@ -48,12 +48,12 @@ def test_page_says_what_failed_who_stood_where_what_was_decided_and_what_it_took
     text = (tmp_path / "incidents" / "incident-001.md").read_text()
     assert path.endswith("incident-001.md")
     for part in (
-        "- What: rank 1 hung: its process is stopped", "1970-01-01T00:00:00.000+00:00",
-        "- Decided: restart 1 of at most 3", "in attempt 2: rank 0 died: gone/away",
-        "Grid before: tp=2; after: one rank", "Steps lost: 1; attempt 3 went on from step 6",
-        "State from: memory of other nodes", "| detect | 2.500 |", "| abort | 0.250 |",
-        "| in all | 3.750 |", "| 0 | aaaaaaaaaaaa | after step 7 it waits for all_reduce |",
-        "| 1 (here it began) | bbbbbbbbbbbb |", "- step 5: loss=nan; left out",
+        "- Cause: rank 1 hung: its process is stopped", "1970-01-01T00:00:00.000+00:00",
+        "- Decision: restart 1 of at most 3", "in attempt 2: rank 0 died: gone/away",
+        "Grid before: tp=2; after: one rank", "Steps lost: 1; attempt 3 resumed from step 6",
+        "State from: snapshot in memory of other nodes", "| detect | 2.500 |", "| abort | 0.250 |",
+        "| total | 3.750 |", "| 0 | aaaaaaaaaaaa | after step 7 it waits for all_reduce |",
+        "| 1 (failed first) | bbbbbbbbbbbb |", "- step 5: loss=nan; left out",
     ):  # fmt: skip
         assert part in text, part
 

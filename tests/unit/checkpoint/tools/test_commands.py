@@ -122,7 +122,7 @@ def test_copy_brings_the_newest_checkpoint_to_another_store(run, tmp_path_factor
     }  # fmt: skip
     assert _call("verify", target).exit_code == 0
     again = _call("copy", root / "checkpoints" / "step-00000200", target)
-    assert again.exit_code == 0 and "0 files written, 2 were there already" in again.stdout
+    assert again.exit_code == 0 and "0 files written, 2 existed already" in again.stdout
 
 
 def test_prune_shows_first_and_then_deletes_what_need_not_be_kept(run):

@@ -159,7 +159,7 @@ def test_start_beside_a_copied_checkpoint_says_that_it_goes_on(world):
     copied.drive(whole_run(attempt=2, step=4, steps=6), overrides=("run.steps=6",)).run()
     (attempt,) = copied.sink.of(AttemptStarted)
     assert (attempt.attempt, attempt.step) == (2, 4)
-    assert attempt.reason == "taken up from a checkpoint that was there"
+    assert attempt.reason == "resumed from an existing checkpoint"
 
 
 def test_attempt_is_on_record_before_its_workers_start(world):

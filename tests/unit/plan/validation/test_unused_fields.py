@@ -66,7 +66,7 @@ PLAIN = (
 def test_field_is_refused_alone_and_taken_with_its_partner(path):
     value, partner = UNREAD[path]
     alone = ALONE.get(path, [])
-    with pytest.raises(PlanError, match="nothing goes by it without") as refused:
+    with pytest.raises(PlanError, match="it has no effect without") as refused:
         make_plan(_job(*PLAIN, *alone, f"{path}={value}"))
     (fault,) = refused.value.faults
     assert fault.fact.startswith(f"{path}=") and "remove it" in fault.remedy
