@@ -1,7 +1,7 @@
 """Goodput at 1,024 and 16,384 GPUs, simulated from published constants; or measured here under random kills.
 
 Failures come at random with the published mean time between them. Each costs detection, the recovery ladder of
-docs/failures.md by part, and the steps that must be done again; steady state costs snapshots and checkpoints. Every
+docs/recovery-time.md by part, and the steps that must be done again; steady state costs snapshots and checkpoints. Every
 constant has its source beside it and is swept from 0.3 to 3 times its value, the others held.
 
     python benchmarks/goodput.py [--draw docs/img/goodput.svg] [--hours 2000]
@@ -55,10 +55,10 @@ SOURCES = {
     "mttf_h": "Kokolis et al. 2024 (arXiv:2410.21680): 7.9 h at 1,024 GPUs, 1.8 h at 16,384",
     "step_s": "assumed: 5 s and 10 s; a 405B model took about 11 s a step on 16,384 GPUs (arXiv:2407.21783)",
     "init_s": "communicators: MegaScale (NSDI 2024), under 5 s at 2,048 and under 30 s above 10,000 GPUs",
-    "detect_crash_s": "measured here: a frozen node with the health checks of cluster/ (docs/failures.md)",
+    "detect_crash_s": "measured here: a frozen node with the health checks of cluster/ (docs/recovery-time.md)",
     "hang_share": "assumed: 1 failure in 10 shows as a hang",
     "detect_hang_s": "assumed: three to six steps without progress, a cautious deadline",
-    "control_s": "measured here: 0.26 s on 8 ranks, from detection to rendezvous (docs/failures.md); 1 s taken",
+    "control_s": "measured here: 0.26 s on 8 ranks, from detection to rendezvous (docs/recovery-time.md); 1 s taken",
     "spare_s": "assumed: a warm spare loads kernels and contexts it does not have; none is measured on GPUs",
     "no_spare_share": "assumed: 1 failure in 20 finds no spare ready",
     "acquire_s": "assumed: ten minutes for another node, or for the re-planned grid's first steps",

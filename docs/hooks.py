@@ -1,4 +1,4 @@
-"""For mkdocs: links to files of the repository that are no pages become their names."""
+"""Turn links to repository files outside docs/ into plain names, for mkdocs."""
 
 import re
 
