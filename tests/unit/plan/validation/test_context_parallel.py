@@ -90,17 +90,17 @@ def test_weights_are_dropped_on_whole_rows_only():
         (
             {"load_balancing_type": "micro_batch"},
             "all_to_all",
-            "load_balancing_type=micro_batch; it goes by the tokens",
+            "load_balancing_type=micro_batch; it depends on the tokens",
         ),
         (
             {"load_balancing_type": "sequence"},
             "all_to_all",
-            "load_balancing_type=sequence; it goes by the tokens",
+            "load_balancing_type=sequence; it depends on the tokens",
         ),
         (
             {"load_balancing_type": "sinkhorn"},
             "all_to_all",
-            "load_balancing_type=sinkhorn; it goes by the tokens",
+            "load_balancing_type=sinkhorn; it depends on the tokens",
         ),
         (
             {},
