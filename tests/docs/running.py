@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.docs.blocks import ROOT, SHELLS, Block, blocks_of
-from tests.docs.commands import QUICK, RUNNABLE, reason
+from tests.docs.commands import QUICK, reason
 from tests.golden.commands import called
 from tests.golden.scratch import scratch
 
 GENERATED = ("docs/tour.md", "docs/job-file.md")
 """Pages on which a block of text behind one of commands is what these print."""
 BEGUN_RUN = "raymega train jobs/verify.yaml --address local --set checkpoint.uri=/tmp/docs-runs"
-BEFORE = {"docs/checkpoints.md": BEGUN_RUN, "docs/failures.md": BEGUN_RUN}
-"""Commands without which those of a page find nothing."""
+"""Makes the run of the tour, which other pages look at."""
 SECOND_TERMINAL = re.compile(r"second terminal, after the checkpoint of step (\d+)")
 """Title of a block that runs while the one before it does, from the line of that checkpoint on."""
 PLACE = "/tmp/docs-"
@@ -52,22 +51,27 @@ def page_folder() -> Iterator[Path]:
 
 
 def run(command: str, folder: Path) -> tuple[int, str]:
-    """Run a line as a shell does.
+    """Run a line as a shell does; a raymega command that starts nothing within this process.
 
     Returns:
         Exit code, and what it printed to either stream.
     """
-    done = subprocess.run(
-        ["bash", "-c", command.replace(PLACE, f"{folder}/docs-")],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout.replace(f"{folder}/docs-", PLACE)
+    placed = command.replace(PLACE, f"{folder}/docs-")
+    if QUICK.match(command) and not re.search(r"[|>;&]", command):
+        ended = called(*shlex.split(placed)[1:])
+        code, told = ended.code, ended.stdout + ended.stderr
+    else:
+        done = subprocess.run(
+            ["bash", "-c", placed],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        code, told = done.returncode, done.stdout
+    return code, told.replace(f"{folder}/docs-", PLACE)
 
 
-def run_quick(command: str, folder: Path) -> tuple[int, str]:
-    """Run a raymega command that starts nothing, within this process."""
-    ended = called(*shlex.split(command.replace(PLACE, f"{folder}/docs-"))[1:])
-    return ended.code, (ended.stdout + ended.stderr).replace(f"{folder}/docs-", PLACE)
+def is_program(block: Block) -> bool:
+    """Whether it is Python to run: no module, and no lines of a file that it names."""
+    return block.language == "python" and not block.text.startswith(('"""', "# raymega/"))
 
 
 def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool) -> list[str]:
@@ -77,25 +81,20 @@ def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool)
         Commands that did not end as the page says: well, but for those whose output names an error.
     """
     faults = []
-    if not only_quick and (before := BEFORE.get(blocks[0].page)):
-        run(before, folder)
+    shown = [each for block in blocks for each in block.commands if not reason(each)]
+    if not only_quick and any(f"{PLACE}runs" in each for each in shown):
+        run(BEGUN_RUN, folder)
     for block in blocks:
-        if (
-            block.language == "python"
-            and not only_quick
-            and not block.text.startswith(('"""', "# raymega/"))
-        ):
-            code, told = run(f"python -c {shlex.quote(block.text)}", folder)
-            faults += [f"{block.where}: exit {code}\n{told}"] * (code != 0)
-        for command in block.commands:
-            is_quick = QUICK.match(command) is not None
-            if reason(command) or not RUNNABLE.match(command) or (only_quick and not is_quick):
-                continue
-            code, told = (run_quick if is_quick else run)(command, folder)
-            is_refused = re.search(r"^\w+Error: ", block.text, re.MULTILINE) is not None
-            faults += [f"{block.where}: {command}: exit {code}\n{told}"] * (
-                (code != 0) != is_refused
-            )
+        commands = [each for each in block.commands if not reason(each)]
+        if only_quick:
+            commands = [each for each in commands if QUICK.match(each)]
+        elif is_program(block):
+            commands = [f"python -c {shlex.quote(block.text)}"]
+        is_refused = re.search(r"^\w+Error: ", block.text, re.MULTILINE) is not None
+        for command in commands:
+            code, told = run(command, folder)
+            if (code != 0) != is_refused:
+                faults.append(f"{block.where}: {command}: exit {code}\n{told}")
     return faults
 
 
@@ -120,24 +119,19 @@ def _outputs(found: list[Block], folder: Path, *, only_quick: bool) -> list[str 
     for at, block in enumerate(found):
         if block.language not in SHELLS or SECOND_TERMINAL.search(block.title):
             continue
-        following = [*found[at + 1 : at + 3]]
-        second = next((b for b in following[:1] if SECOND_TERMINAL.search(b.title)), None)
-        output = next(
-            (b for b in following[second is not None :][:1] if b.language == "text"), None
-        )
-        is_quick = all(map(QUICK.match, block.commands)) or (
-            output and output.text.startswith("ConfigError")
-        )
-        if only_quick and not is_quick:
+        second, output = (*found[at + 1 : at + 3], None, None)[:2]
+        if not second or not SECOND_TERMINAL.search(second.title):
+            second, output = None, second
+        is_output = output is not None and output.language == "text"
+        is_refused = is_output and output.text.startswith("ConfigError: ")
+        if only_quick and not is_refused and not all(map(QUICK.match, block.commands)):
             continue
         told = (
             _run_two(block, second, folder)
             if second
-            else "".join(
-                (run_quick if is_quick else run)(each, folder)[1] for each in block.commands
-            )
+            else "".join(run(each, folder)[1] for each in block.commands)
         )
-        if output:
+        if is_output:
             texts[found.index(output)] = told
     return texts
 
