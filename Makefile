@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-ranks test-clusters test-all golden docs rehearse
+.PHONY: setup demo lint check test test-ranks test-clusters test-all golden pages docs rehearse
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -55,6 +55,10 @@ test-all: setup
 # Writes tests/golden/files anew: after a change of output that is meant. Read the diff.
 golden: setup
 	$(BIN)/python -m tests.golden.write
+
+# Writes what is generated in docs/ anew: the tables of job-file.md and the outputs in tour.md. Read the diff.
+pages: setup
+	$(BIN)/python -m tests.docs.write
 
 # The pages as a site, in site/; a link that leads nowhere is an error.
 docs: setup

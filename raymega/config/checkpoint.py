@@ -24,8 +24,8 @@ class CheckpointSection(Section):
     # Places.
     uri: str = Field(
         default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
-        description="Root folder or s3://bucket/prefix; the run lives in <uri>/<run.name>/. Default: "
-        "~/.raymega/runs.",
+        description="Root folder or s3://bucket/prefix; the run lives in `<uri>/<run.name>/`. "
+        "Default: ~/.raymega/runs.",
     )
     local_uri: str = Field(
         default="none",

@@ -86,8 +86,8 @@ class ParallelSection(Section):
     stages: str = Field(
         default="even",
         description="Layers of each stage. even: equal numbers. auto: by cost, so that the stage with head and "
-        "loss is not the slowest. Or a text such as Ett|tt|(t|)*2L: E embedding, t layer, L head and loss, "
-        "| the next of the pp * chunks stages. Stages may be empty, ranks may not.",
+        "loss is not the slowest. Or a text such as `Ett|tt|(t|)*2L`: E embedding, t layer, L head and loss, "
+        "`|` the next of the pp * chunks stages. Stages may be empty, ranks may not.",
     )
     first_stage_layers: NonNegative | Literal["even"] = Field(
         default="even", description="stages=even: number of layers of the first stage, set by hand."

@@ -136,7 +136,7 @@ class TrackingSection(Section):
     mlflow_uri: str = Field(
         default="run",
         description="MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a "
-        "run in an object store, in ~/.raymega/remote/<uri>/<run.name>), `off` is none.",
+        "run in an object store, in `~/.raymega/remote/<uri>/<run.name>`), `off` is none.",
     )
     experiment: str = Field(default="raymega", description="Name of the MLflow experiment.")
     # Intervals.

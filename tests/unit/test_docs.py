@@ -1,15 +1,12 @@
-"""The pages: every field of a job with its default, and no link or path that leads nowhere."""
+"""The pages: exit codes, and no link or path that leads nowhere."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from raymega.config.fields import Section
-from raymega.config.schema import Job
 from raymega.errors import EXIT_CODES, RaymegaError
 
 ROOT = Path(__file__).parents[2]
@@ -20,42 +17,8 @@ FOLDERS = ("raymega", "tests", "docs", "jobs")
 PATH = re.compile(rf"(?<![\w./~-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)(?![\w*<{{])(`? \(new\))?")
 # A file and what of it the page speaks of: `raymega/plan/grid.py`: `Grid.coords`.
 REFERENCE = re.compile(r"`((?:raymega|tests|jobs)/[\w/]+\.py)`: `(\w+(?:\.\w+)*)")
-ROW = re.compile(r"^\| `(\w+)` \| .+ \| (required|`[^`]*`) \| .+ \|$", re.MULTILINE)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-def _sections(text: str) -> dict[str, str]:
-    _, *parts = re.split(r"^##+ ([\w.]+)\n", text, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _default(field) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        return "`{}`"
-    if not isinstance(value, str):
-        return f"`{json.dumps(value)}`"
-    return f"`{value.replace(str(Path.home()), '~')}`"
-
-
-def _tables(section, prefix):
-    """Every section with its fields, and those inside it behind it."""
-    for name, field in section.model_fields.items():
-        if isinstance(kind := field.annotation, type) and issubclass(kind, Section):
-            yield f"{prefix}{name}", kind.model_fields
-            yield from _tables(kind, f"{prefix}{name}.")
-
-
-def test_job_page_has_every_field_with_its_default_and_no_other():
-    sections = _sections((ROOT / "docs" / "job-file.md").read_text(encoding="utf-8"))
-    tables = dict(_tables(Job, ""))
-    assert list(sections) == list(tables)
-    for name, fields in tables.items():
-        wanted = {field: _default(info) for field, info in fields.items()}
-        assert dict(ROW.findall(sections[name])) == wanted, name
 
 
 def _kinds(kind):

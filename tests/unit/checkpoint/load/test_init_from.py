@@ -235,7 +235,9 @@ def test_other_micro_batches_are_refused_where_scales_are_of_their_tensors(impor
     assert resume_faults(store, imported.model, micro_batch_size=4, fp8="rowwise") == []
     assert resume_faults(store, imported.model, micro_batch_size=2, fp8="tensorwise") == []
     (fault,) = resume_faults(store, imported.model, micro_batch_size=4, fp8="tensorwise")
-    assert "with precision.fp8=tensorwise each scale is of a tensor of one micro-batch" in fault.rule
+    assert (
+        "with precision.fp8=tensorwise each scale is of a tensor of one micro-batch" in fault.rule
+    )
 
 
 def test_missing_files_are_told(imported):
