@@ -140,7 +140,7 @@ def unused_size_faults(
     return [
         Fault(
             fact=f"schedule.{setting}={value}",
-            rule=f"only {_readers(setting)} goes by it; this is {name}, schedule.chunks={chunks}",
+            rule=f"only {_readers(setting)} reads it; this is {name}, schedule.chunks={chunks}",
             remedy="remove it, or choose such a schedule",
         )
         for setting, value in given.items()

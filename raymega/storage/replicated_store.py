@@ -45,7 +45,7 @@ class ReplicatedStore:
     @property
     def uri(self) -> str:
         """Names of the stores, for messages."""
-        return "memory of " + (", ".join(self._stores) or "nobody")
+        return "memory of " + (", ".join(self._stores) or "no node")
 
     @property
     def num_stores(self) -> int:
@@ -106,7 +106,7 @@ class ReplicatedStore:
 
 def _nobody(key: str) -> Fault:
     return Fault(
-        fact=f"nobody is left who could keep {key}",
+        fact=f"no copy is left that could hold {key}",
         rule="at least one copy must be written",
         remedy="the next attempt places its copies anew",
     )

@@ -140,7 +140,7 @@ def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: f
             lines = failure_path(folder, rank).read_text(encoding="utf-8").strip().splitlines()
             texts[rank] = lines[-1]
         elif not result_path(folder, rank).is_file():
-            texts[rank] = "killed while it waited" if rank in late else "died without a word"
+            texts[rank] = "killed while it waited" if rank in late else "died without a report"
     if not texts:
         return
     # All ranks late is a deadlock; else the first rank with an error of its own is the cause.

@@ -35,7 +35,7 @@ class Block:
         page: Path of the page from the repository's root.
         line: Number of the line in which the block begins.
         language: First word behind the fence; "" where there is none.
-        title: What mkdocs shows above the block.
+        title: Caption that mkdocs shows above the block.
         text: Lines of the block, without the fence.
         at: Offset of the text in the page.
     """

@@ -1,4 +1,4 @@
-"""What becomes of each command that the pages show: run at once, run in `make test-all`, or only parsed."""
+"""Sorts the commands that the pages show: run in `make test`, run in `make test-all`, or only parsed."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
 
 
 def is_program(block: Block) -> bool:
-    """Whether it is Python to run: no module, and no lines of a file that it names."""
+    """Return whether a block is Python to run: no module, and no lines of a file that it names."""
     return block.language == "python" and not block.text.startswith(('"""', "# raymega/"))
 
 
@@ -78,7 +78,7 @@ def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool)
     """Run the commands and Python blocks of a page in their order.
 
     Returns:
-        Commands that did not end as the page says: well, but for those whose output names an error.
+        Commands that did not end as the page says: with 0, or with an error where the output names one.
     """
     faults = []
     shown = [each for block in blocks for each in block.commands if not reason(each)]

@@ -1,4 +1,4 @@
-"""What the pages show is what happens: commands, their outputs, job files and Python."""
+"""Commands, their outputs, job files and Python of the pages: what they show is what happens."""
 
 import re
 

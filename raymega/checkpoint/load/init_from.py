@@ -307,7 +307,7 @@ def _other_function(uri: str, field: str, fact: str) -> Fault:
 
 
 def _other_model(uri: str, fact: str) -> Fault:
-    rule = "its weights must be those of the job's model section, but for what the job's rules say"
+    rule = "its weights must be those of the job's model section, except where the job's rules say otherwise"
     remedy = (
         "use the model section that it was made with, which `raymega checkpoint show` tells, or "
         f"say by {RENAME}, {REINIT} and {IGNORE} what belongs where"

@@ -124,7 +124,7 @@ class NodeDrain:
     def reason(self) -> str:
         """Ranks, time and readiness of replacements, in a few words."""
         who = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        ready = "others are ready" if self.is_ready else "nobody is ready in their place"
+        ready = "others are ready" if self.is_ready else "no substitute is ready"
         return f"the nodes of ranks {who} leave in {self.seconds:.0f} s, and {ready}"
 
 

@@ -120,7 +120,7 @@ class Lease:
                     self._grant = self._sign(self._grant)
             self.check()
         except RaymegaError as error:
-            log.warning("the lease on the run was not renewed, training goes on: %s", error)
+            log.warning("the lease on the run was not renewed, training continues: %s", error)
 
     def check(self) -> LeaseGrant | None:
         """Return the grant of the driver that has taken the run, as the store has it; else None.
@@ -155,7 +155,7 @@ class Lease:
             try:
                 self.check()
             except RaymegaError as error:
-                log.warning("who drives the run is not known, training goes on: %s", error)
+                log.warning("the run's driver is not known, training continues: %s", error)
         if self._taken_by is not None:
             raise LeaseError(self._lost_fault(self._taken_by))
 

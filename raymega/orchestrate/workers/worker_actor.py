@@ -253,7 +253,7 @@ def worker_location() -> WorkerLocation:
 def _stale_fault(attempt: int, serving: int) -> Fault:
     return Fault(
         fact=f"attempt {attempt} was to start in a process that serves attempt {serving}",
-        rule="the number of an attempt is its epoch, and a worker goes by the newest",
+        rule="the number of an attempt is its epoch, and a worker obeys the newest",
         remedy="look for a second driver of this run",
     )
 

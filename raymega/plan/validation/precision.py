@@ -14,8 +14,8 @@ def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
     if fp8 != "none" and dtype == "float16":
         yield Fault(
             fact=f"precision.fp8={fp8} with precision.dtype=float16",
-            rule="fp8 scales every tensor by itself, and float16 adds a loss scale that would be "
-            "searched for beside it",
+            rule="fp8 scales every tensor by itself, and float16 would add a search for a loss "
+            "scale",
             remedy="set precision.dtype=bfloat16, or precision.fp8=none",
         )
 
@@ -26,7 +26,7 @@ def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fau
     if fp8 != "none" and 2 * end_blocks >= num_layers:
         yield Fault(
             fact=f"precision.fp8_end_blocks={end_blocks} with precision.fp8={fp8}",
-            rule="so many first and so many last blocks stay in precision.dtype, and of "
+            rule="that many first and last blocks stay in precision.dtype, and of "
             f"model.num_layers={num_layers} none is left (2 * {end_blocks} >= {num_layers})",
             remedy=f"use at most {(num_layers - 1) // 2}, or precision.fp8=none",
         )

@@ -53,11 +53,11 @@ def test_plan_refuses_all_broken_rules_at_once():
         ),
         (
             "schedule.microbatch_group_size_per_vp_stage=4",
-            "only 1f1b from 2 chunks on or interleaved goes by it",
+            "only 1f1b from 2 chunks on or interleaved reads it",
         ),
         (
             "schedule.max_in_flight_microbatches=4",
-            "only zb_auto goes by it; this is 1f1b, schedule.chunks=1",
+            "only zb_auto reads it; this is 1f1b, schedule.chunks=1",
         ),
         ("parallel.stages=auto parallel.is_loss_a_layer=true", "parallel.is_loss_a_layer=true"),
         ("model.make_vocab_size_divisible_by=257", "parallel.tp=2"),

@@ -66,7 +66,7 @@ def test_two_writes_that_lose_the_same_store_both_go_on():
 def test_write_that_nobody_takes_fails():
     copies = ReplicatedStore({"a": Lost()})
     for _ in range(2):
-        with pytest.raises(StorageError, match="nobody is left"):
+        with pytest.raises(StorageError, match="no copy is left"):
             put(copies, "k")
 
 
