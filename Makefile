@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-ranks test-clusters test-all golden pages docs rehearse
+.PHONY: setup demo lint check test test-ranks test-clusters test-all golden pages docs rehearse cuda-books
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -68,3 +68,15 @@ docs: setup
 # As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.
 rehearse: setup
 	$(PYTEST) -m cluster -s tests/cluster
+
+# Rank 0 of each layout on a CUDA device that executes nothing (docs/gpu.md). It makes an environment of its own, with
+# torch's CUDA build: 6.2 GB, kept in build/. Then it takes about four minutes.
+BOOKS := build/cuda-books
+
+$(BOOKS)/.ok: pyproject.toml constraints.txt
+	test -x $(BOOKS)/venv/bin/pip || $(PYTHON) -m venv --clear $(BOOKS)/venv
+	$(BOOKS)/venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+cuda-books: $(BOOKS)/.ok
+	$(BOOKS)/venv/bin/python -m tests.cuda_books --build $(BOOKS)
