@@ -18,7 +18,6 @@ NOT_RUN = {
     r"^git clone|^docker |^kubectl |^aws |^GROUP=\$\(aws": "needs an account",
     r"^nvidia-smi|torch\.cuda": "needs a GPU",
     r"^(sudo )?\S*python cluster/rehearse": "tests/cluster does it, as root",
-    r"^python benchmarks/": "minutes of an idle machine each; tests/unit/benchmarks has their arithmetic",
     r"^export |^SETTINGS=": "sets variables for commands that are not run",
     r"^ray (up|down|dashboard|attach|start|stop|job|get-auth-token)|^raymega node-agent": "needs a cluster of nodes",
     r"^(\S+=\S+ )*mlflow server|^prometheus |^curl ": "a server; tests/ray/test_metrics.py has the queries",

@@ -57,6 +57,17 @@ def test_parser_refuses_what_the_command_line_refuses(command):
     assert parse_faults(command)
 
 
+def test_table_of_benchmarks_has_the_command_of_every_script():
+    table = (ROOT / "benchmarks" / "README.md").read_text().partition("\n## ")[0]
+    rows = re.findall(r"`python (?:-m benchmarks\.|benchmarks/)(\w+)(?:\.py)?( [^`]*)?`", table)
+    scripts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    assert {name for name, _ in rows} == {
+        name for name, text in scripts.items() if 'if __name__ == "__main__":' in text
+    }
+    options = [(name, each) for name, words in rows for each in re.findall(r"--[\w-]+", words)]
+    assert [each for each in options if f'"{each[1]}"' not in scripts[each[0]]] == []
+
+
 @_cases([page for page in REST if any(_is_run(block, QUICK) for block in blocks(page))])
 def test_quick_commands_run(page):
     with page_folder() as folder:
