@@ -262,7 +262,9 @@ def _start(
     try:
         # The clock is read first: a launch may block, and the part counts as given only after it.
         handle, launched_s = group.resolve(), time.perf_counter()
-        return Work(what, launch(handle), wait, group.waited, launched_s=launched_s)
+        return Work(
+            what, launch(handle), wait, group.waited, launched_s=launched_s, keeps_alive=launch
+        )
     except RuntimeError as error:
         raise failure(what(), 0.0, group.timeout_s, error) from error
 
@@ -293,7 +295,7 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
         raise _mistake(
             f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
             "gloo moves the wrong elements of a strided tensor without an error",
-            "set x = tensor.contiguous() and pass x",
+            "pass x = tensor.contiguous() and go on with x",
         )
     if tensor.dtype not in DTYPES:
         raise _mistake(

@@ -181,7 +181,10 @@ class _GpuFlight:
         self._pending: Work | None = pending
         self._launched = _mark()
         self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        # The side stream waits for the operation, so its end is marked without a wait on the compute stream.
+        # The side stream waits for the operation, so its end is marked without a wait on the compute stream. After that
+        # wait torch no longer holds the tensors, although nothing orders the compute stream, which may be given their
+        # memory, behind the operation (https://github.com/pytorch/pytorch/issues/188655): this object holds them.
+        self._keeps_alive = pending.keeps_alive
         with torch.cuda.stream(origin.side):
             pending.wait(0.0)
             self._done = _mark()
@@ -191,7 +194,7 @@ class _GpuFlight:
         before = _mark()
         if self._pending is not None:
             self._pending.wait(timeout_s)
-        self._pending = None
+        self._pending = self._keeps_alive = None
         self._waited.append((before, _mark()))
 
     def events(self) -> list[Event]:

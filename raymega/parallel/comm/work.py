@@ -28,10 +28,11 @@ class Work:
 
     ``launched_s`` is a reading of ``time.perf_counter`` from before the launch. At that time this rank had
     not yet contributed, however long the launch itself took. On a GPU, waiting only orders the current
-    stream behind the operation, and NCCL's watchdog enforces the group's timeout.
+    stream behind the operation, and NCCL's watchdog enforces the group's timeout. ``keeps_alive`` refers to the
+    tensors until the first wait, as torch's own work does.
     """
 
-    __slots__ = ("_wait", "_waited", "_what", "_work", "launched_s")
+    __slots__ = ("_wait", "_waited", "_what", "_work", "keeps_alive", "launched_s")
 
     def __init__(
         self,
@@ -41,9 +42,11 @@ class Work:
         waited: WaitTimer,
         *,
         launched_s: float = 0.0,
+        keeps_alive: object = None,
     ) -> None:
         self._what, self._work, self._wait, self._waited = what, work, wait, waited
         self.launched_s = launched_s
+        self.keeps_alive = keeps_alive
 
     def __str__(self) -> str:
         """Return the operation, its group and its ranks as text."""
@@ -78,6 +81,7 @@ class Work:
             waited_s = time.monotonic() - began
             raise failure(self._what(), waited_s, timeout_s, error) from error
         self._waited.seconds += time.monotonic() - began
+        self.keeps_alive = None
 
 
 def nothing_pending() -> Work:
