@@ -1,0 +1,30 @@
+// Books of a device that executes nothing: counters, and a trace whose lines are
+// "number TAB kind TAB fields". Shared by the runtime (cudart) and the libraries (cuBLAS, NCCL).
+#pragma once
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace books {
+
+enum Counter { kLaunches, kSyncs, kCollectives, kMallocs, kPinnedBytes, kCommunicators, kUsedBytes, kNumCounters };
+
+extern std::atomic<unsigned long long> counters[kNumCounters];
+extern std::mutex mutex;
+extern FILE* trace;
+
+// Writes one line of the trace, if one is open.
+template <typename... Fields>
+void note(const char* format, Fields... fields) {
+  if (!trace) return;
+  static std::atomic<unsigned long long> number{0};
+  std::lock_guard<std::mutex> guard(mutex);
+  if (!trace) return;
+  std::fprintf(trace, "%llu\t", number++);
+  std::fprintf(trace, format, fields...);
+  std::fputc('\n', trace);
+}
+
+}  // namespace books

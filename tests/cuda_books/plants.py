@@ -1,0 +1,96 @@
+"""Mistakes that are planted into a rank on purpose, each of which must turn its book red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A planted mistake.
+
+    Attributes:
+        layout: the layout that it is planted into.
+        shows_in: "races", or the count of the budget that it changes.
+        make: makes the mistake, in the rank's process before it builds.
+    """
+
+    layout: str
+    shows_in: str
+    make: Callable[[], None]
+
+
+def _forget_every_fifth_wait() -> None:
+    from raymega.parallel.comm import collectives
+
+    wait, seen = collectives.wait_on_stream, [0]
+
+    def lame(work: Any, timeout_s: float) -> None:
+        seen[0] += 1
+        if seen[0] % 5:
+            wait(work, timeout_s)
+
+    collectives.wait_on_stream = lame
+
+
+def _forget_wait_for_host_copy() -> None:
+    import torch
+
+    torch.cuda.Stream.wait_event = lambda *_: None  # type: ignore[method-assign]
+
+
+def _free_what_a_copy_still_reads() -> None:
+    import torch
+
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+
+
+def _read_back_in_each_instruction() -> None:
+    import torch
+
+    from raymega.pipeline import executor
+
+    run = executor.Executor.run
+
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            torch.zeros(1, device="cuda").item()
+        return run(self, *args, **kwargs)
+
+    executor.Executor.run = reading  # type: ignore[method-assign]
+
+
+def _open_a_communicator_nobody_uses() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.cuda_books import rank
+
+    open_alone = rank.open_alone
+
+    def with_one_more(plan: Any, device: Any) -> Any:
+        groups = open_alone(plan, device)
+        group = dist.new_group(list(range(plan.grid.world_size)))
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return groups
+
+    rank.open_alone = with_one_more
+
+
+PLANTS = {
+    "a wait for a collective is missing": Plant("tp8 sp", "races", _forget_every_fifth_wait),
+    "a wait for a copy from host memory is missing": Plant(
+        "offload activations", "races", _forget_wait_for_host_copy
+    ),
+    "a buffer is freed while a copy reads it": Plant(
+        "offload activations", "races", _free_what_a_copy_still_reads
+    ),
+    "the host reads the device in a loop": Plant(
+        "one rank", "syncs", _read_back_in_each_instruction
+    ),
+    "a communicator is opened and not used": Plant(
+        "tp8 sp", "communicators", _open_a_communicator_nobody_uses
+    ),
+}
