@@ -83,7 +83,9 @@ def main() -> int:
     options = parser.parse_args()
     version = metadata.version("torch")
     if version.endswith("+cpu"):
-        parser.error(f"torch {version} has no CUDA path; install torch's CUDA build here, as `make cuda-books` does")
+        parser.error(
+            f"torch {version} has no CUDA path; install torch's CUDA build here, as `make cuda-books` does"
+        )
     environment = build_device(options.build.absolute())
     budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
     layouts = options.layout or list(LAYOUTS)
