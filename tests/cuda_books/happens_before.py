@@ -32,7 +32,7 @@ class Race:
     span: Span
 
     def __str__(self) -> str:
-        """Both operations with their lines in the trace."""
+        """Return both operations with their lines in the trace."""
         a, b = self.first, self.second
         return (
             f"{self.kind}: {b.what} on stream {b.stream:x} (line {b.number}) and {a.what} on stream {a.stream:x} "

@@ -175,7 +175,7 @@ class Rank:
 
 
 def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
-    """Open the world and its communicators without the other ranks: nobody has to answer an NCCL that sends nothing."""
+    """Open the world and its communicators without the other ranks: an NCCL that sends nothing needs no answer."""
     size = plan.grid.world_size
     if size > 1:
         c10d._store_based_barrier = lambda *_, **__: None

@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One operation on a stream, with the memory that it reads and writes."""
+    """An operation on a stream, with the memory that it reads and writes."""
 
     number: int
     stream: int

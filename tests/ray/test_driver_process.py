@@ -31,12 +31,21 @@ def wait_until_gone(pids, timeout_s):
         time.sleep(0.05)
 
 
+def wait_until_recorded(store, status, timeout_s):
+    """Wait for the journal's thread, which writes beside the driver's loop: steps may be told before it has."""
+    deadline_s = time.monotonic() + timeout_s
+    while read_record(store).status != status:
+        assert time.monotonic() < deadline_s, f"the run is {read_record(store).status}"
+        time.sleep(0.05)
+
+
 def test_killed_driver_is_continued_and_ctrl_c_saves(start_driver, tmp_path):
     store = open_store(str(tmp_path / "run"))
 
     first = start_driver()
     pids = read_until(first, "pids")
     read_until(first, "step", at_least=8)
+    wait_until_recorded(store, "running", timeout_s=200)
     first.send_signal(signal.SIGKILL)
     wait_until_gone(pids, timeout_s=200)
     record = read_record(store)

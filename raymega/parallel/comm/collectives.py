@@ -295,7 +295,7 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
         raise _mistake(
             f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
             "gloo moves the wrong elements of a strided tensor without an error",
-            "pass x = tensor.contiguous() and go on with x",
+            "set x = tensor.contiguous() and pass x",
         )
     if tensor.dtype not in DTYPES:
         raise _mistake(
