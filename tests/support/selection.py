@@ -29,6 +29,8 @@ SOURCES = (
     "dashboards",
     "docs",
     "benchmarks",
+    "README.md",
+    "CONTRIBUTING.md",
     "pyproject.toml",
 )
 ONLY_IN_ALL = ("wide", "matrix")
