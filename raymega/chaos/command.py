@@ -64,6 +64,10 @@ def drill(
         RaymegaError: The undisturbed run failed.
     """
     faults, scheduled_faults = _faults(job, options)
+    # Ray takes whole CPUs for a node, and those of the drill's nodes are fiction: workers get whole ones as well.
+    whole = {"cpus_per_worker": float(ceil(job.cluster.cpus_per_worker))}
+    job = job.with_values(cluster=whole)
+    overrides = (*overrides, f"cluster.cpus_per_worker={whole['cpus_per_worker']:g}")
     out = options.out or Path(tempfile.mkdtemp(prefix="raymega-chaos-"))
     plan = ChaosExperiment(
         job_file=job_file.absolute(),

@@ -75,6 +75,24 @@ def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_nodes_have_whole_cpus_for_workers_that_ask_for_a_tenth_of_one(monkeypatch, tmp_path):
+    asked = []
+
+    def no_sandbox(**given):
+        asked.append(given["cpus_per_node"])
+        raise InterruptedError
+
+    monkeypatch.setattr(command, "sandbox", no_sandbox)
+    options = command.DrillOptions(
+        faults="kill-worker@5", mtbf_s=0.0, kinds="", seconds=0.0, seed=1, nodes=3,
+        hold_s=3.0, return_s=9.0, timeout_s=60.0, out=tmp_path / "out",
+    )  # fmt: skip
+    settings = ("tracking.mlflow_uri=off", "cluster.cpus_per_worker=0.1")
+    with pytest.raises(InterruptedError):
+        command.drill(VERIFY, settings, api.load_job(VERIFY, settings), options)
+    assert asked == [1.0]
+
+
 def test_blows_are_the_same_for_a_seed_and_have_the_mean_time_that_was_asked_for():
     first, again = (
         list(islice(draw_faults(mtbf_s=30, seed=7, world_size=4), 2000)) for _ in range(2)
