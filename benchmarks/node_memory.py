@@ -1,8 +1,8 @@
 """Three ways to keep a rank's share in the memory of two nodes, on a Ray cluster of three raylets.
 
-keepers: what snapshots do; a copy in memory that the own node's keeper maps, and one sent to the partner's by Arrow
+snapshot servers: what snapshots do; a copy in memory that the own node's snapshot server maps, and one sent to the partner's by Arrow
 Flight. plasma: `ray.put`, and an actor on either node that holds a view of its node's object store. calls: the first
-copy as with keepers, the second sent by calls of an actor that lays pieces into pages of its own.
+copy as with snapshot servers, the second sent by calls of an actor that lays pieces into pages of its own.
 
 Prints seconds until both copies are there and until another node has read one back, the host memory of two
 generations in turn, in shares, and what a store does in which plasma has less room than two generations.
@@ -29,11 +29,11 @@ from benchmarks.measure import median
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServerActor
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.shared_memory import SharedMemories
-from tests.support.keepers import memory_of
+from tests.support.snapshot_servers import memory_of
 
 MIB = 2**20
 TOKEN = "benchmark"
-WAYS = ("keepers", "plasma", "calls")
+WAYS = ("snapshot servers", "plasma", "calls")
 PIECE_BYTES, READ_BYTES = 4 * MIB, 16 * MIB
 CALLS_IN_FLIGHT = 4
 HOME, PARTNER, OTHER = range(3)
@@ -85,7 +85,7 @@ class Rank:
         host = self._copied(number % 2)
         stall_s = time.perf_counter() - began
         self._home.put(key, [memoryview(host)], overwrite=True)
-        if way == "keepers":
+        if way == "snapshot servers":
             self._partner.put(key, [memoryview(host)], overwrite=True)
         else:
             self._call(holders[PARTNER], key, host)
@@ -96,7 +96,7 @@ class Rank:
         began, key = time.perf_counter(), f"{way}-{number}"
         size = self._back.nbytes if way == "plasma" else READ_BYTES
         for start in range(0, self._back.nbytes, size):
-            if way == "keepers":
+            if way == "snapshot servers":
                 piece = self._partner.get(key, start=start, num_bytes=size)
                 piece = np.frombuffer(piece, np.uint8)
             else:
@@ -125,7 +125,7 @@ class Rank:
 
 
 class Nodes:
-    """The cluster, a keeper and a holder on each of its nodes, and ranks on the first and the last."""
+    """The cluster, a snapshot server and a holder on each of its nodes, and ranks on the first and the last."""
 
     def __init__(self, num_bytes, *, plasma_bytes):
         head = {"num_cpus": 0, "include_dashboard": False}
@@ -138,9 +138,9 @@ class Nodes:
             self.raylets.append(node.all_processes["raylet"][0].process.pid)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="warning")
         spread = [{"resources": {f"node{number}": 0.01}, "num_cpus": 0} for number in range(3)]
-        keeper, holder, rank = map(_actor_class, (SnapshotServerActor, Holder, Rank))
-        self._keepers = [keeper.options(**at).remote(TOKEN) for at in spread]
-        self.addresses = ray.get([each.address.remote() for each in self._keepers])
+        server, holder, rank = map(_actor_class, (SnapshotServerActor, Holder, Rank))
+        self._servers = [server.options(**at).remote(TOKEN) for at in spread]
+        self.addresses = ray.get([each.address.remote() for each in self._servers])
         self.holders = [holder.options(**at, max_concurrency=4).remote() for at in spread]
         self.rank, self.reader = (
             rank.options(**spread[at]).remote(num_bytes, self.addresses) for at in (HOME, OTHER)

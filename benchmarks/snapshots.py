@@ -1,7 +1,7 @@
 """Cost of in-memory snapshots per step: two gloo ranks on two nodes, with a snapshot each step and without.
 
-A keeper is a process of its own, as on a cluster. A pair is some steps with a snapshot after each, and as many
-without; CPU seconds are those of ranks and keepers together. Host memory is held against what the planner states.
+A snapshot server is a process of its own, as on a cluster. A pair is some steps with a snapshot after each, and as many
+without; CPU seconds are those of ranks and snapshot servers together. Host memory is held against what the planner states.
 
     python benchmarks/snapshots.py [--quick] [--tokens 4096]
 """
@@ -69,11 +69,11 @@ def plan_for(model: dict[str, object], tokens: int, steps: int) -> RunPlan:
 
 
 def keep(addresses) -> None:
-    """The process of a keeper."""
+    """The process of a snapshot server."""
     give_memory_back()
-    keeper = MemoryStoreServer("127.0.0.1", TOKEN)
-    addresses.put((os.getpid(), keeper.uri))
-    keeper.wait()
+    server = MemoryStoreServer("127.0.0.1", TOKEN)
+    addresses.put((os.getpid(), server.uri))
+    server.wait()
 
 
 def cpu_s(pid: int) -> float:
@@ -189,8 +189,8 @@ def run(plan: RunPlan, options) -> None:
         "overhead_cpu_percent": 100 * overheads[len(overheads) // 2],
         "stall_ms": 1e3 * statistics.median(stalls_s),
         "stall_percent": 100 * statistics.median(stalls_s) / step_s,
-        "keeper_peak_bytes": max(kept),
-        "keeper_planned_bytes": cost.keeper_bytes,
+        "server_peak_bytes": max(kept),
+        "server_planned_bytes": cost.server_bytes,
     }
     print(json.dumps(facts))
 

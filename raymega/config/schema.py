@@ -72,10 +72,11 @@ class PrecisionSection(Section):
     )
     fp8: Literal["none", "rowwise", "tensorwise"] = Field(
         default="none",
-        description="8-bit matrix products of the blocks' linear layers; embedding, head, router and experts "
-        "stay in dtype. rowwise: a scale for each token and each row of a weight; weight gradients stay in "
-        "dtype. tensorwise: a scale for each tensor of a micro-batch, and weight gradients in 8 bits too; "
-        "micro_batch_size then changes the results. A CPU computes the same numbers in float32, slower.",
+        description="8-bit matrix products of the blocks' linear layers; embedding, head and router stay in "
+        "dtype, and routed experts multiply by rows with either value. rowwise: a scale for each token and each "
+        "row of a weight; weight gradients stay in dtype. tensorwise: a scale for each tensor of a micro-batch, "
+        "and weight gradients in 8 bits too; micro_batch_size then changes the results. A CPU computes the same "
+        "numbers in float32, slower.",
     )
     fp8_end_blocks: NonNegative = Field(
         default=1,

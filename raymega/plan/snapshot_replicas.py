@@ -29,13 +29,13 @@ class SnapshotCost:
         share_bytes: Bytes that the rank writes of one snapshot.
         buffer_bytes: Host memory of its node, at most: buffers that the rank copies to, of which
             its snapshot server has a view.
-        keeper_bytes: Host memory of the partner's snapshot server, at most.
+        server_bytes: Host memory of the partner's snapshot server, at most.
         sent_bytes: Bytes sent from the rank's node for one snapshot.
     """
 
     share_bytes: int
     buffer_bytes: int
-    keeper_bytes: int
+    server_bytes: int
     sent_bytes: int
 
 
@@ -73,7 +73,7 @@ def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
         # the rank's own node holds its buffers, the partner holds the second copy
         cost = snapshot_cost(plan, rank, num_copies=len(homes))
         taken[node_of[rank]] += cost.buffer_bytes
-        taken[homes[-1]] += cost.keeper_bytes
+        taken[homes[-1]] += cost.server_bytes
     return dict(taken)
 
 
@@ -114,6 +114,6 @@ def snapshot_cost(plan: RunPlan, rank: int, *, num_copies: int = 2) -> SnapshotC
     return SnapshotCost(
         share_bytes=share,
         buffer_bytes=share * NUM_GENERATIONS,
-        keeper_bytes=share * NUM_GENERATIONS * (num_copies - 1),
+        server_bytes=share * NUM_GENERATIONS * (num_copies - 1),
         sent_bytes=share * (num_copies - 1),
     )

@@ -1,4 +1,4 @@
-"""The keeper: an Arrow Flight server that holds objects in the memory of its process.
+"""The snapshot server: an Arrow Flight server that holds objects in the memory of its process.
 
 It serves the requests of RemoteMemoryStore (``storage/remote_memory_store.py``) to callers that send its
 token. All objects are lost when its process ends. Callers decide what is stored and for how long.
@@ -46,10 +46,10 @@ def buffer_of(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def give_memory_back() -> None:
-    """Make glibc return freed memory to the system at once; for a process that only runs a keeper.
+    """Make glibc return freed memory to the system at once; for a process that only runs a snapshot server.
 
     Messages arrive in gRPC's buffers, which glibc would retain in many small heaps when they are freed.
-    Without this setting a keeper takes up to twice the size of its objects.
+    Without this setting a snapshot server takes up to twice the size of its objects.
     """
     map_blocks_from(MAPPED_BYTES)
 
@@ -64,7 +64,7 @@ def _memory(num_bytes: int) -> pa.Buffer:
 
 
 class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    """A keeper that serves from its construction on, at ``uri`` (host:port), in Flight's own threads."""
+    """A snapshot server that serves from its construction on, at ``uri`` (host:port), in Flight's own threads."""
 
     def __init__(self, host: str, token: str) -> None:
         """Listen on a free port of ``host`` for callers that send ``token``."""
@@ -160,7 +160,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyar
         # compared in constant time, so that response times tell nothing about the token
         given = "".join(headers.get(TOKEN_HEADER, [])).encode()
         if not hmac.compare_digest(given, self._token):
-            raise flight.FlightUnauthenticatedError("the token is not this keeper's")
+            raise flight.FlightUnauthenticatedError("the token is not this snapshot server's")
 
 
 def _checked(key: str) -> str:

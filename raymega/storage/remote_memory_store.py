@@ -1,6 +1,6 @@
-"""The Store protocol over objects in the memory of another process, a keeper.
+"""The Store protocol over objects in the memory of another process, a snapshot server.
 
-``storage/memory_server.py`` has the keeper. Nothing is retried: its process may be gone, and the caller
+``storage/memory_server.py`` has the snapshot server. Nothing is retried: its process may be gone, and the caller
 can read another copy instead.
 """
 
@@ -25,11 +25,11 @@ from raymega.storage.shared_memory import SharedMemories, SharedRange
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""Timeout of one call in seconds; a rank must not wait long for a keeper whose node hangs."""
+"""Timeout of one call in seconds; a rank must not wait long for a snapshot server whose node hangs."""
 
 
 class RemoteMemoryStore:
-    """A client of the keeper at ``host:port``; it connects at the first call and is safe from any thread."""
+    """A client of the snapshot server at ``host:port``; it connects at the first call and is safe from any thread."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class RemoteMemoryStore:
         """Prepare a client without connecting.
 
         Args:
-            address: Address of the keeper, ``host:port``.
-            token: Secret that the keeper checks in each call.
+            address: Address of the snapshot server, ``host:port``.
+            token: Secret that the snapshot server checks in each call.
             timeout_s: Longest duration of one call, in seconds.
             shared: Shared memory of this process; chunks at an object's end that lie in it are not copied.
         """
@@ -56,23 +56,23 @@ class RemoteMemoryStore:
 
     @property
     def uri(self) -> str:
-        """Description of the keeper with its address, for messages."""
-        return f"keeper at {self._address}"
+        """Description of the snapshot server with its address, for messages."""
+        return f"snapshot server at {self._address}"
 
     @property
     def is_sharing(self) -> bool:
-        """True while the keeper maps this process's shared memory; false once it failed to."""
+        """True while the snapshot server maps this process's shared memory; false once it failed to."""
         return self._shared is not None
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview], *, overwrite: bool) -> None:
         """Write an object; with ``overwrite`` false an existing key raises FileExistsError.
 
-        Chunks at its end that lie in shared memory are not sent: the keeper maps them. They must not
-        change until the object is dropped. If the keeper cannot map them, they are sent, as are those of
+        Chunks at its end that lie in shared memory are not sent: the snapshot server maps them. They must not
+        change until the object is dropped. If the snapshot server cannot map them, they are sent, as are those of
         all later objects.
         """
         pieces = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
-        # same machine: send the head, and let the keeper map the tail
+        # same machine: send the head, and let the snapshot server map the tail
         if self._shared is not None:
             num_sent, tail = self._shared.tail_of(pieces)
             try:
@@ -99,7 +99,7 @@ class RemoteMemoryStore:
                 for batch in _batches(pieces):
                     writer.write_batch(batch)
             finally:
-                writer.close()  # waits for the keeper's answer, and raises it
+                writer.close()  # waits for the snapshot server's answer, and raises it
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
@@ -152,14 +152,14 @@ class RemoteMemoryStore:
             raise StorageError(
                 Fault(
                     fact=f"{operation} of {about!r}: the {self.uri} does not serve it ({cause})",
-                    rule="a keeper must live and know its caller's token",
-                    remedy="another copy is used; the next attempt starts the keeper anew",
+                    rule="a snapshot server must live and know its caller's token",
+                    remedy="another copy is used; the next attempt starts the snapshot server anew",
                 )
             ) from error
 
 
 class _UnseenError(Exception):
-    """The keeper cannot map this process's shared memory."""
+    """The snapshot server cannot map this process's shared memory."""
 
 
 def _batches(pieces: Iterable[memoryview]) -> Iterator[pa.RecordBatch]:

@@ -129,8 +129,8 @@ def snapshot_outcome() -> str:
         "parallel.pp=1", "parallel.dp=1", "parallel.tp=1", "elastic.snapshot_every=1"
     )
     blocks = support.make_blocks(support.MODELS["gpt2-tied"], support.make_grid("tp1"), 0)
-    with MemoryStoreServer("127.0.0.1", "token") as keeper:
-        homes = Replicas(token="token", write_to=(keeper.uri,), num_copies=1, home=keeper.uri)
+    with MemoryStoreServer("127.0.0.1", "token") as server:
+        homes = Replicas(token="token", write_to=(server.uri,), num_copies=1, home=server.uri)
         writer = SnapshotWriter(plan, rank=0, attempt=1, replicas=homes)
         for step in (1, 2):
             writer.observe(writer.extra_reductions(), step=step)
@@ -139,9 +139,9 @@ def snapshot_outcome() -> str:
         writer.observe(writer.extra_reductions(), step=3, is_lent=True)
         if writer.is_due:
             return "snapshot: over a checkpoint"
-        store = RemoteMemoryStore(keeper.uri, "token")
+        store = RemoteMemoryStore(server.uri, "token")
         store.drop(key for key in store.list(folder_of(2)) if key.endswith(".json"))
-        found = find_snapshot({"keeper": store}, job={}, now="")
+        found = find_snapshot({"snapshot server": store}, job={}, now="")
         step = found.manifest.step if found else 0
     return "whole" if step == 1 else f"snapshot: of step {step}"
 

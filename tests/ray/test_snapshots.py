@@ -1,4 +1,4 @@
-"""Workers, nodes and keepers are killed for real, and the run goes on from other nodes' memory."""
+"""Workers, nodes and snapshot servers are killed for real, and the run goes on from other nodes' memory."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def run(cluster, tmp_path):
         )
         outcome = train(*settings, *more, address=cluster.address, on_step=on_step)
         assert outcome.code == 0, outcome.stderr
-        assert keeper_pids(cluster) == [], "keepers end with their run"
+        assert server_pids(cluster) == [], "snapshot servers end with their run"
         return outcome
 
     return start
@@ -76,17 +76,17 @@ def raylet_of(node):
     return node.all_processes["raylet"][0].process.pid
 
 
-def keeper_pids(cluster):
-    """Processes of this cluster's keepers; other clusters may live on this machine."""
+def server_pids(cluster):
+    """Processes of this cluster's snapshot servers; other clusters may live on this machine."""
     raylets = {raylet_of(node) for node in cluster.workers}
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and is_keeper(entry, raylets)
+        if entry.name.isdigit() and is_server(entry, raylets)
     ]
 
 
-def is_keeper(process, raylets):
+def is_server(process, raylets):
     try:
         parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         return parent in raylets and b"SnapshotServerActor" in (process / "cmdline").read_bytes()
@@ -136,9 +136,9 @@ def test_killed_node_is_made_up_for_from_its_partners_memory(run, calm, cluster,
     assert lost[0] not in outcome.all("workers")[-1]["nodes"].values()
 
 
-def test_killed_keepers_stop_nothing_and_come_back_with_the_next_attempt(run, calm, cluster):
-    def kill_keepers(_running):
-        for pid in keeper_pids(cluster):
+def test_killed_servers_stop_nothing_and_come_back_with_the_next_attempt(run, calm, cluster):
+    def kill_servers(_running):
+        for pid in server_pids(cluster):
             os.kill(pid, signal.SIGKILL)
 
     def kill_worker(running):
@@ -146,7 +146,7 @@ def test_killed_keepers_stop_nothing_and_come_back_with_the_next_attempt(run, ca
 
     outcome = run(
         "checkpoint.every=4",
-        on_step=at_steps(step5=kill_keepers, step7=kill_worker, step10=kill_worker),
+        on_step=at_steps(step5=kill_servers, step7=kill_worker, step10=kill_worker),
     )
     (first, restored), second = recoveries(outcome)
     assert (first, restored) == ("store", 4)

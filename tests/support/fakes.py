@@ -179,7 +179,9 @@ class FakeKeeping:
         manifest = Manifest(
             step=step, attempt=attempt, created="", state={"step": step}, job={}, grid={}, boxes=()
         )  # fmt: skip
-        self.snapshots.append(Snapshot(manifest=manifest, holders={manifest.key: ("keeper",)}))
+        self.snapshots.append(
+            Snapshot(manifest=manifest, holders={manifest.key: ("snapshot server",)})
+        )
 
     def find(self, *, skip):
         is_begun, self.is_begun = self.is_begun, True

@@ -1,6 +1,6 @@
-"""Host memory for a rank's snapshots, shared with its node's keeper (the snapshot server).
+"""Host memory for a rank's snapshots, shared with its node's snapshot server.
 
-The rank copies into shared memory that the keeper maps, so one copy serves both and outlives the rank's
+The rank copies into shared memory that the snapshot server maps, so one copy serves both and outlives the rank's
 process. ``snapshots/writer.py`` knows which snapshots are whole.
 """
 
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 class SnapshotBuffers:
     """Two buffers in turn: the newest whole snapshot stays unchanged while the next one is copied.
 
-    When the keeper cannot map them or is lost, one private buffer is enough: keepers then have copies.
+    When the snapshot server cannot map them or is lost, one private buffer is enough: snapshot servers then have copies.
     """
 
     def __init__(
-        self, keeper: RemoteMemoryStore | None, shared: SharedMemories, *, owner: str
+        self, server: RemoteMemoryStore | None, shared: SharedMemories, *, owner: str
     ) -> None:
         """Make both buffers, empty.
 
         Args:
-            keeper: Keeper of this rank's node; None when it is lost.
+            server: Snapshot server of this rank's node; None when it is lost.
             shared: Shared memory to allocate from.
             owner: Prefix of the names of all objects that the rank writes.
         """
-        self._keeper, self._owner = keeper, owner
+        self._server, self._owner = server, owner
         self._buffers = [HostCopy(shared), HostCopy(shared)]
         self._steps = [0, 0]
 
@@ -43,7 +43,7 @@ class SnapshotBuffers:
         return sum(buffer.num_bytes for buffer in self._buffers)
 
     def free(self, *, whole_step: int, step: int = 0) -> HostCopy:
-        """Return a buffer that may be overwritten; the keeper drops the objects that were in it.
+        """Return a buffer that may be overwritten; the snapshot server drops the objects that were in it.
 
         Call it only while nothing is being written.
 
@@ -59,19 +59,19 @@ class SnapshotBuffers:
                 return self._buffers[number]
         # No longer shared: leave the old memory to what still refers to it, and take a private buffer.
         if self._buffers[0].is_shared or len(self._buffers) > 1:
-            self._keeper, self._buffers = None, [HostCopy()]
+            self._server, self._buffers = None, [HostCopy()]
         return self._buffers[0]
 
     def _is_seen(self) -> bool:
         # A buffer in private memory means that shared memory ran out.
         is_private = any(buffer.num_bytes and not buffer.is_shared for buffer in self._buffers)
-        return self._keeper is not None and self._keeper.is_sharing and not is_private
+        return self._server is not None and self._server.is_sharing and not is_private
 
     def _forgets(self, step: int) -> bool:
-        # The keeper's views of that memory must be gone before it is overwritten.
+        # The snapshot server's views of that memory must be gone before it is overwritten.
         try:
-            if self._keeper and step:
-                self._keeper.clear(folder_of(step) + self._owner)
+            if self._server and step:
+                self._server.clear(folder_of(step) + self._owner)
         except RaymegaError as error:
             log.warning("snapshots: %s", error)
             return False

@@ -1,4 +1,4 @@
-"""Snapshots: checkpoints in the memory of keepers (snapshot servers), which exist without a commit.
+"""Snapshots: checkpoints in the memory of snapshot servers, which exist without a commit.
 
 Each rank puts its data files and, last, a *part*: an object that lists their content. A snapshot is
 whole when the parts of all ranks exist; a manifest can then be derived from them. So the driver does
@@ -50,7 +50,7 @@ class SnapshotPart:
 
     @property
     def key(self) -> str:
-        """Key of the part in a keeper."""
+        """Key of the part in a snapshot server."""
         shard = self.shard
         return folder_of(shard.step) + part_file(attempt=self.attempt, rank=shard.rank)
 
@@ -64,7 +64,7 @@ _ADAPTER: TypeAdapter[SnapshotPart] = TypeAdapter(SnapshotPart)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A whole snapshot: its manifest, and the names of the keepers that hold each object, by key."""
+    """A whole snapshot: its manifest, and the names of the snapshot servers that hold each object, by key."""
 
     manifest: Manifest
     holders: dict[str, tuple[str, ...]]
@@ -78,15 +78,15 @@ class Snapshot:
 def find_snapshot(
     stores: Mapping[str, Store], *, job: Mapping[str, object], now: str, skip: Collection[str] = ()
 ) -> Snapshot | None:
-    """Find the newest whole snapshot, and put its manifest into every keeper that answers.
+    """Find the newest whole snapshot, and put its manifest into every snapshot server that answers.
 
     Args:
-        stores: Keepers, by name; one that does not answer counts as empty.
+        stores: Snapshot servers, by name; one that does not answer counts as empty.
         job: Values of the job file, for the manifest.
         now: Time of the manifest: ISO 8601, UTC.
         skip: Keys of manifests of snapshots that could not be read.
     """
-    # Which keepers hold which object.
+    # Which snapshot servers hold which object.
     listed = {name: _keys(name, store) for name, store in stores.items()}
     living = {name: stores[name] for name, keys in listed.items() if keys is not None}
     holders: dict[str, tuple[str, ...]] = defaultdict(tuple)

@@ -1,6 +1,6 @@
 """A rank's side of snapshots: when the next one begins, and when older ones are dropped.
 
-Copy and write are those of a checkpoint (``save/writer.py``), but to keepers (snapshot servers) instead
+Copy and write are those of a checkpoint (``save/writer.py``), but to snapshot servers instead
 of the run's store. All ranks decide alike: their inputs are summed over all ranks in the small
 all-reduce of each step. ``snapshots/snapshot.py`` defines when a snapshot is whole.
 """
@@ -33,7 +33,7 @@ from raymega.storage.shared_memory import SharedMemories
 log = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(pauses_s=(0.1, 0.1))
-"""Retries with pauses in seconds; short, because a write fails only when no keeper accepts it."""
+"""Retries with pauses in seconds; short, because a write fails only when no snapshot server accepts it."""
 
 
 class SnapshotWriter:
@@ -47,11 +47,11 @@ class SnapshotWriter:
     def __init__(self, plan: RunPlan, *, rank: int, attempt: int, replicas: Replicas) -> None:
         """Make the writer of global rank ``rank`` in attempt ``attempt``.
 
-        ``replicas`` names this rank's keepers. Without any, every snapshot fails and training continues.
+        ``replicas`` names this rank's snapshot servers. Without any, every snapshot fails and training continues.
         """
         self._plan, self._attempt, self._replicas = plan, attempt, replicas
         self._every = plan.job.elastic.snapshot_every
-        # Only the keeper of this rank's own node can map its memory.
+        # Only the snapshot server of this rank's own node can map its memory.
         shared = SharedMemories()
         stores = {
             address: RemoteMemoryStore(
@@ -82,7 +82,7 @@ class SnapshotWriter:
         self._waited_s = 0.0
 
     def extra_reductions(self) -> tuple[float, ...]:
-        """Return 0 or 1 for each of: this rank is writing, its write failed, it lacks a keeper."""
+        """Return 0 or 1 for each of: this rank is writing, its write failed, it lacks a snapshot server."""
         is_writing = self._step > 0 and self._newest is None
         is_lacking = self._copies.num_stores < self._replicas.num_copies
         return float(is_writing), float(self._has_failed), float(is_lacking)
@@ -123,7 +123,7 @@ class SnapshotWriter:
         return is_held_up and self._plan.job.elastic.snapshot_backpressure == "wait"
 
     def save(self, step: int, blocks: Sequence[TensorBlock], state: State) -> HostCopy | None:
-        """Copy this rank's share and start its write to the keepers.
+        """Copy this rank's share and start its write to the snapshot servers.
 
         ``CheckpointWriter.save`` says when the tensors may change.
 
@@ -188,12 +188,12 @@ class SnapshotWriter:
     def _tidy(self) -> None:
         """Drop objects older than the newest whole snapshot, whichever rank wrote them."""
         newest = CheckpointId(attempt=self._attempt, step=self._whole_step)
-        for keeper in self._tidied:
-            _attempt(partial(_drop_older, keeper, newest))
+        for server in self._tidied:
+            _attempt(partial(_drop_older, server, newest))
 
 
-def _drop_older(keeper: RemoteMemoryStore, newest: CheckpointId) -> None:
-    keeper.drop(expired_keys(keeper.list(ROOT), {newest: inf}, RetentionPolicy(last=1)))
+def _drop_older(server: RemoteMemoryStore, newest: CheckpointId) -> None:
+    server.drop(expired_keys(server.list(ROOT), {newest: inf}, RetentionPolicy(last=1)))
 
 
 def _attempt(action: Callable[[], None]) -> str:

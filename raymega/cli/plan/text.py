@@ -263,11 +263,11 @@ def _show_snapshots(plan: RunPlan) -> None:
     cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
     print(
         f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
-        f"{_readable(cost.share_bytes)} on its node, and sends them to the next node's keeper"
+        f"{_readable(cost.share_bytes)} on its node, and sends them to the next node's snapshot server"
     )
     print(
         f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} of its own, which the node's "
-        f"keeper sees, and {_readable(cost.keeper_bytes)} in that keeper ({NUM_GENERATIONS} snapshots of it "
+        f"snapshot server sees, and {_readable(cost.server_bytes)} in that snapshot server ({NUM_GENERATIONS} snapshots of it "
         "and of a rank of the previous node); on one node half of that, which is lost with the node"
     )
 

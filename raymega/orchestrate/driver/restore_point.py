@@ -36,7 +36,7 @@ class ResumePoint:
         step: Completed steps of the state; 0 for a fresh start.
         key: Key of its manifest; empty for a fresh start.
         source: Place of the state: store, memory or nothing.
-        holders: Keepers that hold each object of a snapshot, by the object's key.
+        holders: Snapshot servers that hold each object of a snapshot, by the object's key.
         samples: Samples of the run that the state has consumed.
     """
 

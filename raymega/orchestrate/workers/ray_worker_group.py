@@ -75,7 +75,7 @@ class RayWorkerGroup:
             can_grow: Whether nodes may still join; then the group waits for room instead of failing.
             entry: Name of the module that a worker runs; see worker_actor.EntryModule.
             preflight: Check of each node before its first attempt; None for no check.
-            snapshot_servers: Keepers of the workers' snapshots; None for a run without snapshots.
+            snapshot_servers: Snapshot servers of the workers' snapshots; None for a run without snapshots.
         """
         # plans: of the next attempt, of the job's own grid, and of the grid that slots were asked for
         self._plan, self._full, self._asked = plan, plan, plan
@@ -240,7 +240,8 @@ class RayWorkerGroup:
 
     def _expect_ranks(self) -> None:
         locations = self._assignment.expect()
-        if self._snapshot_servers and locations:  # keepers start while workers import torch
+        # snapshot servers start while workers import torch
+        if self._snapshot_servers and locations:
             self._snapshot_servers.location({location.node_id for location in locations})
 
     def _fill_later(self) -> None:
@@ -318,7 +319,7 @@ class RayWorkerGroup:
             chosen = self._assignment.living_ranks()
         if chosen is None:
             return
-        self._is_assigned = True  # from here: keepers, rendezvous and preflight at once
+        self._is_assigned = True  # from here: snapshot servers, rendezvous and preflight at once
         taken = self._assignment.assigned(chosen)
         first = taken[0]
         assert first.location, "a slot with a seat has a place"
@@ -329,7 +330,7 @@ class RayWorkerGroup:
             self._ask_nodes(self._preflight, taken)
 
     def _start_snapshot_servers(self) -> None:
-        """Start a keeper on each node with a process, spares included, as these may be used later."""
+        """Start a snapshot server on each node with a process, spares included, as these may be used later."""
         if self._snapshot_servers:
             self._snapshot_servers.location(
                 {slot.location.node_id for slot in self._slots.slots if slot.location}
@@ -357,7 +358,7 @@ class RayWorkerGroup:
     # Starting workers, and their reports.
 
     def _let_go_when_clear(self) -> None:
-        """Start the workers, once: after rendezvous, preflight and keepers, when all processes have loaded.
+        """Start the workers, once: after rendezvous, preflight and snapshot servers, when all processes have loaded.
 
         A rank in the rendezvous waits at most elastic.collective_timeout_s and cannot be aborted there, so no
         rank may enter it before the last process has loaded.

@@ -1,4 +1,4 @@
-"""The keepers of a run: on each node that hosts workers, a small actor that holds snapshots in memory.
+"""The snapshot servers of a run: on each node that hosts workers, a small actor that holds snapshots in memory.
 
 The driver owns the actors, so they outlive attempts and end with the run or the driver.
 ``checkpoint/snapshots/`` defines what they hold, ``plan/snapshot_replicas.py`` which of them a rank uses.
@@ -27,13 +27,13 @@ from raymega.plan.snapshot_replicas import copy_nodes
 log = logging.getLogger(__name__)
 
 START_PATIENCE_S = 30.0
-"""Longest wait of an attempt for keepers in seconds; then it starts without the missing ones."""
+"""Longest wait of an attempt for snapshot servers in seconds; then it starts without the missing ones."""
 FIND_TIMEOUT_S = 5.0
-"""Timeout of one call to a keeper when the driver looks for a snapshot, in seconds."""
+"""Timeout of one call to a snapshot server when the driver looks for a snapshot, in seconds."""
 
 
 class SnapshotServerActor:
-    """The actor of a keeper, which serves a MemoryStoreServer."""
+    """The actor of a snapshot server, which serves a MemoryStoreServer."""
 
     def __init__(self, token: str) -> None:
         # imported here, because the driver does not need Arrow Flight
@@ -41,11 +41,11 @@ class SnapshotServerActor:
 
         give_memory_back()
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._keeper = MemoryStoreServer(host, token)
+        self._server = MemoryStoreServer(host, token)
 
     def address(self) -> str:
-        """Return the keeper's ``host:port``."""
-        return self._keeper.uri
+        """Return the snapshot server's ``host:port``."""
+        return self._server.uri
 
     def hold(self) -> None:
         """Block forever; the call fails when this process ends, and so reports its end to the driver."""
@@ -54,7 +54,7 @@ class SnapshotServerActor:
 
 @dataclass(kw_only=True, slots=True)
 class _Kept:
-    """A keeper's actor, its pending ``hold`` and ``address`` calls, and its address once known."""
+    """A snapshot server's actor, its pending ``hold`` and ``address`` calls, and its address once known."""
 
     actor: ActorHandle[Any]  # an actor class made at run time has no static type
     end: ray.ObjectRef[Any]
@@ -63,52 +63,54 @@ class _Kept:
 
 
 class SnapshotServers:
-    """The SnapshotManager on Ray, with the methods by which the worker group runs keepers."""
+    """The SnapshotManager on Ray, with the methods by which the worker group runs snapshot servers."""
 
     def __init__(self, plan: RunPlan, *, clock: Clock) -> None:
-        """Prepare without keepers; ``plan`` is that of the job's own grid."""
+        """Prepare without snapshot servers; ``plan`` is that of the job's own grid."""
         self._plan, self._clock = plan, clock
         self._token = secrets.token_hex(32)
-        # keepers by node; nodes of the present attempt, and when they were set
+        # snapshot servers by node; nodes of the present attempt, and when they were set
         self._by_node: dict[str, _Kept] = {}
         self._wanted: set[str] = set()
         self._since_s = 0.0
 
     def location(self, nodes: Collection[str]) -> None:
-        """Start a keeper on each of ``nodes`` that has none; the others stay. Never blocks."""
+        """Start a snapshot server on each of ``nodes`` that has none; the others stay. Never blocks."""
         self._drop_dead()
         self._wanted, self._since_s = set(nodes), self._clock.monotonic()
         for node in sorted(self._wanted - self._by_node.keys()):
             self._by_node[node] = self._spawn(node)
 
     def pending(self) -> list[ray.ObjectRef[str]]:
-        """Return the pending ``address`` calls of wanted keepers; [] once START_PATIENCE_S have passed."""
+        """Return the pending ``address`` calls of wanted snapshot servers; [] once START_PATIENCE_S have passed."""
         if self._clock.monotonic() - self._since_s > START_PATIENCE_S:
             return []
         wanted = (kept for node, kept in self._by_node.items() if node in self._wanted)
         return [kept.answer for kept in wanted if not kept.address]
 
     def collect(self) -> None:
-        """Store the addresses that have arrived, and drop keepers that failed to start. Never blocks."""
+        """Store the addresses that have arrived, and drop snapshot servers that failed to start. Never blocks."""
         for node, kept in tuple(self._by_node.items()):
             if not kept.address and ray.wait([kept.answer], timeout=0)[0]:
                 try:
                     kept.address = ray.get(kept.answer, timeout=FIND_TIMEOUT_S)
                 except (RayActorError, RayTaskError) as error:
                     log.warning(
-                        "no snapshots on node %s: its keeper did not start: %s", node, error
+                        "no snapshots on node %s: its snapshot server did not start: %s",
+                        node,
+                        error,
                     )
                     del self._by_node[node]
 
     def replicas(
         self, nodes: Sequence[str], rank: int, holders: Mapping[str, tuple[str, ...]]
     ) -> Replicas:
-        """Return the keepers that the worker with ``rank`` writes to and reads from.
+        """Return the snapshot servers that the worker with ``rank`` writes to and reads from.
 
         Args:
             nodes: Node id of each rank.
             rank: Rank of the worker.
-            holders: Keepers that hold each object of the snapshot to restore, by the object's key.
+            holders: Snapshot servers that hold each object of the snapshot to restore, by the object's key.
         """
         # own node first, then its partner
         homes = copy_nodes(nodes)[rank]
@@ -144,13 +146,13 @@ class SnapshotServers:
         self._kill(self._by_node.keys() - self._wanted)
 
     def close(self) -> None:
-        """Kill all keepers, and with them all snapshots."""
+        """Kill all snapshot servers, and with them all snapshots."""
         self._kill(tuple(self._by_node))
 
     def _spawn(self, node: str) -> _Kept:
         # threads: one for ``hold``, one for short calls; Flight serves in threads of its own
         options = {
-            "name": f"{self._plan.job.run.name}/keeper-{node[:8]}-{secrets.token_hex(3)}",
+            "name": f"{self._plan.job.run.name}/snapshots-{node[:8]}-{secrets.token_hex(3)}",
             "num_cpus": 0,
             "max_concurrency": 2,
             "max_restarts": 0,
@@ -162,12 +164,12 @@ class SnapshotServers:
 
     def _addresses(self, nodes: Iterable[str]) -> tuple[str, ...]:
         kept = (self._by_node.get(node) for node in nodes)
-        return tuple(keeper.address for keeper in kept if keeper and keeper.address)
+        return tuple(server.address for server in kept if server and server.address)
 
     def _drop_dead(self) -> None:
         for node, kept in tuple(self._by_node.items()):
             if ray.wait([kept.end], timeout=0)[0]:
-                log.warning("the keeper of node %s is gone", node)
+                log.warning("the snapshot server of node %s is gone", node)
                 del self._by_node[node]
 
     def _kill(self, nodes: Collection[str]) -> None:

@@ -75,8 +75,8 @@ def _train(env, plan_json, replicas, source):
 def servers():
     servers = [MemoryStoreServer("127.0.0.1", TOKEN) for _ in range(3)]
     yield servers
-    for keeper in servers:
-        keeper.shutdown()
+    for server in servers:
+        server.shutdown()
 
 
 def replicas_for(plan, servers):
@@ -121,7 +121,7 @@ def test_run_goes_on_from_memory_after_a_node_is_lost(servers, saved, loaded, sh
 
     lost, *left = servers
     lost.shutdown()
-    stores = {keeper.uri: RemoteMemoryStore(keeper.uri, TOKEN) for keeper in left}
+    stores = {server.uri: RemoteMemoryStore(server.uri, TOKEN) for server in left}
     snapshot = find_snapshot(stores, job={}, now="")
     assert snapshot.manifest.step == STEPS - 1, "the last step saves to the store instead"
 

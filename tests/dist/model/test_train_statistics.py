@@ -29,7 +29,7 @@ def _train(env, plan_json):
     for _ in range(STEPS):
         by_hand.clear()
         handles = [
-            module.register_forward_hook(_keeper(by_hand, name))
+            module.register_forward_hook(_server(by_hand, name))
             for name, module in parts.modules[0].named_modules()
             if isinstance(module, TransformerBlock)
         ]
@@ -46,7 +46,7 @@ def _train(env, plan_json):
     )
 
 
-def _keeper(kept, name):
+def _server(kept, name):
     return lambda _module, _args, output: kept.setdefault(name, []).append(output.detach())
 
 

@@ -130,7 +130,7 @@ def test_plan_states_what_snapshots_cost_when_there_are_any():
     rank = json.loads(_run("plan", VERIFY, *on, "--json"))["ranks"][0]
     share = rank["num_parameters"] * 3 * 8 // 2
     assert rank["snapshot"] == {
-        "share_bytes": share, "buffer_bytes": 2 * share, "keeper_bytes": 2 * share,
+        "share_bytes": share, "buffer_bytes": 2 * share, "server_bytes": 2 * share,
         "sent_bytes": share,
     }  # fmt: skip
 

@@ -57,11 +57,11 @@ def test_cost_counts_masters_and_moments_of_the_share(sharding):
     half = -(-rank_state(plan.job, plan.stages, plan.grid, tp_rank=0).num_parameters // 2)
     assert cost.share_bytes == half * 3 * 4, "a float32 master and two moments, half of each"
     assert cost.sent_bytes == cost.share_bytes
-    assert cost.buffer_bytes == cost.keeper_bytes == 2 * cost.share_bytes
-    assert cost.buffer_bytes + cost.keeper_bytes == 4 * cost.share_bytes
+    assert cost.buffer_bytes == cost.server_bytes == 2 * cost.share_bytes
+    assert cost.buffer_bytes + cost.server_bytes == 4 * cost.share_bytes
     alone = snapshot_cost(plan, 0, num_copies=1)
-    assert (alone.sent_bytes, alone.keeper_bytes) == (0, 0)
-    assert alone.buffer_bytes + alone.keeper_bytes == 2 * cost.share_bytes
+    assert (alone.sent_bytes, alone.server_bytes) == (0, 0)
+    assert alone.buffer_bytes + alone.server_bytes == 2 * cost.share_bytes
 
 
 def test_context_parallel_ranks_share_a_snapshot_as_data_parallel_ones_do():

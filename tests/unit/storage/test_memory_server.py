@@ -17,14 +17,14 @@ TOKEN = "secret"
 
 
 @pytest.fixture
-def keeper():
-    with MemoryStoreServer("127.0.0.1", TOKEN) as keeper:
-        yield keeper
+def server():
+    with MemoryStoreServer("127.0.0.1", TOKEN) as server:
+        yield server
 
 
 @pytest.fixture
-def store(keeper):
-    return RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0)
+def store(server):
+    return RemoteMemoryStore(server.uri, TOKEN, timeout_s=100.0)
 
 
 def test_large_object_travels_in_pieces_and_any_range_comes_back(store, monkeypatch):
@@ -48,9 +48,9 @@ def test_many_objects_are_dropped_in_one_call(store):
     assert list(store.list("")) == ["b"]
 
 
-def test_stranger_can_neither_read_nor_write(keeper, store):
+def test_stranger_can_neither_read_nor_write(server, store):
     put(store, "k")
-    stranger = RemoteMemoryStore(keeper.uri, "guess", timeout_s=100.0)
+    stranger = RemoteMemoryStore(server.uri, "guess", timeout_s=100.0)
     uses = (
         lambda: stranger.get("k"),
         lambda: stranger.size("k"),
@@ -59,42 +59,42 @@ def test_stranger_can_neither_read_nor_write(keeper, store):
         lambda: put(stranger, "new"),
     )
     for use in uses:
-        with pytest.raises(StorageError, match="the token is not this keeper's"):
+        with pytest.raises(StorageError, match="the token is not this snapshot server's"):
             use()
     assert list(store.list("")) == ["k"]
 
 
-def test_keeper_checks_keys_itself(keeper):
+def test_server_checks_keys_itself(server):
     with pytest.raises(pa.flight.FlightServerError, match="object key"):
-        keeper.do_put(None, pa.flight.FlightDescriptor.for_command(b'{"key": "../up"}'), [], None)
+        server.do_put(None, pa.flight.FlightDescriptor.for_command(b'{"key": "../up"}'), [], None)
 
 
 @pytest.mark.parametrize("sent", [b"1234", b"123456"], ids=["short", "long"])
-def test_object_of_another_length_than_was_said_is_not_kept(keeper, store, sent):
+def test_object_of_another_length_than_was_said_is_not_kept(server, store, sent):
     order = pa.flight.FlightDescriptor.for_command(
         b'{"key": "k", "num_bytes": 5, "overwrite": true}'
     )
     pieces = [SimpleNamespace(data=batch_of(pa.py_buffer(sent)))]
     with pytest.raises(pa.flight.FlightServerError, match=f"{len(sent)} bytes came of k, not 5"):
-        keeper.do_put(None, order, pieces, None)
+        server.do_put(None, order, pieces, None)
     assert list(store.list("")) == []
 
 
-def test_keeper_that_is_gone_is_a_storage_error_in_time():
-    with MemoryStoreServer("127.0.0.1", TOKEN) as keeper:
-        store = RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0)
+def test_server_that_is_gone_is_a_storage_error_in_time():
+    with MemoryStoreServer("127.0.0.1", TOKEN) as server:
+        store = RemoteMemoryStore(server.uri, TOKEN, timeout_s=100.0)
         put(store, "k")
     for use in (lambda: store.get("k"), lambda: put(store, "k"), lambda: list(store.list(""))):
-        with pytest.raises(StorageError, match="a keeper must live"):
+        with pytest.raises(StorageError, match="a snapshot server must live"):
             use()
 
 
-def test_end_of_an_object_in_shared_memory_is_seen_where_it_lies(keeper):
+def test_end_of_an_object_in_shared_memory_is_seen_where_it_lies(server):
     shared = SharedMemories()
     memory = shared.allocate(10_000)
     memory.pages[:] = bytes(range(250)) * 40
     pages = memoryview(memory.pages)
-    store = RemoteMemoryStore(keeper.uri, TOKEN, timeout_s=100.0, shared=shared)
+    store = RemoteMemoryStore(server.uri, TOKEN, timeout_s=100.0, shared=shared)
     store.put("k", [b"head", pages[100:900], pages[900:2000]], overwrite=False)
     data = b"head" + bytes(pages[100:2000])
     assert store.is_sharing and store.size("k") == len(data) and store.get("k") == data

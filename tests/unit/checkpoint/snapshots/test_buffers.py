@@ -1,4 +1,4 @@
-"""What a rank copies and what its node's keeper has of it are one memory, which outlives the rank."""
+"""What a rank copies and what its node's snapshot server has of it are one memory, which outlives the rank."""
 
 import ctypes
 import gc
@@ -22,7 +22,7 @@ from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 from tests.support.jobs import make_test_plan
-from tests.support.keepers import SPAWN, TOKEN, keeper_processes, memory_of
+from tests.support.snapshot_servers import SPAWN, TOKEN, memory_of, server_processes
 from tests.unit.checkpoint.large import ALONE, LARGE, blocks_of_step
 from tests.unit.checkpoint.support import STATE, make_blocks
 
@@ -67,9 +67,9 @@ def _memory_of_all(pids):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("num_keepers", [1, 2], ids=["one-node", "two-nodes"])
-def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
-    with keeper_processes(num_keepers) as servers:
+@pytest.mark.parametrize("num_servers", [1, 2], ids=["one-node", "two-nodes"])
+def test_memory_of_rank_and_servers_together_is_what_the_plan_says(num_servers):
+    with server_processes(num_servers) as servers:
         pids = [os.getpid(), *(pid for pid, _ in servers)]
         addresses = [address for _, address in servers]
         blocks = blocks_of_step(0)
@@ -85,11 +85,11 @@ def test_memory_of_rank_and_keepers_together_is_what_the_plan_says(num_keepers):
             RemoteMemoryStore(address, TOKEN).clear("")
         before = _memory_of_all(pids)
         writer, after = six_snapshots()
-        cost = snapshot_cost(writer._plan, 0, num_copies=num_keepers)
+        cost = snapshot_cost(writer._plan, 0, num_copies=num_servers)
         assignment = writer._newest.num_bytes
-        planned = assignment * (cost.buffer_bytes + cost.keeper_bytes) / cost.share_bytes
-        assert planned == 2 * num_keepers * assignment
-        messages = 2 * BATCH_BYTES * (num_keepers - 1)  # held at both ends
+        planned = assignment * (cost.buffer_bytes + cost.server_bytes) / cost.share_bytes
+        assert planned == 2 * num_servers * assignment
+        messages = 2 * BATCH_BYTES * (num_servers - 1)  # held at both ends
         assert abs(after - before - planned) < messages + 0.1 * assignment
         assert writer._buffers.num_bytes == 2 * assignment
 
@@ -113,7 +113,7 @@ def _die_while_copying(addresses, step):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(step):
-    with keeper_processes(2) as servers:
+    with server_processes(2) as servers:
         addresses = [address for _, address in servers]
         rank = SPAWN.Process(target=_die_while_copying, args=(addresses, step))
         rank.start()
@@ -125,7 +125,7 @@ def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(s
 
 
 def test_failed_snapshot_gives_its_memory_to_the_next_and_the_whole_one_stays():
-    with keeper_processes(1) as ((_, address),):
+    with server_processes(1) as ((_, address),):
         writer = writer_to(address, home=address)
         take(writer, 1)
         take(writer, 2)
@@ -141,7 +141,7 @@ def test_failed_snapshot_gives_its_memory_to_the_next_and_the_whole_one_stays():
         assert holds({address: store}, 1)
 
 
-def test_keeper_that_sees_no_memory_of_ranks_is_sent_copies_and_one_buffer_is_enough(
+def test_server_that_sees_no_memory_of_ranks_is_sent_copies_and_one_buffer_is_enough(
     monkeypatch, caplog
 ):
     def blind(_tail):
@@ -169,7 +169,7 @@ def test_system_without_shared_memory_is_sent_copies_too(monkeypatch, caplog):
         assert "no shared memory" in caplog.text
 
 
-def test_lost_keeper_of_the_own_node_ends_neither_training_nor_the_partners_copies():
+def test_lost_server_of_the_own_node_ends_neither_training_nor_the_partners_copies():
     with memory_server.MemoryStoreServer("127.0.0.1", TOKEN) as partner:
         own = memory_server.MemoryStoreServer("127.0.0.1", TOKEN)
         writer = writer_to(own.uri, partner.uri, home=own.uri)

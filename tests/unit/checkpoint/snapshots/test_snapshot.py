@@ -140,7 +140,7 @@ def test_flipped_bit_of_one_copy_is_noticed_and_the_other_is_right(stores):
     assert same(blocks, make_blocks(MODEL, grid, 0))
 
 
-# How ranks agree. Two ranks on two nodes, each with its keeper; this thread is both ranks' loop.
+# How ranks agree. Two ranks on two nodes, each with its snapshot server; this thread is both ranks' loop.
 
 
 @pytest.fixture
@@ -225,10 +225,10 @@ def test_two_generations_are_kept_and_no_more(servers, inline_tidying):
     for step in range(1, 6):
         assert ranks.go()
         assert ranks.whole_step() == {step - 1}
-        for keeper in servers:
-            steps = {checkpoint_of(key).step for key in keeper._objects}
+        for server in servers:
+            steps = {checkpoint_of(key).step for key in server._objects}
             assert steps == {step, step - 1} - {0}
-            assert len(keeper._objects) == 4 * len(steps), "file and part of both ranks"
+            assert len(server._objects) == 4 * len(steps), "file and part of both ranks"
 
 
 def test_rank_that_still_writes_makes_all_wait_and_none_forget(servers, monkeypatch):
@@ -282,7 +282,7 @@ def test_failed_rank_keeps_the_one_before_and_the_next_is_whole(servers, inline_
     assert {checkpoint_of(key).step for key in servers[0]._objects} == {3, 4}
 
 
-def test_lost_keeper_leaves_single_copies_and_is_said(servers):
+def test_lost_server_leaves_single_copies_and_is_said(servers):
     ranks = Ranks(servers)
     assert ranks.go() and ranks.go()
     servers[1].shutdown()
@@ -291,10 +291,10 @@ def test_lost_keeper_leaves_single_copies_and_is_said(servers):
     assert {w.metrics()["checkpoint/snapshot_lacking"] for w in ranks.writers} == {2}
 
 
-def test_without_any_keeper_training_goes_on(servers):
+def test_without_any_server_training_goes_on(servers):
     ranks = Ranks(servers)
-    for keeper in servers:
-        keeper.shutdown()
+    for server in servers:
+        server.shutdown()
     assert [ranks.go() for _ in range(3)] == [True] * 3
     assert ranks.whole_step() == {0}
 

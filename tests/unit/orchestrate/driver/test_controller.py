@@ -478,7 +478,7 @@ def test_newer_of_snapshot_and_checkpoint_is_restored(world):
     assert restores(world) == [("nothing", 0), ("memory", 3)]
     order = world.group.orders[1]
     assert order.restore.endswith("step-00000003/manifest-a0001.json")
-    assert order.holders == {order.restore: ("keeper",)}
+    assert order.holders == {order.restore: ("snapshot server",)}
     (recovered,) = world.sink.of(Recovered)
     assert (recovered.source, recovered.restored_step, recovered.lost_steps) == ("memory", 3, 0)
 

@@ -1,4 +1,4 @@
-"""Keepers (memory servers) in processes of their own, and the memory that a process takes."""
+"""Snapshot servers (memory servers) in processes of their own, and the memory that a process takes."""
 
 import multiprocessing
 import os
@@ -13,14 +13,14 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def _keep(answers) -> None:
     give_memory_back()
-    keeper = MemoryStoreServer("127.0.0.1", TOKEN)
-    answers.put((os.getpid(), keeper.uri))
-    keeper.wait()
+    server = MemoryStoreServer("127.0.0.1", TOKEN)
+    answers.put((os.getpid(), server.uri))
+    server.wait()
 
 
 @contextmanager
-def keeper_processes(number):
-    """Yield the pid and the address of each of ``number`` keepers."""
+def server_processes(number):
+    """Yield the pid and the address of each of ``number`` snapshot servers."""
     answers = SPAWN.Queue()
     with ExitStack() as stack:
         for _ in range(number):
