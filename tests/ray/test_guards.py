@@ -104,7 +104,7 @@ def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, cal
     assert len(pages) == 3
     text = pages[1].read_text()
     assert (
-        "- What: rank 1 hung" in text and "| steps |" in text and "it waits for all_reduce" in text
+        "- Cause: rank 1 hung" in text and "| steps |" in text and "it waits for all_reduce" in text
     )
 
 
