@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.support.servers import swift_server
 from tests.support.servers.ceph_server import PACKAGES, CephServer, missing_programs
 from tests.support.servers.s3_server import BUCKET, environment, exported, raw_client
 from tests.support.servers.store_outage import Outage
-from tests.support.servers import swift_server
 
 
 @pytest.fixture(scope="module")
