@@ -70,7 +70,7 @@ rehearse: setup
 	$(PYTEST) -m cluster -s tests/cluster
 
 # Rank 0 of each layout on a CUDA device that executes nothing (docs/gpu.md). It makes an environment of its own, with
-# torch's CUDA build: 6.2 GB, kept in build/. Then it takes about three minutes.
+# torch's CUDA build: 6.2 GB, kept in build/. Then it takes about a minute.
 BOOKS := build/cuda-books
 
 $(BOOKS)/.ok: pyproject.toml constraints.txt
