@@ -33,7 +33,7 @@ from raymega.plan.packing.dynamic_cp import (
 
 SIGMA = 1.1
 BYTES_PER_TOKEN = 3.0
-"""Of Python source under a byte-level BPE of 2,048 tokens, rounded."""
+"""Bytes per token of Python source under a byte-level BPE of 2,048 tokens, rounded."""
 SEED = 1
 
 

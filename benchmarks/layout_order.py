@@ -36,7 +36,7 @@ from raymega.train.step import train_step
 from tests.support.ranks import run_grid
 
 STEPS = 6
-"""Of a round, the first of which does not count."""
+"""Steps of a round, the first of which does not count."""
 TIMEOUT_S = 300.0
 TIE = 0.10
 """Pairs of layouts whose measured times are nearer than this have no order."""

@@ -53,7 +53,7 @@ TOKENS_OF_EXPERT = (1, 4, 16, 64, 256)
 WIDTHS = (64, 256, 1024)
 NUM_EXPERTS = {64: 64, 256: 32, 1024: 8}
 MICRO_BATCHES = 4
-"""Of a step beside transformers: what a run does once a step weighs as it does there."""
+"""Micro-batches of a step beside transformers: what a run does once a step has the same weight in both."""
 
 
 class Summed:

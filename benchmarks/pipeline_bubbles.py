@@ -33,7 +33,7 @@ from raymega.schedule.timeline import Event, bubble
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
 UNIT_S = 0.1
-"""Of a forward of a whole rank; both parts of its backward take as long."""
+"""Seconds of a forward of a whole rank; both parts of its backward take as long."""
 STEPS = 3
 """After one that is not counted; the median counts."""
 NAMES = ("gpipe", "1f1b", "interleaved", "dualpipe_v", "zb_h1", "zb_h2", "zb_auto", "zb_v")

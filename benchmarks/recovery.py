@@ -49,14 +49,14 @@ from raymega.storage.registry import open_store
 
 JOB = Path(__file__).parents[1] / "jobs" / "verify.yaml"
 CONTROL = ("detect", "abort", "find", "reserve", "rendezvous")
-"""What the control plane takes; the rest is the model's."""
+"""Phases of a recovery that the control plane takes; the rest are the model's."""
 NODES = 2
 CALM_STEPS = 5
 """Least steps between a recovery and the next fault."""
 PARTS = ("kill", "waiting-kill", "stop", "node", "frozen-node", "ray-train")
 ENTRY, WAITING_ENTRY = "raymega.train.entry", "benchmarks.waiting_entry"
 FEW_SAMPLES = "data.global_batch_size=8"
-"""Where each micro-batch is waited for."""
+"""Setting of runs in which each micro-batch waits as for an accelerator."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from threading import Event
 from raymega.train import entry, loop
 
 WAIT_S = 0.1
-"""Of a micro-batch."""
+"""Seconds that a micro-batch waits."""
 warm_up, host_rendezvous = entry.warm_up, entry.host_rendezvous
 TRAIN_STEP = loop.train_step
 aborted = Event()

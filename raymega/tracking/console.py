@@ -182,9 +182,9 @@ def _trouble(event: Trouble) -> str:
 
 def _recovered(event: Recovered) -> str:
     return (
-        f"Recovered: detected in {event.detection_s:.1f} s; resumed from step {event.restored_step}"
-        f"{_from(event)}, {_count(event.lost_steps, 'lost step')} recomputed in {event.recovery_s:.1f} s"
-        f"{_phases(event)}."
+        f"Recovered: detected in {event.detection_s:.1f} s, back {event.recovery_s:.1f} s later; "
+        f"resumed from step {event.restored_step}{_from(event)}, "
+        f"{_count(event.lost_steps, 'lost step')} recomputed{_phases(event)}."
     )
 
 

@@ -22,7 +22,7 @@ from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome
 
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
-"""As many numbers as with snapshots: the length of an all-reduce may decide its order of sums."""
+"""Zeros in place of a snapshot's three sums: the length of an all-reduce may decide its order of sums."""
 
 
 class SaveScheduler:

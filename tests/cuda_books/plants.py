@@ -47,6 +47,18 @@ def _free_what_a_copy_still_reads() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
 
 
+def _let_go_of_tensors_on_recorded_steps() -> None:
+    from raymega.parallel.comm.trace import _GpuFlight
+
+    begin = _GpuFlight.__init__
+
+    def lame(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self._keeps_alive = None
+
+    _GpuFlight.__init__ = lame  # type: ignore[method-assign]
+
+
 def _read_back_in_each_instruction() -> None:
     import torch
 
@@ -86,6 +98,9 @@ PLANTS = {
     ),
     "a buffer is freed while a copy reads it": Plant(
         "offload activations", "races", _free_what_a_copy_still_reads
+    ),
+    "a recorded transfer lets go of its tensors": Plant(
+        "ep4 shared expert", "races", _let_go_of_tensors_on_recorded_steps
     ),
     "the host reads the device in a loop": Plant(
         "one rank", "syncs", _read_back_in_each_instruction

@@ -29,7 +29,7 @@ NOT_RUN = {
     r"primer|last_first|sqlite": "needs the changes to the package that docs/extending.md describes",
 }  # fmt: skip
 QUICK = re.compile(r"raymega (plan|schedule|schema)\b(?!.*--top)")
-"""What `make test` runs: it starts nothing, and searches no layouts."""
+"""Commands that `make test` runs: they start nothing, and search no layouts."""
 RUNNABLE = re.compile(r"(raymega|python) |kill -9 ")
 """Programs that the tests run."""
 _command = typer.main.get_command(app)

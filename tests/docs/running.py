@@ -25,10 +25,10 @@ SECOND_TERMINAL = re.compile(r"second terminal, after the checkpoint of step (\d
 PLACE = "/tmp/docs-"
 """Begins every path of the pages that the reader writes to."""
 VARIES = re.compile(
-    r" *[\d,.]+ (?:tokens/s|ms|MiB|s\b)| *\d+ min \d+ s| *[\d.]+%|process \d+.*|\d+ steps? done again|\(abort [^)]*\)"
-    r"|lost after step \d+"
+    r" *[\d,.]+ (?:tokens/s|ms|MiB|s\b)| *\d+ min \d+ s| *[\d.]+%|process \d+.*|\d+ lost steps? recomputed|\(abort [^)]*\)"
+    r"|failed after step \d+"
 )
-"""What no two runs print alike: times, rates, and where a killed worker was."""
+"""Parts of an output that differ between two runs: times, rates, and where a killed worker was."""
 
 
 @contextmanager

@@ -4,13 +4,16 @@
 """
 
 import ast
+import inspect
 import io
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeGuard
 
 _RELATIVE = (
     "what where when which who whose whom that whether how why if as because since until while so than then "
@@ -48,12 +51,24 @@ class Docstring:
 
 
 def docstrings(path: Path) -> Iterator[Docstring]:
-    """Yield the docstrings of a file: of the module, its classes and its functions."""
+    """Yield the docstrings of a file: of the module, its classes, functions, constants and fields."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield Docstring(path=path, line=getattr(node, "lineno", 1), text=text)
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text:
+            yield Docstring(path=path, line=getattr(node, "lineno", 1), text=text)
+        for owner, below in pairwise(node.body):
+            if isinstance(owner, ast.Assign | ast.AnnAssign) and _is_text(below):
+                yield Docstring(
+                    path=path, line=below.lineno, text=inspect.cleandoc(below.value.value)
+                )
+
+
+def _is_text(statement: ast.stmt) -> TypeGuard[ast.Expr]:
+    return isinstance(statement, ast.Expr) and isinstance(
+        getattr(statement.value, "value", None), str
+    )
 
 
 def argument_lines(text: str) -> Iterator[tuple[str, str]]:

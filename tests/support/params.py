@@ -17,7 +17,7 @@ from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel
 MODEL = ModelSection(
     family="llama", num_layers=2, hidden_size=8, num_heads=2, ffn_hidden_size=8, vocab_size=8
 )
-"""Of which rates ask how deep it is."""
+"""Model whose depth learning rates and first values depend on."""
 ALONE = build_groups(Grid(), 0, timeout_s=1.0)
 
 

@@ -39,7 +39,7 @@ PRELOADED = [
 TIMEOUT_S = 200.0
 """A guard against ranks that hang, on hosts that are several times slower than usual."""
 GRACE_S = 30.0
-"""How long the others may go on after a rank has failed, so that they can tell what they saw."""
+"""Seconds that the other ranks have after one has failed, to report what they saw."""
 ENDLESS_S = 10_000.0
 """A timeout of collectives that no test lives to see."""
 

@@ -43,7 +43,7 @@ class Pack:
 
 
 Round = tuple[Pack, ...]
-"""One micro-batch of all ranks: packs in the order of their ranks, every rank in one."""
+"""Micro-batch of all ranks: packs in the order of their ranks, every rank in one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from raymega.errors import Fault
 
 FaultRow = tuple[bool, str, str, str]
-"""Whether the rule is broken; then fact, rule and remedy of its fault."""
+"""Row of a rule: true where the rule is broken, then fact, rule and remedy of its fault."""
 Check = Callable[..., Iterator[Fault]]
 
 

@@ -59,7 +59,7 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[12].startswith("Checkpoint of step 3 skipped")
     assert lines[13] == "Attempt 1 failed after step 3: killed by signal 9"
     assert lines[16] == (
-        "Recovered: detected in 0.5 s; resumed from step 2, 1 lost step recomputed in 3.0 s."
+        "Recovered: detected in 0.5 s, back 3.0 s later; resumed from step 2, 1 lost step recomputed."
     )
     assert lines[-1].startswith("Run demo finished at step 4 after 4 min 12 s; goodput 93.0%")
 
