@@ -1,15 +1,20 @@
 """Scores of an evaluation on grids equal a plain loop over transformers' logits, and repeat bit for bit."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
+from raymega.errors import ConfigError
 from raymega.evaluate.requests import Request
-from raymega.evaluate.run import EvalOptions, plan_of
+from raymega.evaluate.run import EvalOptions, plan_of, prepare_evaluation
 from raymega.evaluate.worker import score_requests
 from raymega.plan.run_plan import read_plan
+from raymega.prepare.tokenizer import make_tokenizer
 from raymega.train.build_scorer import build_scorer, load_weights
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models
@@ -102,3 +107,31 @@ def test_every_grid_scores_as_transformers_and_repeats_its_bits(grid, llama):
     again = _on(uri, grid)
     for (ours, _), (theirs, _) in zip(results, again, strict=True):
         assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "options", "told"),
+    [
+        ("squad", "texts", EvalOptions(), "a task is one of wikitext, lambada"),
+        ("lambada", "texts", EvalOptions(grid="tp=3"), "parallel.tp=3"),
+        ("lambada", "texts", EvalOptions(grid="tp"), "parallel.tp"),
+        ("wikitext", "texts", EvalOptions(stride=99), "a window has 40 tokens"),
+        ("race", "texts", EvalOptions(), "is not in RACE's form"),
+        ("lambada", "nothing", EvalOptions(), "does not exist"),
+        ("lambada", "empty", EvalOptions(), "has nothing to evaluate"),
+        ("lambada", "texts", EvalOptions(tokenizer=Path("no")), "it must be a tokenizer.json"),
+        ("lambada", "texts", EvalOptions(tokenizer=None), "neither a tokenizer nor a dataset"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(
+    task, file, options, told, llama, tmp_path
+):
+    uri, _ = llama
+    (tmp_path / "texts").write_text('{"text": "a b"}\n')
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "tokenizer.json").write_text(make_tokenizer("bytes", []))
+    if told != "neither a tokenizer nor a dataset" and options.tokenizer is None:
+        options = replace(options, tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError) as error:
+        prepare_evaluation(uri, task, tmp_path / file, options)
+    assert told in str(error.value)
