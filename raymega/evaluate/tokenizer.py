@@ -23,7 +23,7 @@ class ModelTokenizer:
     Attributes:
         tokenizer: Tokenizer of the `tokenizers` library.
         eod_id: Token that closes a document; None where nothing tells.
-        source: Where it was found, for people.
+        source: Place where it was found, for messages.
     """
 
     tokenizer: Tokenizer
@@ -32,7 +32,7 @@ class ModelTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """Number of tokens, the largest one plus 1."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def ids(self, text: str) -> list[int]:
