@@ -24,6 +24,7 @@ from raymega.data.first_step import first_rows
 from raymega.data.remote_dataset import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
+from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
@@ -47,7 +48,7 @@ from raymega.plan.validation.registry import job_faults
 from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
-from raymega.session import Session, close_session, open_session
+from raymega.session import Session, close_session, open_session, session_at
 from raymega.storage.registry import (
     apart_faults,
     folder_faults,
@@ -276,6 +277,35 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
         WorkerError: The run on one rank failed.
     """
     return verify_job(job, options or Options(), watcher or Watcher())
+
+
+def evaluate(
+    uri: str,
+    task: str,
+    data: Path | str,
+    *,
+    options: EvalOptions | None = None,
+    address: str = "auto",
+    on_rows: OnRows | None = None,
+) -> EvalReport:
+    """Evaluate the newest checkpoint that ``uri`` names on a task, on any grid.
+
+    Args:
+        uri: URI of a run's folder, of one of its checkpoints or of a manifest.
+        task: Name of a task: ``wikitext``, ``lambada``, ``race`` or ``perplexity``.
+        data: File of the task.
+        options: Grid and lengths; None is one rank and the run's own.
+        address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
+        on_rows: Function that is told how many rows of tokens are done, and of how many.
+
+    Raises:
+        ConfigError: The checkpoint, task, file or grid is wrong; nothing was started.
+        WorkerError: A worker failed.
+        CapacityError: The cluster has no room for the grid.
+    """
+    ready = prepare_evaluation(uri, task, Path(data), options or EvalOptions())
+    with session_at(address):
+        return ready.run(on_rows or (lambda _done, _total: None))
 
 
 def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:

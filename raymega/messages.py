@@ -128,6 +128,7 @@ class StartWorker:
         replicas: Snapshot servers of this worker.
         skipped_samples: Ranges (first, end) of global samples that the run skips: at ``first`` it
             continues with ``end``.
+        entry_input: Input of an entry module that does not train, such as an evaluation's requests.
     """
 
     plan_json: str
@@ -140,6 +141,7 @@ class StartWorker:
     device: str
     replicas: Replicas = field(default_factory=Replicas)
     skipped_samples: tuple[tuple[int, int], ...] = ()
+    entry_input: bytes = field(default=b"", repr=False)
 
 
 # worker to driver: start and progress
@@ -226,6 +228,14 @@ class RankMemory:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryOutput:
+    """Output of an entry module that does not train, such as an evaluation's scores."""
+
+    rank: int
+    data: bytes = field(repr=False)
+
+
 # end of a worker
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFinished:
@@ -276,6 +286,7 @@ Report = (
     | RankTimeline
     | RankMemory
     | ExpertLoads
+    | EntryOutput
     | WorkerFinished
     | WorkerFailed
     | WorkerDied

@@ -15,6 +15,7 @@ from raymega.cli.checkpoint import checkpoint_app
 from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
+from raymega.cli.evaluate import evaluate
 from raymega.cli.node_agent import node_agent
 from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
@@ -66,6 +67,7 @@ def schema() -> None:
 # top-level commands, then groups of commands
 for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
     add_command(app, _command)
+add_command(app, evaluate, name="eval")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")

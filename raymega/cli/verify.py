@@ -19,7 +19,7 @@ from raymega.verify.run import Options, Outcome, Report, Watcher
 from raymega.verify.shrink import Shrunk
 
 HEADERS = (
-    "layout", "schedule", "micro-batch", "options", "loss", "gradient norm", "worst tensor",
+    "layout", "schedule", "micro-batch", "options", "loss", "eval loss", "gradient norm", "worst tensor",
     "off by", "seconds",
 )  # fmt: skip
 
@@ -38,7 +38,7 @@ def verify(
     """Check that this job trains the same on random parallel layouts as on one rank.
 
     Trains it in float64 over CPU processes, and compares loss, gradient norm and every parameter
-    after every step with the run on one rank. A deviation above 1e-9 is exit 1, with the smallest
+    after every step, and the held-out loss, with the run on one rank. A deviation above 1e-9 is exit 1, with the smallest
     layout that reproduces it. A large model is shrunk, its features kept.
 
     Options:
@@ -168,10 +168,11 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
     head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.extras())
     seconds = f"{outcome.seconds:.1f}"
     if found is None:
-        return (*head, "failed", "-", outcome.failure, "-", seconds)
+        return (*head, "failed", "-", "-", outcome.failure, "-", seconds)
     return (
         *head,
         f"{found.loss.value:.1e}",
+        f"{found.eval_loss.value:.1e}" if found.eval_loss else "-",
         f"{found.grad_norm.value:.1e}",
         found.tensor.quantity,
         f"{found.tensor.value:.1e}",
@@ -199,6 +200,7 @@ def _outcome_object(outcome: Outcome) -> dict[str, object]:
         return described | {"failure": outcome.failure}
     return described | {
         "loss": _deviation_object(found.loss),
+        "eval_loss": _deviation_object(found.eval_loss) if found.eval_loss else None,
         "grad_norm": _deviation_object(found.grad_norm),
         "tensor": _deviation_object(found.tensor),
         "first_above_limit": _deviation_object(found.first) if found.first else None,

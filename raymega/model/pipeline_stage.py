@@ -40,6 +40,7 @@ from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
+from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import stage_tensors
@@ -267,6 +268,19 @@ class StageModule(nn.Module):
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
             return self(*parts, hidden, rows=rows)
+        finally:
+            self.train()
+
+    def score(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor | TokenScores:
+        """Return the activation for the next stage, or the last stage's scores of the labels, [S/cp, B]."""
+        self.eval()
+        try:
+            token_layout = self._token_layout(micro_batch.rows, micro_batch.mask, None)
+            x = self._residual_stream(micro_batch.tokens, hidden, token_layout)
+            if self.head is None:
+                return x
+            self.before_use(self.head)
+            return self.head.scores(x, micro_batch.labels)
         finally:
             self.train()
 

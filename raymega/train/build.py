@@ -105,36 +105,14 @@ def build_parts(
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
-    experts = ExpertGroups(
-        ep=groups.ep,
-        etp=groups.etp,
-        micro=groups.micro,
-        sp=sp,
-        is_gathered=job.parallel.moe_token_dispatcher_type == "all_gather",
-        log=comm_log,
-        interleaver=PassInterleaver(device)
-        if job.parallel.overlap_moe_expert_parallel_comm
-        else None,
-    )
+    experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
     # model chunks with gradient and weight buffers
     model = build_model(
         plan, stages, groups=groups, context=context, experts=experts, device=device
     )
     modules = model.modules
     _log_attention_weights(job)
-    # pipeline transfers of activations [S/(cp*sp), B, D]
-    p2p = PointToPoint(
-        groups,
-        placement=plan.placement,
-        shape=(
-            job.data.seq_len // (context.degree * sp.degree),
-            plan.batch.micro_batch_size,
-            job.model.hidden_size,
-        ),
-        dtype=DTYPES[job.precision.dtype],
-        device=device,
-        timeout_s=job.elastic.collective_timeout_s,
-    )
+    p2p = make_p2p(plan, groups, token_degree=context.degree * sp.degree, device=device)
     return TrainingComponents(
         plan=plan,
         coords=coords,
@@ -169,6 +147,41 @@ def build_parts(
         evaluation=_build_evaluation(
             plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, progress=progress
         ),
+    )
+
+
+def make_expert_groups(
+    job: Job, groups: Groups, *, sp: SequenceParallel, log: CommLog, device: torch.device
+) -> ExpertGroups:
+    """Return what layers with experts need of the grid; ``log`` records their transfers."""
+    overlaps = job.parallel.overlap_moe_expert_parallel_comm
+    return ExpertGroups(
+        ep=groups.ep,
+        etp=groups.etp,
+        micro=groups.micro,
+        sp=sp,
+        is_gathered=job.parallel.moe_token_dispatcher_type == "all_gather",
+        log=log,
+        interleaver=PassInterleaver(device) if overlaps else None,
+    )
+
+
+def make_p2p(
+    plan: RunPlan, groups: Groups, *, token_degree: int, device: torch.device
+) -> PointToPoint:
+    """Return the pipeline's transfers of activations [S/token_degree, B, D]."""
+    job = plan.job
+    return PointToPoint(
+        groups,
+        placement=plan.placement,
+        shape=(
+            job.data.seq_len // token_degree,
+            plan.batch.micro_batch_size,
+            job.model.hidden_size,
+        ),
+        dtype=DTYPES[job.precision.dtype],
+        device=device,
+        timeout_s=job.elastic.collective_timeout_s,
     )
 
 

@@ -33,22 +33,27 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
+class ModelWeights:
     """Part of the model that one rank holds.
 
     Attributes:
         modules: Model chunks, in the order of their stages.
         states: Tensors without gradients, such as the router's expert bias.
         table: Bucket and place of each trained parameter.
-        gradients: Buffer of the parameters' summed gradients.
         weights: Buffer of the parameters' values.
     """
 
     modules: tuple[StageModule, ...]
     states: tuple[ShardedParameter, ...]
     table: BucketTable
-    gradients: GradBuffer
     weights: WeightBuffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model(ModelWeights):
+    """Part of the model that one rank trains: ``gradients`` buffers the parameters' summed gradients."""
+
+    gradients: GradBuffer
 
 
 def build_model(
@@ -60,8 +65,32 @@ def build_model(
     experts: ExpertGroups,
     device: torch.device,
 ) -> Model:
-    """Build the chunks of ``stages`` with initial values; ``experts`` carries the log of transfers.
+    """Build the chunks of ``stages`` with initial values and gradients, as :func:`build_weights` does."""
+    model = build_weights(
+        plan, stages, groups=groups, context=context, experts=experts, device=device
+    )
+    return Model(
+        modules=model.modules,
+        states=model.states,
+        table=model.table,
+        weights=model.weights,
+        gradients=GradBuffer(model.table, groups, log=experts.log),
+    )
 
+
+def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
+    plan: RunPlan,
+    stages: Sequence[Stage],
+    *,
+    groups: Groups,
+    context: Context,
+    experts: ExpertGroups,
+    device: torch.device,
+    has_initial_values: bool = True,
+) -> ModelWeights:
+    """Build the chunks of ``stages``; ``experts`` carries the log of transfers.
+
+    Weights get initial values, or zeros without ``has_initial_values``, for a checkpoint to fill.
     Modules are made on the meta device. Each bucket is then allocated, filled and, under ZeRO-3,
     sharded before the next one, so no rank ever holds all weights or a second copy.
     """
@@ -81,16 +110,14 @@ def build_model(
         units=_units(modules),
     )
     # memory and initial values, bucket by bucket
-    fill = partial(initialise, seed=plan.job.run.seed)
+    fill = partial(initialise, seed=plan.job.run.seed) if has_initial_values else leave_zeros
     weights = WeightBuffer(table, log=experts.log, fill=fill)
     _hand_out(weights, modules)
-    return Model(
-        modules=tuple(modules),
-        states=tuple(states),
-        table=table,
-        gradients=GradBuffer(table, groups, log=experts.log),
-        weights=weights,
-    )
+    return ModelWeights(modules=tuple(modules), states=tuple(states), table=table, weights=weights)
+
+
+def leave_zeros(_param: ShardedParameter) -> None:
+    """Leave a parameter's new memory as it is, zeros."""
 
 
 def _build_modules(

@@ -1,9 +1,9 @@
 """Deviations of a layout's run from the reference run, and the first one above the limit.
 
-Loss and gradient norm deviate relatively. A weight deviates by max|a - b| / (max|b| + sum of its learning
-rates so far), because a weight that starts at zero is only as large as its updates. Optimizer state
-(``kind/weight``) deviates by max|a - b| / max|b over all weights|, because the moments of a zero gradient
-are rounding noise.
+Loss, held-out loss and gradient norm deviate relatively. A weight deviates by max|a - b| / (max|b| + sum of
+its learning rates so far), because a weight that starts at zero is only as large as its updates. Optimizer
+state (``kind/weight``) deviates by max|a - b| / max|b over all weights|, because the moments of a zero
+gradient are rounding noise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan
+from math import inf, isnan, nan
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,8 @@ class RankResult:
     Attributes:
         curve: Scalars by step.
         blocks: Parts of tensors that the rank holds.
+        eval_loss: Held-out loss after the last step; None where the job does not evaluate.
+        plain_eval_loss: The same computed a second way (`plain_evaluation.py`), on one rank only.
         lr_scales: Factor of each weight's learning rate on the step's; 1 for weights left out.
         router_margin: Least margin of a routing decision; infinite without experts.
         fp8_margin: Least distance of a number to another fp8 rounding; infinite without fp8.
@@ -59,6 +61,8 @@ class RankResult:
 
     curve: tuple[StepValues, ...]
     blocks: Iterable[ComparedBlock]
+    eval_loss: float | None = None
+    plain_eval_loss: float | None = None
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     router_margin: float = inf
     fp8_margin: float = inf
@@ -68,6 +72,7 @@ class RankResult:
 class Reference:
     """Result of the run on one rank, which all layouts are compared with.
 
+    ``eval_loss`` is computed the plain way where the job allows it, and None where it does not evaluate.
     ``tensors`` are by (step, name); ``state_sizes`` has the largest value of each kind of optimizer state.
     ``undecided`` weights have a gradient of rounding noise, because the loss does not depend on them, so
     they may differ by as much as noise can move them.
@@ -77,6 +82,7 @@ class Reference:
     tensors: Mapping[tuple[int, str], Array]
     state_sizes: Mapping[str, float]
     lr_scales: Mapping[str, float]
+    eval_loss: float | None = None
     router_margin: float = inf
     undecided: frozenset[str] = frozenset()
     fp8_margin: float = inf
@@ -96,7 +102,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """Deviation of ``quantity`` (``loss``, ``grad_norm`` or a tensor's name) after ``step``."""
+    """Deviation of ``quantity`` (``loss``, ``grad_norm``, ``eval_loss`` or a tensor's name) after ``step``."""
 
     step: int
     quantity: str
@@ -105,17 +111,22 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutComparison:
-    """Largest deviation of each kind, and the first one above the limit, if any."""
+    """Largest deviation of each kind, and the first one above the limit, if any.
+
+    ``eval_loss`` is None where the job does not evaluate.
+    """
 
     loss: Deviation
     grad_norm: Deviation
     tensor: Deviation
     first: Deviation | None
+    eval_loss: Deviation | None = None
 
     @property
     def largest(self) -> Deviation:
         """Largest deviation of all kinds."""
-        return max((self.loss, self.grad_norm, self.tensor), key=lambda found: found.value)
+        found = (self.loss, self.grad_norm, self.tensor, self.eval_loss)
+        return max(filter(None, found), key=lambda deviation: deviation.value)
 
 
 def make_reference(result: RankResult) -> Reference:
@@ -130,6 +141,7 @@ def make_reference(result: RankResult) -> Reference:
     return Reference(
         curve=result.curve, tensors=tensors, state_sizes=dict(sizes), lr_scales=result.lr_scales,
         router_margin=result.router_margin, fp8_margin=result.fp8_margin,
+        eval_loss=result.eval_loss if result.plain_eval_loss is None else result.plain_eval_loss,
         undecided=_undecided(tensors, sizes),
     )  # fmt: skip
 
@@ -140,12 +152,15 @@ def compare(
     """Compare every rank's scalars and blocks, replicas included, with the reference."""
     # scalars on every rank, tensors over all ranks
     curves = [deviation for result in results for deviation in _curve_deviations(result, reference)]
+    evaluations = [_eval_deviation(result, reference) for result in results]
+    evaluated = [deviation for deviation in evaluations if deviation]
     tensors = _tensor_deviations(results, reference)
     return LayoutComparison(
         loss=_worst(found for found in curves if found.quantity == "loss"),
         grad_norm=_worst(found for found in curves if found.quantity == "grad_norm"),
         tensor=_worst(tensors),
-        first=_first([*curves, *tensors], limit),
+        first=_first([*curves, *tensors, *evaluated], limit),
+        eval_loss=_worst(evaluated) if evaluated else None,
     )
 
 
@@ -178,6 +193,14 @@ def _curve_deviations(result: RankResult, reference: Reference) -> list[Deviatio
         )
         for quantity in ("loss", "grad_norm")
     ]
+
+
+def _eval_deviation(result: RankResult, reference: Reference) -> Deviation | None:
+    if reference.eval_loss is None:
+        return None
+    loss = nan if result.eval_loss is None else result.eval_loss
+    off = relative(loss, reference.eval_loss)
+    return Deviation(step=len(reference.curve), quantity="eval_loss", value=off)
 
 
 def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> list[Deviation]:

@@ -32,6 +32,8 @@ def read_result(folder: Path, rank: int) -> RankResult:
     return RankResult(
         curve=tuple(StepValues(**values) for values in index["curve"]),
         blocks=_Blocks(path=path, index=index["blocks"]),
+        eval_loss=index["eval_loss"],
+        plain_eval_loss=index["plain_eval_loss"],
         lr_scales=index["lr_scales"],
         router_margin=index["router_margin"],
         fp8_margin=index["fp8_margin"],

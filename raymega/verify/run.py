@@ -211,6 +211,7 @@ def _is_data_there(job: Job) -> bool:
         job.data.path,
         seq_len=job.data.seq_len,
         vocab_size=job.model.vocab_size,
+        needs_valid=job.run.eval_samples > 0,
         is_packed=job.data.packing != "none",
     )
 

@@ -28,6 +28,8 @@ MAX_LAYERS = 8
 MAX_TP = 8
 MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
 MAX_WARMUP_STEPS = 2
+MAX_EVAL_SAMPLES = 7
+"""Held-out samples of one evaluation: odd, so that layouts have masked slots."""
 MAX_COOLDOWN_STEPS = 1
 MIN_EPS = 1e-8
 MOST_HEADS = 40
@@ -139,8 +141,11 @@ def _shorten(draft: _Draft, steps: int) -> None:
     draft.set("optimizer.lr_warmup_steps", min(optimizer.lr_warmup_steps, MAX_WARMUP_STEPS))
     draft.set("optimizer.lr_cooldown_steps", min(optimizer.lr_cooldown_steps, MAX_COOLDOWN_STEPS))
     draft.set("optimizer.lr_decay_steps", "steps")
-    draft.values["run"] |= {"steps": max(steps, MAX_WARMUP_STEPS + 1), "eval_samples": 0}
-    draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is evaluated, so nothing is best
+    draft.values["run"] |= {
+        "steps": max(steps, MAX_WARMUP_STEPS + 1),
+        "eval_samples": min(job.run.eval_samples, MAX_EVAL_SAMPLES),
+    }
+    draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is saved, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
     draft.values["elastic"]["collective_timeout_s"] = timeout_s
@@ -386,7 +391,9 @@ def _short_ramp(job: Job) -> tuple[dict[str, int], ...]:
 
 
 def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:
-    gaps = ["evaluation, checkpoints and restarts: only training steps are compared"]
+    gaps = ["checkpoints and restarts: only training steps and evaluations are compared"]
+    if not job.run.eval_samples:
+        gaps.append("evaluation: run.eval_samples=0 turns it off")
     if job.precision.dtype != "float64":
         gaps.append(f"rounding in {job.precision.dtype}")
     if job.cluster.device != "cpu":

@@ -1,4 +1,4 @@
-"""Rank of a verified layout: trains some steps and writes its numbers to a file.
+"""Rank of a verified layout: trains some steps, evaluates, and writes its numbers to a file.
 
 It assembles its components with `train/build.py`, as a real run does. Only this module and the fork
 server import torch.
@@ -21,9 +21,11 @@ from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import read_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import TrainingComponents, build_parts
+from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from raymega.verify.compare import StepValues
+from raymega.verify.plain_evaluation import plain_eval_loss
 from raymega.verify.results import result_path
 
 
@@ -73,8 +75,13 @@ def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> No
         for name, box, values in _blocks(parts, with_state=step == steps):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
+    # evaluation of the trained weights; on one rank also a second way
+    eval_loss = evaluate(parts).get("eval/loss")
+    is_reference = parts.plan.grid.world_size == 1
     index = {
         "curve": [asdict(values) for values in curve],
+        "eval_loss": eval_loss,
+        "plain_eval_loss": plain_eval_loss(parts) if is_reference else None,
         "blocks": blocks,
         "lr_scales": {
             block.tensor.name: rates_of(block.tensor, job.optimizer, job.model).lr_scale

@@ -21,6 +21,7 @@ import yaml
 
 from raymega.cli.main import run
 from raymega.planner.calibration.published_runs import COLUMNS
+from raymega.prepare.tokenizer import make_tokenizer
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 
@@ -32,6 +33,16 @@ TEXTS = {
         (",".join(COLUMNS), ",".join("many" if n == "n_gpus" else "" for n in COLUMNS))
     ),
     "FREE_JOB": VERIFY.read_text().replace("parallel: {tp: 1, pp: 2, dp: 1}", "parallel: {}"),
+    "BYTES": make_tokenizer("bytes", []),
+    "WORDS": json.dumps(
+        {
+            "version": "1.0",
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
+            **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+            "added_tokens": [],
+        }
+    ),
     "OTHER_JOB": VERIFY.read_text().replace("num_layers: 4", "num_layers: 3"),
 }
 """Files that cases name by a word."""

@@ -6,6 +6,7 @@ A row replaces one piece of the package's text; what catches it is the compariso
 from __future__ import annotations
 
 from tests.mutations.batches import BATCHES
+from tests.mutations.evaluations import EVALUATIONS
 from tests.mutations.experts import EXPERTS
 from tests.mutations.fp8 import FP8
 from tests.mutations.kernels import KERNELS
@@ -24,5 +25,6 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "batches": BATCHES,
     "updates": UPDATES,
     "fp8": FP8,
+    "evaluations": EVALUATIONS,
 }
 MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

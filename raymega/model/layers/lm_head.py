@@ -17,6 +17,7 @@ from raymega.parallel.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from raymega.parallel.tensor_parallel.layers import ParameterFactory, column_linear
+from raymega.parallel.tensor_parallel.token_scores import TokenScores, token_scores
 from raymega.parallel.workarounds.output_cache import CpuOutputCache
 
 
@@ -53,6 +54,11 @@ class Head(nn.Module):
         logits = self._padded_logits(self.norm(x))
         tp, vocab_size = self.sp.tp, self.plain_terms.vocab_size
         return logits[..., : num_real_columns(logits.shape[-1], tp, vocab_size)]
+
+    def scores(self, x: Tensor, labels: Tensor) -> TokenScores:
+        """Return the scores [S, B] of the next tokens ``labels`` [B, S], for x [S/sp, B, D]."""
+        num_rows = self.weight.shape[0]
+        return token_scores(self(x), labels.t(), self.sp.tp, num_rows=num_rows)
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the token losses where ``mask`` is 1.

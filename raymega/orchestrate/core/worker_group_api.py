@@ -83,6 +83,7 @@ class AttemptSpec:
     restore: str
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skipped_samples: tuple[tuple[int, int], ...] = ()
+    entry_input: bytes = b""
 
     def start_message(
         self, assigned: AssignedRank, *, rendezvous: str, device: str, replicas: Replicas
@@ -99,6 +100,7 @@ class AttemptSpec:
             device=device,
             replicas=replicas,
             skipped_samples=self.skipped_samples,
+            entry_input=self.entry_input,
         )
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import ray
 
 from raymega.config.schema import ClusterSection
 from raymega.errors import CapacityError, Fault
-from raymega.messages import Entered, WorkerDied, WorkerFailed, WorkerFinished
+from raymega.messages import Entered, Report
 from raymega.orchestrate.cluster.node_inventory import list_nodes
 from raymega.orchestrate.cluster.node_probes import (
     NodeFacts,
@@ -33,7 +32,7 @@ from raymega.orchestrate.cluster.node_probes import (
 )
 from raymega.orchestrate.core.rank_placement import WorkerLocation, block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import AttemptSpec
-from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+from raymega.orchestrate.workers.single_run import run_entry
 from raymega.plan.hardware.lookup import nvlink_bytes_per_s
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.registry import open_store
@@ -272,36 +271,16 @@ def measure(
     Raises:
         CapacityError: The cluster has no room for the workers.
     """
-    log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
-    group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
-    try:
-        timings, fault = _collect(group, plan)
-        return timings, group.members(), fault
-    finally:
-        group.release(keep_warm=False)
-
-
-def _collect(group: RayWorkerGroup, plan: RunPlan) -> tuple[list[Entered], Fault | str | None]:
-    """Return the timings of all ranks, and a fault if some are missing."""
-    limit_s = plan.job.elastic.start_timeout_s
-    deadline_s = time.monotonic() + limit_s
-    while (lacking := group.reserve(1.0)) is not None:  # wait for slots
-        if time.monotonic() > deadline_s:
-            return [], lacking
-    group.start(AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore=""))
     timings: list[Entered] = []
-    num_finished = 0
-    while num_finished < plan.grid.world_size:  # until a rank fails or all are done
-        if time.monotonic() > deadline_s:
-            return timings, _late(limit_s)
-        for report in group.poll(1.0):
-            if isinstance(report, Entered):
-                timings.append(report)
-            elif isinstance(report, WorkerFinished):
-                num_finished += 1
-            elif isinstance(report, WorkerFailed | WorkerDied):
-                return timings, _broken(report)
-    return timings, None
+
+    def keep(report: Report) -> None:
+        if isinstance(report, Entered):
+            timings.append(report)
+
+    spec = AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore="")
+    log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
+    done = run_entry(plan, spec, entry, log_dir=log_dir, on_report=keep)
+    return timings, done.locations, done.fault
 
 
 def _delete(uri: str, keys: Sequence[str]) -> None:
@@ -378,21 +357,4 @@ def _slow(axis: str, ranks: str, speed: float, middle: float) -> Fault:
         fact=f"{axis} group of ranks {ranks} moves {speed / 1e9:.3f} GB/s",
         rule=f"the median of its axis is {middle / 1e9:.3f} GB/s",
         remedy="look for a node on another switch, a network card that is down, or a busy node",
-    )
-
-
-def _late(limit_s: float) -> Fault:
-    return Fault(
-        fact="not every rank has measured its groups",
-        rule=f"they have elastic.start_timeout_s={limit_s:g} s",
-        remedy="look at /tmp/raymega-doctor on the nodes; a firewall between them is a usual cause",
-    )
-
-
-def _broken(report: WorkerFailed | WorkerDied) -> Fault:
-    cause = report.message if isinstance(report, WorkerFailed) else report.cause
-    return Fault(
-        fact=f"rank {report.rank} failed: {' '.join(cause.split())[:300]}",
-        rule="the ranks must be able to meet and to send",
-        remedy="look at /tmp/raymega-doctor on its node; check NCCL_SOCKET_IFNAME and the firewall",
     )

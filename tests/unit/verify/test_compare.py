@@ -69,6 +69,20 @@ def test_nan_is_infinitely_off():
     assert relative(1.0, 0.0) == inf and relative(0.0, 0.0) == 0.0
 
 
+def test_held_out_loss_is_compared_on_every_rank_with_the_plain_one():
+    values = [[1.0, -3.0], [2.0, 0.0]]
+    mine = replace(_result(values), eval_loss=4.0)
+    by_itself = make_reference(mine)
+    plain = make_reference(replace(mine, plain_eval_loss=5.0))
+    assert compare([mine], by_itself, limit=LIMIT).first is None
+    found = compare([mine, replace(mine, eval_loss=5.0)], plain, limit=LIMIT)
+    assert found.first.quantity == "eval_loss" and found.first.step == 2
+    assert found.largest.value == found.eval_loss.value == pytest.approx(0.2)
+    # a rank that did not evaluate must not pass, and a job without evaluation has nothing to compare
+    assert compare([_result(values)], plain, limit=LIMIT).eval_loss.value == inf
+    assert compare([_result(values)], REFERENCE, limit=LIMIT).eval_loss is None
+
+
 def test_optimizer_state_deviates_relative_to_the_largest_of_its_kind():
     def result(noise, moved=0.0):
         rows = {"w": [1.0], "adam.exp_avg/w": [2.0 + moved], "adam.exp_avg/bias": [noise]}

@@ -1,0 +1,145 @@
+"""Requests of an evaluation: token sequences whose last tokens are to be scored, and the rows that hold them.
+
+A request's score depends on its own tokens only, so requests share rows: attention does not cross the border
+between two of them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from raymega.data.packing import pack
+from raymega.data.rows import Row
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Tokens to be scored.
+
+    Attributes:
+        tokens: Context and targets, at least two.
+        num_targets: Number of tokens at the end that are scored, each given all tokens before it.
+    """
+
+    tokens: Ints
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Scores of a request's targets.
+
+    Attributes:
+        log_probs: Log-probability of each target in nats, [num_targets].
+        is_greedy: True where the target is the model's likeliest token, [num_targets].
+    """
+
+    log_probs: Floats
+    is_greedy: npt.NDArray[np.bool_]
+
+
+def make_request(tokens: Sequence[int] | Ints, num_targets: int, *, seq_len: int) -> Request:
+    """Return a request of at most ``seq_len`` inputs: of a longer one, the tokens before are cut off.
+
+    At least the targets' last ``seq_len`` stay, as the first token of a request cannot be scored.
+    """
+    kept = np.asarray(tokens, dtype=np.int64)[-(seq_len + 1) :]
+    return Request(tokens=kept, num_targets=min(num_targets, len(kept) - 1))
+
+
+def pack_requests(requests: Sequence[Request]) -> bytes:
+    """Return requests as bytes, for :func:`unpack_requests`."""
+    file = io.BytesIO()
+    np.savez(
+        file,
+        tokens=np.concatenate([request.tokens for request in requests]).astype(np.uint32),
+        lengths=np.array([len(request.tokens) for request in requests]),
+        num_targets=np.array([request.num_targets for request in requests]),
+    )
+    return file.getvalue()
+
+
+def unpack_requests(data: bytes) -> list[Request]:
+    """Return the requests of :func:`pack_requests`."""
+    with np.load(io.BytesIO(data)) as arrays:
+        tokens, lengths = arrays["tokens"].astype(np.int64), arrays["lengths"]
+        parts = np.split(tokens, np.cumsum(lengths)[:-1])
+        targets = arrays["num_targets"].tolist()
+    return [Request(tokens=t, num_targets=n) for t, n in zip(parts, targets, strict=True)]
+
+
+def pack_scores(log_probs: Iterable[Floats], is_greedy: Iterable[npt.NDArray[np.bool_]]) -> bytes:
+    """Return the scores of all requests, in their order, as bytes for :func:`unpack_scores`."""
+    file = io.BytesIO()
+    np.savez(file, log_probs=np.concatenate([*log_probs]), is_greedy=np.concatenate([*is_greedy]))
+    return file.getvalue()
+
+
+def unpack_scores(data: bytes, requests: Sequence[Request]) -> list[Scores]:
+    """Return the scores of each request."""
+    ends = np.cumsum([request.num_targets for request in requests])[:-1]
+    with np.load(io.BytesIO(data)) as arrays:
+        log_probs, is_greedy = (np.split(arrays[name], ends) for name in ("log_probs", "is_greedy"))
+    return [Scores(log_probs=a, is_greedy=b) for a, b in zip(log_probs, is_greedy, strict=True)]
+
+
+class RequestSource:
+    """Rows of S tokens that hold the requests' inputs, packed by best fit; see `raymega.data.rows.Source`.
+
+    Args:
+        requests: Requests of at most S inputs each.
+        seq_len: Number of tokens of a row (S).
+        multiple: Multiple to which each request's inputs are padded.
+    """
+
+    efficiency = 1.0
+
+    def __init__(self, requests: Sequence[Request], *, seq_len: int, multiple: int = 1) -> None:
+        self._requests, self.seq_len, self.context = requests, seq_len, float(seq_len)
+        lengths = np.array([-(-(len(r.tokens) - 1) // multiple) * multiple for r in requests])
+        packing = pack(lengths, seq_len, window=len(requests))
+        self.num_windows = packing.num_rows
+        self._rows = [packing.pieces(row).tolist() for row in range(packing.num_rows)]
+        self._lengths = lengths.tolist()
+        # place in its row of each request's first input
+        self._starts: dict[int, int] = {}
+        for members in self._rows:
+            ends = accumulate((self._lengths[member] for member in members), initial=0)
+            self._starts |= zip(members, ends, strict=False)
+
+    def row(self, index: int) -> Row:
+        """Return row ``index``: its requests end to end, then padding as a document of its own."""
+        tokens, labels = np.zeros((2, self.seq_len), dtype=np.int64)
+        mask = np.zeros(self.seq_len, dtype=np.bool_)
+        for member in self._rows[index]:
+            request, start = self._requests[member], self._starts[member]
+            stop = start + len(request.tokens) - 1
+            tokens[start:stop], labels[start:stop] = request.tokens[:-1], request.tokens[1:]
+            mask[stop - request.num_targets : stop] = True
+        documents = [self._lengths[member] for member in self._rows[index]]
+        rest = self.seq_len - sum(documents)
+        return Row(
+            tokens=tokens,
+            labels=labels,
+            mask=mask,
+            documents=tuple([*documents, rest] if rest else documents),
+        )
+
+    def members(self, index: int) -> list[int]:
+        """Return the numbers of the requests in row ``index``."""
+        return self._rows[index]
+
+    def targets(self, number: int) -> slice:
+        """Return the positions, in its row, that predict the targets of request ``number``."""
+        request = self._requests[number]
+        stop = self._starts[number] + len(request.tokens) - 1
+        return slice(stop - request.num_targets, stop)

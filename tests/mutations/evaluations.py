@@ -1,0 +1,90 @@
+"""Planted mistakes of evaluation: what it reads, what it counts, and which loss it is."""
+
+from __future__ import annotations
+
+from raymega.verify.layout import Layout
+from tests.mutations.mutation import LATENT, LOSSES, PACKED, Mutation
+
+EVALUATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        name="evaluation keeps label smoothing and z-loss",
+        file="model/layers/lm_head.py",
+        old="terms = self.training_terms if self.training else self.plain_terms",
+        new="terms = self.training_terms",
+        layout=Layout(dp=2),
+        job=LOSSES,
+    ),
+    Mutation(
+        name="evaluation reads the training split",
+        file="train/build.py",
+        old='loader = _build_loader(plan, "valid",',
+        new='loader = _build_loader(plan, "train",',
+        layout=Layout(dp=2),
+    ),
+    Mutation(
+        name="every data-parallel rank evaluates rank 0's samples",
+        file="train/forward_backward.py",
+        old="evaluation.loader.micro_batches(evaluation.batch, 0)",
+        new="(setattr(evaluation.loader, '_dp_rank', 0) or evaluation.loader.micro_batches(evaluation.batch, 0))",
+        layout=Layout(dp=2),
+    ),
+    Mutation(
+        name="evaluation counts padding",
+        file="train/forward_backward.py",
+        old="    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        new="    tokens = sum(float(batch.mask.numel()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        layout=Layout(dp=2),
+        job=("run.eval_samples=7",),  # odd: one rank has a masked slot
+    ),
+    Mutation(
+        name="evaluation with fp8 counts padding",
+        file="train/forward_backward.py",
+        old="    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        new="    tokens = sum(float(batch.mask.numel()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        layout=Layout(dp=2),
+        job=("run.eval_samples=7", "precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
+    ),
+    Mutation(
+        name="evaluation forgets the borders of documents",
+        file="model/pipeline_stage.py",
+        old="            return self(*parts, hidden, rows=rows)",
+        new="            whole = rows._replace(documents=((sum(rows.documents[0]),),))\n"
+        "            return self(*parts, hidden, rows=whole)",
+        layout=Layout(dp=2),
+        job=PACKED,
+    ),
+    Mutation(
+        name="evaluation counts the loss on every tensor-parallel rank, the tokens once",
+        file="train/forward_backward.py",
+        old="    mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]",
+        new="    mine = [float(loss_sum), tokens if is_counted else 0.0]",
+        layout=Layout(tp=2),
+    ),
+    Mutation(
+        name="evaluation of a model with multi-token prediction leaves out the final norm",
+        file="model/pipeline_stage.py",
+        old="            return self._used(self.head, self.head.loss_sum(x, labels, mask))",
+        new="            plain = self.head.loss_sum if self.mtp is None else self.head.loss_sum_after_norm\n"
+        "            return self._used(self.head, plain(x, labels, mask))",
+        layout=Layout(dp=2),
+        job=LATENT,
+    ),
+    Mutation(
+        name="evaluation keeps dropout",
+        file="model/pipeline_stage.py",
+        old="        self.eval()\n        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
+        "            return self(*parts, hidden, rows=rows)",
+        new="        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
+        "            return self(*parts, hidden, micro_batch.samples, rows=rows)",
+        layout=Layout(dp=2),
+        job=("model.hidden_dropout=0.1",),
+    ),
+    Mutation(
+        name="evaluation with dynamic cp is of other samples than the run's first",
+        file="train/forward_backward.py",
+        old="evaluation.loader.micro_batches(evaluation.batch, 0)",
+        new="evaluation.loader.micro_batches(evaluation.batch, 1)",
+        layout=Layout(cp=2, dp=2, dynamic_cp=True),
+        job=PACKED,
+    ),
+)

@@ -1,0 +1,143 @@
+"""Tasks: what they ask, and what the scores of their requests become."""
+
+import json
+from math import exp, log
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymega.errors import ConfigError
+from raymega.evaluate.requests import Scores, make_request
+from raymega.evaluate.tasks.lambada import lambada, split_last_word
+from raymega.evaluate.tasks.perplexity import perplexity
+from raymega.evaluate.tasks.race import race
+from raymega.evaluate.tasks.task import Settings
+from raymega.evaluate.tasks.wikitext import detokenise, wikitext
+from raymega.evaluate.tasks.windows import windows
+
+SETTINGS = Settings(seq_len=16)
+
+
+class Bytes:
+    """A token is a byte."""
+
+    eod_id = 256
+
+    def ids(self, text):
+        return list(text.encode())
+
+
+def _scores(questions, log_prob=-1.0):
+    """The same log-probability for every target; greedy where the target is a vowel."""
+    return [
+        Scores(
+            log_probs=np.full(request.num_targets, log_prob),
+            is_greedy=np.isin(request.tokens[-request.num_targets :], list(b" aeiou")),
+        )
+        for request in questions.requests
+    ]
+
+
+@given(
+    num_tokens=st.integers(2, 300),
+    seq_len=st.integers(1, 50),
+    share=st.floats(0.01, 1.0),
+)
+def test_windows_score_each_token_once_with_a_whole_context(num_tokens, seq_len, share):
+    stride = max(1, int(seq_len * share))
+    found = windows(range(num_tokens), seq_len=seq_len, stride=stride)
+    targets = [t for each in found for t in each.tokens[-each.num_targets :].tolist()]
+    assert targets == list(range(1, num_tokens))
+    assert all(len(each.tokens) <= seq_len + 1 for each in found)
+    # all later windows but the last score `stride` tokens after all the context that fits
+    assert all(len(each.tokens) == seq_len + 1 for each in found[1:-1])
+    assert all(each.num_targets == stride for each in found[1:-1])
+
+
+def test_words_of_wikitext_are_those_of_the_raw_file(tmp_path):
+    raw = ' \n = Robert <unk> = \n \n He was born in the 1970s , and " won " 2 @,@ 500 @-@ odd games ( twice ) . \n'
+    plain = detokenise(raw)
+    assert (
+        plain
+        == '\n= Robert <unk> =\n\nHe was born in the 1970s, and "won" 2,500-odd games (twice).\n'
+    )
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text(raw)
+    questions = wikitext(file, Bytes(), Settings(seq_len=16, stride=4))
+    num_words, num_tokens = len(raw.strip().split(" ")), len(plain.encode())
+    assert questions.words == num_words and "1 <unk>" in questions.notes[0]
+    metrics, samples = questions.judge(_scores(questions))
+    assert metrics["loss"] == 1.0 and metrics["token_perplexity"] == exp(1)
+    assert metrics["word_perplexity"] == pytest.approx(exp((num_tokens - 1) / (num_words - 1)))
+    assert len(samples) == len(questions.requests)
+    assert len(wikitext(file, Bytes(), Settings(seq_len=16, limit=3)).requests) == 3
+
+
+def test_lambada_needs_the_whole_word_and_its_loose_form_the_last_token(tmp_path):
+    assert split_last_word("so it is said. said he \n") == ("so it is said. said", " he")
+    file = tmp_path / "lambada.jsonl"
+    lines = ["she said aei", "he had a kite", "and then xxx"]
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    questions = lambada(file, Bytes(), SETTINGS)
+    assert [r.num_targets for r in questions.requests] == [4, 1, 5, 1, 4, 1]
+    metrics, samples = questions.judge(_scores(questions))
+    assert metrics["accuracy"] == pytest.approx(1 / 3)
+    assert metrics["accuracy_loose"] == pytest.approx(2 / 3)
+    assert metrics["target_perplexity"] == pytest.approx(exp(13 / 3))
+    assert [s["target"] for s in samples] == ["aei", "kite", "xxx"]
+
+
+def test_race_takes_the_likeliest_option(tmp_path):
+    file = tmp_path / "race.json"
+    article = {
+        "article": "A cat sat.",
+        "questions": ["Who sat?", "A _ sat."],
+        "options": [["a dog", "cat", "nobody", "cows"], ["big dog", "mole", "cat", "animal"]],
+        "answers": ["B", "C"],
+    }
+    file.write_text(json.dumps(article))
+    questions = race(file, Bytes(), Settings(seq_len=64))
+    texts = [bytes(r.tokens.tolist()).decode() for r in questions.requests]
+    assert texts[1] == "A cat sat.\nQuestion: Who sat?\nAnswer: cat"
+    assert texts[6] == "A cat sat.\nA cat sat."
+    # equal log-probabilities a token: the shortest option is the likeliest
+    metrics, samples = questions.judge(_scores(questions))
+    assert metrics["accuracy"] == 1.0 and [s["chosen"] for s in samples] == [1, 2]
+
+
+def test_perplexity_of_documents_begins_after_the_end_of_document(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "one two"}\n{"text": "three"}\n')
+    questions = perplexity(file, Bytes(), SETTINGS)
+    assert [r.tokens[0] for r in questions.requests] == [256, 256]
+    metrics, samples = questions.judge(_scores(questions))
+    assert metrics["bits_per_byte"] == pytest.approx(1 / log(2))
+    assert metrics["word_perplexity"] == pytest.approx(exp(12 / 3))
+    assert [s["loss_sum"] for s in samples] == [7.0, 5.0]
+
+
+def test_a_request_that_is_too_long_keeps_its_end():
+    request = make_request(range(30), 3, seq_len=16)
+    assert request.tokens.tolist() == list(range(13, 30)) and request.num_targets == 3
+    assert make_request(range(30), 20, seq_len=16).num_targets == 16
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "place"),
+    [
+        (lambada, '{"text": "a b"}\n{"txt": "a b"}\n', ":2"),
+        (lambada, '{"text": "a b"}\n{"text": 7}\n', ":2"),
+        (lambada, '{"text": "a b"}\nno json\n', ":2"),
+        (lambada, '[{"text": "a b"}, 5]', "[1]"),
+        (race, '{"article": "a", "questions": ["b"], "options": [["c"]], "answers": []}', ":1"),
+        (race, '{"article": "a", "questions": ["b"], "options": [["c"]], "answers": ["D"]}', ":1"),
+    ],
+)
+def test_a_wrong_line_is_named(task, text, place, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        task(file, Bytes(), SETTINGS)
+    assert f"{file}{place}" in str(error.value)
