@@ -309,7 +309,8 @@ def _read_section(
             continue
         # A plain field: missing, absent with a default, or given.
         if value is _ABSENT and field.is_required():
-            faults.append(_missing(path, field))
+            remedy = f"set it: {section.describe(key)}"
+            faults.append(Fault(fact=f"{path} is missing", rule="it has no default", remedy=remedy))
             continue
         try:
             values[path] = (
@@ -318,7 +319,7 @@ def _read_section(
                 else _validate(field, value)
             )
         except ValidationError as error:
-            faults.append(_invalid(path, value, field, error))
+            faults.append(_invalid(path, value, section.describe(key), error))
     return faults
 
 
@@ -327,21 +328,13 @@ def _validate(field: FieldInfo, value: object) -> object:
     return adapter.validate_python(value)
 
 
-def _missing(path: str, field: FieldInfo) -> Fault:
-    return Fault(
-        fact=f"{path} is missing",
-        rule="it has no default",
-        remedy=f"set it: {field.description}",
-    )
-
-
-def _invalid(path: str, value: object, field: FieldInfo, error: ValidationError) -> Fault:
+def _invalid(path: str, value: object, description: str, error: ValidationError) -> Fault:
     rules = dict.fromkeys(_rule(path, detail) for detail in error.errors())
     between = " and " if isinstance(value, tuple) else " or "
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{path.rpartition('.')[2]} is: {field.description}",
+        remedy=f"{path.rpartition('.')[2]} is: {description}",
     )
 
 
