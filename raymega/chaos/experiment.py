@@ -18,7 +18,7 @@ from raymega.chaos.run_comparison import RunComparison, compare_runs, surviving
 from raymega.chaos.sandbox import Sandbox
 from raymega.chaos.time_accounting import Incident, TimeBreakdown, incidents, time_sheet
 from raymega.config.schema import Job
-from raymega.errors import Fault, PreemptedError, RaymegaError
+from raymega.errors import PreemptedError, RaymegaError
 from raymega.plan.run_plan import make_plan
 from raymega.storage.local import PARTIAL_FOLDER
 
@@ -143,12 +143,10 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
     code = chaos_run.run(timeout_s=drill.timeout_s)
     if code != 0:
         raise RaymegaError(
-            Fault(
-                fact=f"the undisturbed run ended with code {code}",
-                rule="a drill compares with an undisturbed run that finishes within "
-                f"{drill.timeout_s:g} s",
-                remedy=f"read {chaos_run.driver.errors}",
-            )
+            fact=f"the undisturbed run ended with code {code}",
+            rule="a drill compares with an undisturbed run that finishes within "
+            f"{drill.timeout_s:g} s",
+            remedy=f"read {chaos_run.driver.errors}",
         )
     return chaos_run.driver.output
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
 from threading import Lock
@@ -98,11 +99,7 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
                 client.delete_object(**names)
     # the same faults, with the field's name in front
     except RaymegaError as error:
-        faults = [fault for fault in error.faults if isinstance(fault, Fault)]
-        return [
-            Fault(fact=f"{field}={uri!r}: {at.fact}", rule=at.rule, remedy=at.remedy)
-            for at in faults
-        ]
+        return [replace(fault, fact=f"{field}={uri!r}: {fault.fact}") for fault in error.faults]
     return []
 
 
@@ -276,7 +273,11 @@ def _connect(bucket: str, config: Config) -> Client:
         raise StorageError(fault_of(error, "open", "", nowhere)) from error
     # messages show the endpoint, which must hold no credentials
     if urlsplit(client.meta.endpoint_url).username is not None:
-        raise StorageError(_named_endpoint(_place(client, bucket)))
+        raise StorageError(
+            fact=f"AWS_ENDPOINT_URL_S3 puts a user name before {_place(client, bucket).endpoint}",
+            rule="credentials do not belong into an endpoint, which is shown in messages",
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
+        )
     return client
 
 
@@ -317,14 +318,6 @@ def _place(client: Client, bucket: str) -> S3Location:
     url = urlsplit(client.meta.endpoint_url)
     host = url.netloc.rpartition("@")[2]
     return S3Location(bucket=bucket, endpoint=f"{url.scheme}://{host}")
-
-
-def _named_endpoint(place: S3Location) -> Fault:
-    return Fault(
-        fact=f"AWS_ENDPOINT_URL_S3 puts a user name before {place.endpoint}",
-        rule="credentials do not belong into an endpoint, which is shown in messages",
-        remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
-    )
 
 
 def _taken(parts: list[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from raymega.errors import Fault, InternalError
+from raymega.errors import InternalError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,11 +207,9 @@ def check_names(names: Iterable[str]) -> None:
     unknown = sorted(name for name in names if not _is_known(name))
     if unknown:
         raise InternalError(
-            Fault(
-                fact=f"metrics {', '.join(unknown)} were reported",
-                rule="every metric is a row of raymega/tracking/names.py",
-                remedy="add a row with unit, kind and help, or report a name that is there",
-            )
+            fact=f"metrics {', '.join(unknown)} were reported",
+            rule="every metric is a row of raymega/tracking/names.py",
+            remedy="add a row with unit, kind and help, or report a name that is there",
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raymega.config.schema import Job, MlaSection
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.stages import KINDS
 from raymega.plan.validation.pipeline import SCHEDULING
@@ -177,11 +177,9 @@ def _narrow(draft: _Draft, max_params: int) -> None:
     smallest = count_parameters(draft.job().model)
     if smallest > max_params:
         raise ConfigError(
-            Fault(
-                fact=f"--max-params {max_params:,}",
-                rule=f"the smallest model with this job's features has {smallest:,} parameters",
-                remedy=f"use {smallest:,} or more",
-            )
+            fact=f"--max-params {max_params:,}",
+            rule=f"the smallest model with this job's features has {smallest:,} parameters",
+            remedy=f"use {smallest:,} or more",
         )
 
 

@@ -53,11 +53,7 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
         store, manifest = open_checkpoint(uri)
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
-        return [
-            _fault(uri, each.fact, each.rule, each.remedy) if isinstance(each, Fault) else
-            _fault(uri, each, "it must name a checkpoint", "give another URI, or none")
-            for each in error.faults
-        ]  # fmt: skip
+        return [_fault(uri, each.fact, each.rule, each.remedy) for each in error.faults]
     if broken:
         return broken
     # Rules, names and shapes first; fields that no shape shows only when all of these are right.

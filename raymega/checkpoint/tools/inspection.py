@@ -121,7 +121,7 @@ def _summarise(store: Store, key: str, *, is_deep: bool) -> CheckpointSummary:
     )
 
 
-def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Fault | str]:
+def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Fault]:
     # Sizes of the files; reads no data.
     broken = broken_files(store, manifest)
     yield from broken.values()

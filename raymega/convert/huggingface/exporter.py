@@ -164,7 +164,11 @@ def _values(
             rows, source = recast(rows, source, "float64") / tensor.divisor, "float64"
         values = recast(rows, source, target)
         if target == "float16" and not np.isfinite(values).all():
-            raise CheckpointError(_too_large(tensor))
+            raise CheckpointError(
+                fact=f"{tensor.name} has values that are not finite in float16",
+                rule="float16 ends at 65504",
+                remedy="export with --dtype bfloat16 or float32",
+            )
         yield values.T if tensor.is_transposed else values
 
 
@@ -173,11 +177,3 @@ def _write_beside(folder: Path, config: dict[str, Any], carried: Mapping[str, by
         (folder / name).write_bytes(content)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-
-
-def _too_large(tensor: HfTensor) -> Fault:
-    return Fault(
-        fact=f"{tensor.name} has values that are not finite in float16",
-        rule="float16 ends at 65504",
-        remedy="export with --dtype bfloat16 or float32",
-    )

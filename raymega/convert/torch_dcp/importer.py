@@ -151,11 +151,9 @@ def _read_beside(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         cause = repr(error)
     raise ConfigError(
-        Fault(
-            fact=f"{str(path)!r} cannot be read: {cause}",
-            rule="an export leaves position, job and grid there",
-            remedy="take it away to import the tensors alone, with --step and --samples",
-        )
+        fact=f"{str(path)!r} cannot be read: {cause}",
+        rule="an export leaves position, job and grid there",
+        remedy="take it away to import the tensors alone, with --step and --samples",
     )
 
 

@@ -113,7 +113,12 @@ def ask_for_save(
             if record is None or State(record.status).is_end:
                 raise StorageError(_ended(store, record))
             sleep(ASK_EVERY_S)
-        raise StorageError(_late(store, timeout_s))
+        raise StorageError(
+            fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
+            rule="its driver looks for requests every few seconds, and answers when the checkpoint of "
+            "the step under way is committed",
+            remedy="see whether its driver lives; a longer --timeout covers longer steps and saves",
+        )
     # a request that was given up must not cause a save later
     finally:
         for key in (REQUESTS + name, ANSWERS + name):
@@ -126,12 +131,10 @@ def _live_record(store: Store) -> RunRecord:
         return record
     stands = f"is {record.status} at step {record.step}" if record else "was never begun"
     raise ConfigError(
-        Fault(
-            fact=f"the run in {store.uri!r} {stands}",
-            rule="only a run that is at work can save",
-            remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
-            "checkpoint list` shows what it has saved",
-        )
+        fact=f"the run in {store.uri!r} {stands}",
+        rule="only a run that is at work can save",
+        remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
+        "checkpoint list` shows what it has saved",
     )
 
 
@@ -141,13 +144,4 @@ def _ended(store: Store, record: RunRecord | None) -> Fault:
         fact=f"the run in {store.uri!r} {stands}, and has not answered",
         rule="a request is answered by the driver of a run at work",
         remedy="`raymega checkpoint list` shows whether its last save is enough",
-    )
-
-
-def _late(store: Store, timeout_s: float) -> Fault:
-    return Fault(
-        fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
-        rule="its driver looks for requests every few seconds, and answers when the checkpoint of "
-        "the step under way is committed",
-        remedy="see whether its driver lives; a longer --timeout covers longer steps and saves",
     )

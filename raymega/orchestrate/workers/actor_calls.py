@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from raymega.errors import one_line
 from raymega.messages import Report, WorkerFailed
 from raymega.orchestrate.core.worker_group_api import ProcessStatus, ThreadStatus, WorkerStatus
 from raymega.orchestrate.workers.placement_slots import WorkerSlot
@@ -188,6 +189,6 @@ def _broken_call(rank: int, error: Exception) -> WorkerFailed:
 
 def death_cause(error: RayActorError) -> str:
     """Return Ray's cause of an actor's death, without the ids before it and the general advice after it."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)
     return detail.partition(" Some common causes")[0].rstrip(".")[:MAX_CAUSE_LENGTH]

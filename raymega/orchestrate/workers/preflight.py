@@ -17,7 +17,7 @@ from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
 from raymega.data.remote_dataset import is_remote
 from raymega.data.synthetic import SYNTHETIC_PATH
-from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.errors import ConfigError, Fault, RaymegaError, one_line, raise_faults
 from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.storage.registry import local_path, open_store
@@ -216,13 +216,12 @@ def _cause_of(look: Callable[..., None], *args: object) -> str:
     try:
         look(*args)
     except RaymegaError as error:
-        fault = error.faults[0]
-        cause = fault.fact if isinstance(fault, Fault) else fault
+        cause = error.faults[0].fact
     except OSError as error:
         cause = str(error)
     else:
         return ""
-    return " ".join(cause.split())[:MAX_CAUSE_LENGTH]
+    return one_line(cause, MAX_CAUSE_LENGTH)
 
 
 def _find(store: Store, key: str) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from raymega.config.fields import Positive, PositiveFloat, Section
 from raymega.config.load import read_yaml
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, one_line
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
 
 SUFFIXES = (".yaml", ".yml")
@@ -92,11 +92,9 @@ def _figures(path: Path, field: str) -> AcceleratorFigures:
         return AcceleratorFigures.model_validate(raw)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
-            Fault(
-                fact=f"{field} {path}: {' '.join(str(error).split())}",
-                rule="an accelerator that the catalogue lacks is a YAML file that can be read",
-                remedy="write one as docs/planner.md shows",
-            )
+            fact=f"{field} {path}: {one_line(error)}",
+            rule="an accelerator that the catalogue lacks is a YAML file that can be read",
+            remedy="write one as docs/planner.md shows",
         ) from error
     except ValidationError as error:
         known = ", ".join(AcceleratorFigures.model_fields)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf, lcm
 
-from raymega.errors import Fault, PlanError
+from raymega.errors import PlanError
 from raymega.plan.packing.cost import PackCost, pairs_of
 from raymega.plan.packing.rebalance import Rebalancer
 
@@ -389,9 +389,7 @@ def _check(lengths: Sequence[int], limits: PackLimits) -> None:
     if longest <= room:
         return
     raise PlanError(
-        Fault(
-            fact=f"a document of {longest} tokens",
-            rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
-            remedy="use a shorter data.seq_len, or more ranks in dp * cp",
-        )
+        fact=f"a document of {longest} tokens",
+        rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
+        remedy="use a shorter data.seq_len, or more ranks in dp * cp",
     )

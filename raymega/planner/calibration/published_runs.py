@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, PlanError
+from raymega.errors import ConfigError, Fault, PlanError, one_line
 from raymega.plan.flops import flops_per_token
 from raymega.plan.fp8_layers import ALL_IN_EIGHT, NONE_IN_EIGHT, Fp8Coverage
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -123,7 +123,7 @@ def published_run(row: Row) -> PublishedRun:
         try:
             candidates = tuple(_with_dropout(make_plan(job), row) for job in _jobs(row))
         except (PlanError, ValueError) as error:
-            skipped = " ".join(str(error).split())
+            skipped = one_line(error)
     return PublishedRun(
         source=row["source"],
         model=row["model"],
@@ -363,11 +363,9 @@ def _number(row: Row, name: str, default: float = 0.0) -> float:
         return float(row[name]) if row[name] else default
     except ValueError:
         raise ConfigError(
-            Fault(
-                fact=f"{row['model']}: {name}={row[name]!r}",
-                rule="it must be a number, or empty where the source does not say",
-                remedy="correct that cell of the table",
-            )
+            fact=f"{row['model']}: {name}={row[name]!r}",
+            rule="it must be a number, or empty where the source does not say",
+            remedy="correct that cell of the table",
         ) from None
 
 
