@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -133,10 +133,10 @@ EXIT_CODES: Mapping[int, str] = {
 """Meaning of each exit code. `raymega --help` and docs/failures.md list all of them."""
 
 
-def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
+def raise_faults(kind: type[RaymegaError], faults: Iterable[Fault]) -> None:
     """Raise one error of ``kind`` that carries every fault, or return when there are none."""
-    if faults:
-        raise kind(*faults)
+    if found := tuple(faults):
+        raise kind(*found)
 
 
 def one_line(cause: object, most: int | None = None) -> str:

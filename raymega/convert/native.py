@@ -136,18 +136,16 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
         raise
 
 
-def occupied_faults(store: Store) -> list[Fault]:
+def occupied_faults(store: Store) -> Iterator[Fault]:
     """Return the fault of a ``store`` that holds checkpoints already."""
     manifests = list_manifests(store)
     if not manifests:
-        return []
-    return [
-        Fault(
-            fact=f"--out {store.uri!r} holds {manifests[0]}",
-            rule="converted weights go where no checkpoint is",
-            remedy="give a new folder",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"--out {store.uri!r} holds {manifests[0]}",
+        rule="converted weights go where no checkpoint is",
+        remedy="give a new folder",
+    )
 
 
 def model_of(manifest: Manifest) -> ModelSection:

@@ -7,7 +7,7 @@ A start takes weights only: no moments and no position in the data. The job's ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -68,34 +68,33 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
 
 def resume_faults(
     store: Store, model: ModelSection, *, micro_batch_size: int, fp8: str = "none"
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return the faults that keep a run of ``model`` from resuming at its newest whole checkpoint."""
     try:
         manifest = find_restore(store).manifest
     except RaymegaError:  # reported by the driver, which knows what the run has saved
-        return []
+        return
     if manifest is None or not manifest.boxes:
-        return []
+        return
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
-        return _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+        yield from _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+        return
     # The tensors differ: name the fields of the model section that were changed.
     saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
     before = _by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
-    return [
-        Fault(
-            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
-            rule="a run resumes with the model that it began with",
-            remedy="set the model section back, or give another run.name; there "
-            "checkpoint.init_from takes what is common",
-        )
-    ]
+    yield Fault(
+        fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
+        rule="a run resumes with the model that it began with",
+        remedy="set the model section back, or give another run.name; there "
+        "checkpoint.init_from takes what is common",
+    )
 
 
 def _micro_batch_faults(
     manifest: Manifest, model: ModelSection, size: int, fp8: str
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return the fault of another micro-batch size, where the size changes what the run computes.
 
     It does where experts' capacity, their load balancing or a float8 scale are taken per micro-batch.
@@ -105,7 +104,7 @@ def _micro_batch_faults(
         _saved_field(manifest, "precision", "fp8", "none"),
     )
     if before == size:
-        return []
+        return
     if model.moe.goes_by_micro_batch:
         what = (
             f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
@@ -114,16 +113,14 @@ def _micro_batch_faults(
     elif fp8 == fp8_before == "tensorwise":
         what = "precision.fp8=tensorwise each scale is of a tensor"
     else:
-        return []
-    return [
-        Fault(
-            fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
-            f"{manifest.step}",
-            rule=f"with {what} of one micro-batch, so another size would change the results",
-            remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
-            "checkpoint.init_from takes the weights",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
+        f"{manifest.step}",
+        rule=f"with {what} of one micro-batch, so another size would change the results",
+        remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
+        "checkpoint.init_from takes the weights",
+    )
 
 
 def _saved_field(manifest: Manifest, section: str, name: str, default: Any) -> Any:
@@ -232,20 +229,18 @@ def _tensor_faults(
     saved: Mapping[str, Shape],
     wanted: Mapping[str, Shape],
     upcycling: Upcycling,
-) -> list[Fault]:
+) -> Iterator[Fault]:
     # Two tensors of the checkpoint that the rules give one name.
     names = init_names(section, saved)
     met = Counter(names.values())
-    faults = [
-        _fault(
-            section.init_from,
-            f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
-            "a tensor has one source",
-            f"correct {RENAME}, or put one of them into {IGNORE}",
-        )
-        for new, count in met.items()
-        if count > 1
-    ]
+    for new, count in met.items():
+        if count > 1:
+            yield _fault(
+                section.init_from,
+                f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
+                "a tensor has one source",
+                f"correct {RENAME}, or put one of them into {IGNORE}",
+            )
     # Not compared by shape: initial values, routers of new experts, and both sides of upcycling.
     apart = {name for name in wanted if is_reinitialised(section, name)} | upcycling.routers
     apart |= {*upcycling.sources, *upcycling.sources.values()}
@@ -253,8 +248,7 @@ def _tensor_faults(
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
     if unlike:
-        faults.append(_other_model(section.init_from, f"holds {first_few(unlike)}"))
-    return faults
+        yield _other_model(section.init_from, f"holds {first_few(unlike)}")
 
 
 def _field_faults(

@@ -5,6 +5,7 @@ A setting that would change the network and that raymega does not know is refuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -278,31 +279,26 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
-def _difference_faults(config: Config, architecture: Architecture) -> list[Fault]:
+def _difference_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
     # Settings that every architecture may have.
-    faults = [
-        _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
-        for key, values in architecture.wanted.items()
-        if config.get(key) not in values
-    ]
+    for key, values in architecture.wanted.items():
+        if config.get(key) not in values:
+            yield _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
     layers = set(config.get("layer_types") or ()) - {"full_attention"}
     if layers:
-        faults.append(
-            _unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
-        )
+        yield _unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
     if architecture.name == "GPT2LMHeadModel":
-        return faults
+        return
     # RoPE and experts, which GPT-2 does not have.
     rope = _rope_of(config)
     if rope["rope_type"] not in _ROPES:
         rule = "RoPE is 'default', 'llama3' or 'yarn'"
-        faults.append(_unlike(f"rope_type={rope['rope_type']!r}", rule))
+        yield _unlike(f"rope_type={rope['rope_type']!r}", rule)
     if rope["rope_type"] == "yarn":
-        faults += _yarn_faults(rope, has_latents="kv_lora_rank" in config)
-    faults += expert_faults(config, _unlike)
+        yield from _yarn_faults(rope, has_latents="kv_lora_rank" in config)
+    yield from expert_faults(config, _unlike)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        faults.append(_unlike("partial_rotary_factor", "RoPE turns whole heads"))
-    return faults
+        yield _unlike("partial_rotary_factor", "RoPE turns whole heads")
 
 
 def _yarn_faults(rope: Config, *, has_latents: bool) -> list[Fault]:

@@ -110,11 +110,11 @@ def _notes(model: ModelSection) -> tuple[str, ...]:
     )
 
 
-def _dtype_faults(dtype: str) -> list[Fault]:
+def _dtype_faults(dtype: str) -> Iterator[Fault]:
     if dtype in DTYPES:
-        return []
+        return
     rule = f"it is one of {', '.join(DTYPES)}"
-    return [Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")]
+    yield Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")
 
 
 def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:

@@ -5,7 +5,7 @@ Every architecture has its own names for the same few settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raymega.config.schema import ModelSection
@@ -50,20 +50,18 @@ def expert_config(model: ModelSection) -> dict[str, Any]:
     return {"num_experts_per_tok": model.moe.top_k, **write(model)}
 
 
-def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[Fault]:
+def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> Iterator[Fault]:
     """Return the fault of a pattern of dense blocks that the model section cannot express."""
     # Ours: the first blocks are dense, or every n-th block has experts; not both.
     dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     is_front = list(dense) == list(range(len(dense)))
     if not dense or (is_front and every == 1):
-        return []
+        return
     fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
-    return [
-        unlike(
-            fact,
-            "blocks with experts are all those after the dense ones at the front, or every n-th block",
-        )
-    ]
+    yield unlike(
+        fact,
+        "blocks with experts are all those after the dense ones at the front, or every n-th block",
+    )
 
 
 def _mixtral_values(config: Config) -> dict[str, Any]:

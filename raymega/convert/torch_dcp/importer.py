@@ -111,7 +111,7 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Dcp
     # The options, completed by what an export of ours left in the folder.
     beside = _read_beside(folder)
     reading = replace(reading, model=reading.model or _carried_model(beside))
-    faults = dialect_faults(reading.names, reading.model)
+    faults = [*dialect_faults(reading.names, reading.model)]
     raise_faults(ConfigError, faults + rename_faults("--rename", reading.rename))
     # Sort the entries, and check them against the rules and the model.
     held = open_dcp(folder)

@@ -7,7 +7,7 @@ Weights keep their names, below ``model.`` or at the top; optimizer state is nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,19 +115,17 @@ def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
     return ("optimizer", "state", theirs, _KIND_OF[kind])
 
 
-def state_faults(kinds: Iterable[str]) -> list[Fault]:
+def state_faults(kinds: Iterable[str]) -> Iterator[Fault]:
     """Return the fault of state that torch has no slot for, such as 8-bit codes and their scales."""
     unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
     if not unknown:
-        return []
-    return [
-        Fault(
-            fact=f"the checkpoint holds {', '.join(unknown)}",
-            rule=f"known to torch are {', '.join(_KIND_OF)}",
-            remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
-            "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"the checkpoint holds {', '.join(unknown)}",
+        rule=f"known to torch are {', '.join(_KIND_OF)}",
+        remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
+        "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
+    )
 
 
 def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
@@ -158,18 +156,17 @@ def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
     }
 
 
-def dialect_faults(names: str, model: ModelSection | None) -> list[Fault]:
+def dialect_faults(names: str, model: ModelSection | None) -> Iterator[Fault]:
     """Return the fault of an unknown dialect, or of one that is not known for this model."""
     if names not in DIALECTS:
         rule = f"known are {', '.join(DIALECTS)}"
-        return [Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")]
+        yield Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")
+        return
     families = DIALECTS[names].families
     if not families or (model is not None and model.family in families):
-        return []
-    return [
-        Fault(
-            fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",
-            rule=f"names, order of rows and padding there are known for {', '.join(families)}",
-            remedy="give the model by --job JOB.yaml" if model is None else "use --rename",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",
+        rule=f"names, order of rows and padding there are known for {', '.join(families)}",
+        remedy="give the model by --job JOB.yaml" if model is None else "use --rename",
+    )

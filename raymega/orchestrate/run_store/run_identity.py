@@ -67,21 +67,18 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + key, value
 
 
-def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
+def precision_faults(saved: Mapping[str, Any], job: Job) -> Iterator[Fault]:
     """Return a fault if the checkpoint's master weights are wider than the job's, else none."""
     # a checkpoint without a known dtype is not refused
     before = saved.get("precision", {}).get("dtype")
     now = job.precision.dtype
-    if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):
-        return []
-    return [
-        Fault(
+    if before in DTYPE_BYTES and _master_bytes(before) > _master_bytes(now):
+        yield Fault(
             fact=f"precision.dtype={now!r}",
             rule=f"the run's checkpoint was written with {before!r}, whose masters are wider, and a "
             "run does not drop digits by itself",
             remedy=f"set precision.dtype={before}, or take another run.name",
         )
-    ]
 
 
 def _master_bytes(dtype: str) -> int:

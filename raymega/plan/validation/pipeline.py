@@ -77,7 +77,7 @@ def stage_faults(
     by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
     parallel = ParallelSection(**by_field)
     placement = make_placement(name, pp=pp, chunks=chunks)
-    faults = placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)
+    faults = [*placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)]
     if faults or (pp > layers and parallel.stages in KINDS):
         yield from faults
         return

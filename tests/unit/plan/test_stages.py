@@ -12,7 +12,7 @@ from tests.support.jobs import make_test_plan
 
 def _counts(num_layers, num_stages, *, loss_cost=0.0, **fields):
     parallel = ParallelSection(**fields)
-    assert placement_faults(parallel, num_layers=num_layers, num_stages=num_stages) == []
+    assert not list(placement_faults(parallel, num_layers=num_layers, num_stages=num_stages))
     return layer_counts(parallel, num_layers=num_layers, num_stages=num_stages, loss_cost=loss_cost)
 
 
