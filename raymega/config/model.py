@@ -141,7 +141,7 @@ class ModelSection(Section):
         return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_width
 
     @property
-    def turned_width(self) -> int:
+    def rope_width(self) -> int:
         """Features of a query or key head that RoPE rotates."""
         return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_width
 

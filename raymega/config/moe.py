@@ -81,7 +81,7 @@ class MoeSection(Section):
     does not wait for the host."""
 
     @property
-    def goes_by_micro_batch(self) -> bool:
+    def depends_on_micro_batch_size(self) -> bool:
         """Return whether the micro-batch size changes what the run computes."""
         return self.capacity_factor > 0 or self.load_balancing_type in ("micro_batch", "sinkhorn")
 

@@ -187,11 +187,11 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
         return (num_layers,)
 
     # The other stages share the remaining layers evenly; of equal splits the fuller last stage wins.
-    def dearest(num_last: int) -> tuple[float, int]:
+    def cost(num_last: int) -> tuple[float, int]:
         others = -(-(num_layers - num_last) // (num_stages - 1))
         return max(others, num_last + loss_cost), -num_last
 
-    num_last = min(range(num_layers + 1), key=dearest)
+    num_last = min(range(num_layers + 1), key=cost)
     return (*even_counts(num_layers - num_last, num_stages - 1), num_last)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.run_plan import job_values
 from raymega.plan.validation.registry import job_faults
 from raymega.verify.layout import DEGREES, PATHS, Layout
@@ -29,7 +29,7 @@ def reference_layout(job: Job) -> Layout:
 
 def fixed_size(job: Job) -> int:
     """Return the micro-batch size if another one would change the run's numbers, else 0."""
-    return job.schedule.micro_batch_size if goes_by_micro_batch(job) else 0
+    return job.schedule.micro_batch_size if depends_on_micro_batch_size(job) else 0
 
 
 def with_layout(job: Job, layout: Layout) -> Job:

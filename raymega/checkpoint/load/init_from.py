@@ -105,7 +105,7 @@ def _micro_batch_faults(
     )
     if before == size:
         return
-    if model.moe.goes_by_micro_batch:
+    if model.moe.depends_on_micro_batch_size:
         what = (
             f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
             f"{model.moe.capacity_factor:g} routing depends on the tokens"

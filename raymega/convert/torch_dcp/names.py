@@ -41,7 +41,7 @@ _TITAN_RULES = (
     "layers.*.feed_forward.w1=layers.*.mlp.gate", "layers.*.feed_forward.w3=layers.*.mlp.up",
     "layers.*.feed_forward.w2=layers.*.mlp.down", "layers.*.ffn_norm=layers.*.mlp_norm",
 )  # fmt: skip
-_TURNED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
+_ROTATED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Dialect:
     Attributes:
         renames: Rules from its names to ours.
         path: Keys of the nested dict above the weights.
-        has_turned_pairs: Whether RoPE rotates features 2i and 2i + 1 of a head instead of i and
+        has_interleaved_rope: Whether RoPE rotates features 2i and 2i + 1 of a head instead of i and
             i + width / 2, so that rows of q and k have another order.
         has_padding: Whether token tables have our padded rows.
         families: Values of ``model.family`` for which the conventions are known; all when empty.
@@ -59,7 +59,7 @@ class Dialect:
 
     renames: tuple[Rename, ...] = ()
     path: tuple[str, ...] = ("model",)
-    has_turned_pairs: bool = False
+    has_interleaved_rope: bool = False
     has_padding: bool = True
     families: tuple[str, ...] = ()
 
@@ -67,7 +67,7 @@ class Dialect:
 DIALECTS = {
     "raymega": Dialect(),
     "torchtitan": Dialect(
-        renames=make_renames(_TITAN_RULES), path=(), has_turned_pairs=True, has_padding=False,
+        renames=make_renames(_TITAN_RULES), path=(), has_interleaved_rope=True, has_padding=False,
         families=("llama",),
     ),
 }  # fmt: skip
@@ -128,7 +128,7 @@ def state_faults(kinds: Iterable[str]) -> Iterator[Fault]:
     )
 
 
-def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
+def reorder_rope_rows(values: Array, head_width: int, *, to_ours: bool) -> Array:
     """Return the rows of q or k, [heads * head_width, ...], in the order of the other RoPE."""
     # By their numbers, our order is: the even features of a head first, then the odd ones.
     pairs = (
@@ -141,10 +141,10 @@ def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
     return heads[:, order].reshape(values.shape)
 
 
-def is_turned(saved: str, dialect: Dialect) -> bool:
+def is_reordered(saved: str, dialect: Dialect) -> bool:
     """Return whether the rows of a tensor have another order in ``dialect``: the weights of q and k."""
     # families admits only llama, which has neither biases nor norms of q and k.
-    return dialect.has_turned_pairs and _TURNED.fullmatch(saved.partition("/")[2]) is not None
+    return dialect.has_interleaved_rope and _ROTATED.fullmatch(saved.partition("/")[2]) is not None
 
 
 def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:

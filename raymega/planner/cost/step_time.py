@@ -26,9 +26,9 @@ from raymega.planner.kernels.collective_time import gather_s, make_span, message
 from raymega.planner.kernels.kernel_time import host_s, memory_s
 from raymega.planner.kernels.system_traits import RAYMEGA, Software
 
-OPTIMIZER_BYTES = 34
-"""Bytes read and written for one parameter: gradient, master and two moments are read; all but the
-gradient, and the weight, are written."""
+OPTIMIZER_BYTES = 28 + 6
+"""Bytes read and written for one parameter. The fused update reads gradient, master and two moments, and
+writes all but the gradient; the rounding then reads the master again and writes the weight."""
 BEGINS_LATE = ("zb_h2", "zb_v")
 """Schedules whose bubble has the late start of later ranks. Steps in a row share it where no rank
 waits for the update."""

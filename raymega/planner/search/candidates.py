@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection, ScheduleSection
-from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID
 from raymega.plan.validation.unused_fields import settled
@@ -73,7 +73,7 @@ class Space:
     @property
     def _held(self) -> frozenset[str]:
         """Fixed fields, with the micro-batch size where another one would change the run's result."""
-        is_held = goes_by_micro_batch(self.job)
+        is_held = depends_on_micro_batch_size(self.job)
         return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
 
     def mine(self, path: str) -> Any:

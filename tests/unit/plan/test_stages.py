@@ -78,10 +78,10 @@ def test_what_is_set_by_hand_stays(layers, stages, by_hand, end, embedding, loss
 
 @given(layers=st.integers(2, 40), stages=st.integers(2, 8), cost=st.floats(0, 10))
 def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
-    def dearest(counts):
+    def cost_of(counts):
         return max(max(counts[:-1]), counts[-1] + cost)
 
-    found = dearest(_counts(layers, stages, stages="auto", loss_cost=cost))
+    found = cost_of(_counts(layers, stages, stages="auto", loss_cost=cost))
     for last in range(layers + 1):
         others = -(-(layers - last) // (stages - 1))
         assert found <= max(others, last + cost) + 1e-9
