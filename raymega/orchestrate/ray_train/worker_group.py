@@ -84,7 +84,11 @@ class RayTrainGroup:
         Raises:
             InternalError: The method was called.
         """
-        raise InternalError(_fixed_fault(plan.grid.describe(), self._plan.grid.describe()))
+        raise InternalError(
+            fact=f"grid {plan.grid.describe()} was asked of a host with grid {self._plan.grid.describe()}",
+            rule="under cluster.host=ray_train the grid stays",
+            remedy="set cluster.host=ray",
+        )
 
     def ready(self) -> tuple[WorkerLocation, ...]:
         """Return no processes: none exists outside an attempt."""
@@ -226,11 +230,3 @@ class RayTrainGroup:
 
     def _ask(self, ref: ray.ObjectRef[Any], timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s + ANSWER_MARGIN_S)
-
-
-def _fixed_fault(asked: str, has: str) -> Fault:
-    return Fault(
-        fact=f"grid {asked} was asked of a host with grid {has}",
-        rule="under cluster.host=ray_train the grid stays",
-        remedy="set cluster.host=ray",
-    )
