@@ -15,7 +15,6 @@ from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
 from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
-from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
 from raymega.checkpoint.format.write_plan import LocalBlock, share_boxes
@@ -23,7 +22,7 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
 from raymega.errors import CheckpointError, Fault
-from raymega.messages import Box, SavedBox
+from raymega.messages import SavedBox
 from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.store import Store
 
@@ -36,27 +35,10 @@ State = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSource:
-    """A block of a tensor that is to be written.
+class TensorSource(LocalBlock):
+    """A block that is to be written; ``read``, called once, returns the values, [*box.shape]."""
 
-    Attributes:
-        tensor: Saved name, ``kind/name``.
-        dtype: Element type, numpy's name.
-        global_shape: Shape of the whole tensor.
-        box: Block of the tensor.
-        read: Function that returns the values, [*box.shape]; called once.
-    """
-
-    tensor: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
     read: Callable[[], Array]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the block in bytes."""
-        return self.box.num_elements * element_type(self.dtype).num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,14 +166,7 @@ def _write_file(
     store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
     # One holder: share_boxes only cuts blocks into boxes of bounded size.
-    blocks = [
-        LocalBlock(
-            tensor=source.tensor, dtype=source.dtype, global_shape=source.global_shape, box=source.box,
-            is_primary=True,
-        )
-        for source in sources
-    ]  # fmt: skip
-    layout, checksums = layout_file(share_boxes(blocks)), list[int]()
+    layout, checksums = layout_file(share_boxes(sources)), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     # _chunks fills the checksums while the store takes the bytes.
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.fields import by_path
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError, first_few
 from raymega.messages import SavedBox
@@ -81,8 +82,8 @@ def resume_faults(
         yield from _micro_batch_faults(manifest, model, micro_batch_size, fp8)
         return
     # The tensors differ: name the fields of the model section that were changed.
-    saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
-    before = _by_path(saved) if isinstance(saved, dict) else {}
+    saved, asked = manifest.job.get("model"), by_path(model.model_dump(mode="json"))
+    before = by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     yield Fault(
         fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
@@ -259,8 +260,8 @@ def _field_faults(
     A checkpoint that does not record its model section is accepted as it is.
     """
     made_with = manifest.job.get("model")
-    then = _by_path(made_with) if isinstance(made_with, dict) else {}
-    now = _by_path(model.model_dump(mode="json"))
+    then = by_path(made_with) if isinstance(made_with, dict) else {}
+    now = by_path(model.model_dump(mode="json"))
     # In a dense checkpoint the fields of experts had no effect.
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
@@ -279,15 +280,6 @@ def _field_faults(
         for field in get_args(FunctionField)
         if field in facts and field not in section.allow_changed
     ]
-
-
-def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a section and of the sections inside it, by dotted path."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, Mapping)
-        found |= _by_path(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
 
 
 def _other_function(uri: str, field: str, fact: str) -> Fault:
