@@ -333,12 +333,11 @@ def _loss_references(job: Job) -> dict[str, float]:
     return {"unigram entropy of the validation text": meta.valid_entropy}
 
 
-def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of data and store, as far as the job's fields parsed."""
-    faults: list[Fault] = []
+def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of data and store, as far as the job's fields parsed."""
     # data
     if "data.path" in values:
-        faults += data_faults(
+        yield from data_faults(
             values["data.path"],
             seq_len=values.get("data.seq_len", 0),
             vocab_size=values.get("model.vocab_size", 0),
@@ -346,35 +345,27 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             is_packed=values.get("data.packing", "none") != "none",
         )
     if values.get("checkpoint.local_uri", "none") != "none":
-        faults += _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
+        yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         uri = values["checkpoint.uri"].rstrip("/") + run
         outside = store_faults(uri)
-        faults += outside
+        yield from outside
         # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
         if not outside and list_manifests(open_store(uri)):
-            return faults + [
-                fault
-                for model in _section(values, "model", ModelSection)
-                for schedule in _section(values, "schedule", ScheduleSection)
-                for fault in resume_faults(
-                    open_store(uri),
-                    model,
-                    micro_batch_size=schedule.micro_batch_size,
-                    fp8=values.get("precision.fp8", "none"),
-                )
-            ]
+            model = _section(values, "model", ModelSection)
+            schedule = _section(values, "schedule", ScheduleSection)
+            if model and schedule:
+                size, fp8 = schedule.micro_batch_size, values.get("precision.fp8", "none")
+                yield from resume_faults(open_store(uri), model, micro_batch_size=size, fp8=fp8)
+            return
     # checkpoint that a new run starts from
     if values.get("checkpoint.init_from", "none") != "none":
-        faults += [
-            fault
-            for model in _section(values, "model", ModelSection)
-            for checkpoint in _section(values, "checkpoint", CheckpointSection)
-            for fault in start_faults(checkpoint, model)
-        ]
-    return faults
+        model = _section(values, "model", ModelSection)
+        checkpoint = _section(values, "checkpoint", CheckpointSection)
+        if model and checkpoint:
+            yield from start_faults(checkpoint, model)
 
 
 def _near_faults(near: str, uri: str | None) -> list[Fault]:
@@ -385,9 +376,9 @@ def _near_faults(near: str, uri: str | None) -> list[Fault]:
     return apart_faults(near, field=field, other=uri, other_field="checkpoint.uri")
 
 
-def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
-    """Return the job's section in a list, or [] where one of its fields did not parse."""
+def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    """Return the job's section, or None where one of its fields did not parse."""
     fields = {field: f"{name}.{field}" for field in kind.model_fields}
     if not values.keys() >= set(fields.values()):
-        return []
-    return [kind.model_validate({field: values[path] for field, path in fields.items()})]
+        return None
+    return kind.model_validate({field: values[path] for field, path in fields.items()})

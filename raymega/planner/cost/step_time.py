@@ -8,7 +8,7 @@ The module combines stages to a pipeline, and adds what happens once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 
 from raymega.config.schema import Job
@@ -63,6 +63,11 @@ class StepTime:
     sharing_s: float = 0.0
     experts_s: float = 0.0
     straggler_s: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part by its name in words, such as ``tensor parallel``."""
+        return {name[:-2].replace("_", " "): seconds for name, seconds in asdict(self).items()}
 
     @property
     def total_s(self) -> float:
