@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from pathlib import Path
 
 from raymega.chaos.experiment import (
     ChaosExperiment,
+    DrillOptions,
     Verdict,
     run_baseline,
     run_drill,
@@ -38,22 +38,6 @@ PICTURE_FILE = "chaos.svg"
 REPORT_FILE = "report.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrillOptions:
-    """Options of the command, described in `cli/chaos.py`."""
-
-    faults: str
-    mtbf_s: float
-    kinds: str
-    seconds: float
-    seed: int
-    nodes: int
-    hold_s: float
-    return_s: float
-    timeout_s: float
-    out: Path | None
-
-
 def drill(
     job_file: Path, overrides: Sequence[str], job: Job, options: DrillOptions
 ) -> tuple[Verdict, Path]:
@@ -74,13 +58,9 @@ def drill(
         overrides=overrides,
         job=job,
         out=out.absolute(),
-        num_nodes=options.nodes,
+        options=options,
         faults=faults,
         scheduled_faults=scheduled_faults,
-        stop_after_s=options.seconds or float("inf"),
-        hold_s=options.hold_s,
-        return_s=options.return_s,
-        timeout_s=options.timeout_s,
     )
     # Network namespaces need root: create them only for faults that cut links.
     needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))

@@ -121,13 +121,12 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
 def occupied_faults(store: Store) -> Iterator[Fault]:
     """Return the fault of a ``store`` that holds checkpoints already."""
     manifests = list_manifests(store)
-    if not manifests:
-        return
-    yield Fault(
-        fact=f"--out {store.uri!r} holds {manifests[0]}",
-        rule="converted weights go where no checkpoint is",
-        remedy="give a new folder",
-    )
+    if manifests:
+        yield Fault(
+            fact=f"--out {store.uri!r} holds {manifests[0]}",
+            rule="converted weights go where no checkpoint is",
+            remedy="give a new folder",
+        )
 
 
 def model_of(manifest: Manifest) -> ModelSection:

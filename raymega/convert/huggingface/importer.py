@@ -205,13 +205,12 @@ def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> I
 
 
 def _count_faults(names: list[str], verb: str, remedy: str) -> Iterator[Fault]:
-    if not names:
-        return
-    yield Fault(
-        fact=f"the weights {verb} {first_few(names)}",
-        rule="a model's tensors must be exactly those of its config.json",
-        remedy=remedy,
-    )
+    if names:
+        yield Fault(
+            fact=f"the weights {verb} {first_few(names)}",
+            rule="a model's tensors must be exactly those of its config.json",
+            remedy=remedy,
+        )
 
 
 def _tied_head_faults(

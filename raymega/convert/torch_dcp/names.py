@@ -118,14 +118,13 @@ def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
 def state_faults(kinds: Iterable[str]) -> Iterator[Fault]:
     """Return the fault of state that torch has no slot for, such as 8-bit codes and their scales."""
     unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
-    if not unknown:
-        return
-    yield Fault(
-        fact=f"the checkpoint holds {', '.join(unknown)}",
-        rule=f"known to torch are {', '.join(_KIND_OF)}",
-        remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
-        "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
-    )
+    if unknown:
+        yield Fault(
+            fact=f"the checkpoint holds {', '.join(unknown)}",
+            rule=f"known to torch are {', '.join(_KIND_OF)}",
+            remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
+            "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
+        )
 
 
 def reorder_rope_rows(values: Array, head_width: int, *, to_ours: bool) -> Array:

@@ -100,7 +100,7 @@ class Index(Values):
         return isinstance(other, Index) and self.key == other.key
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Strided:
     """A tensor in a file, as a strided view of a storage.
 
@@ -125,11 +125,7 @@ def _rebuild_tensor(
     storage: tuple[str, str, int], first: int, shape: tuple[int, ...], strides: tuple[int, ...],
     *_: object,
 ) -> Strided:  # fmt: skip
-    key, dtype, num_elements = storage
-    return Strided(
-        storage=key, dtype=dtype, num_elements=num_elements, first=first, shape=shape,
-        strides=strides,
-    )  # fmt: skip
+    return Strided(*storage, first, shape, strides)
 
 
 def _text(*parts: str) -> str:

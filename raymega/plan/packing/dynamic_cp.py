@@ -327,7 +327,8 @@ def _evened(
     rounds: Sequence[Round], lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> tuple[Round, ...]:
     """Exchange documents of single ranks until ranks end together."""
-    lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
+    at_rank = [[pack for pack in packs for _ in range(pack.size)] for packs in rounds]
+    lists = list(zip(*at_rank, strict=True))
     # The number of micro-batches after which a rank shares no pack any more.
     shared = [
         max((i + 1 for i, pack in enumerate(mine) if pack.size > 1), default=0) for mine in lists
@@ -354,10 +355,6 @@ def _evened(
                 single.add(document, lengths[document])
             made[index][at] = _pack_of(single, rank, single.seconds(limits, cost), limits)
     return tuple(tuple(packs) for packs in made)
-
-
-def _pack_at(packs: Round, rank: int) -> Pack:
-    return next(pack for pack in packs if pack.first_rank <= rank < pack.first_rank + pack.size)
 
 
 def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
