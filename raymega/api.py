@@ -134,18 +134,13 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     return packed_step(plan, rows), ""
 
 
-def run_uri(job: Job) -> str:
-    """Return the URI of the job's run in its store."""
-    return job.run_uri
-
-
 def local_folder(job: Job) -> Path:
     """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local.
 
     For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
     each have a run of the same name.
     """
-    uri = run_uri(job)
+    uri = job.run_uri
     places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
     return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
 
@@ -177,7 +172,7 @@ def train(
         RaymegaError: Another error ended the run; its class has the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
-    store = RetryingStore(open_store(run_uri(job)))
+    store = RetryingStore(open_store(job.run_uri))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
@@ -239,7 +234,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     """Do everything that :func:`train` does before it starts a worker, with the same errors."""
     plan = make_plan(job)
-    open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
+    open_record(open_store(job.run_uri), job, now=SystemClock().timestamp())
     open_session(address)
     try:
         nodes = list_nodes(job.cluster)

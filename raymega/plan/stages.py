@@ -78,11 +78,6 @@ def make_stages(counts: Sequence[int], *, are_ends_together: bool = False) -> tu
     return tuple(stages)
 
 
-def even_stages(*, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    """Return stages of an even split, first and last on different ranks."""
-    return make_stages(even_counts(num_layers, num_stages))
-
-
 def even_counts(total: int, num_stages: int) -> list[int]:
     """Return an even split; with a remainder the stages nearest the middle get one more.
 

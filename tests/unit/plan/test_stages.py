@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import PlanError
-from raymega.plan.stages import even_stages, layer_counts, placement_faults
+from raymega.plan.stages import layer_counts, placement_faults
 from tests.support.jobs import make_test_plan
+from tests.support.stages import even_stages
 
 
 def _counts(num_layers, num_stages, *, loss_cost=0.0, **fields):
