@@ -138,13 +138,12 @@ def model_of(manifest: Manifest) -> ModelSection:
     try:
         return ModelSection.model_validate(manifest.job.get("model"))
     except ValidationError as error:
-        fault = Fault(
+        raise CheckpointError(
             fact=f"{manifest.key} has a model section that this build cannot read: "
             f"{error.errors()[0]['loc']}, {error.errors()[0]['msg']}",
             rule="a checkpoint is exported by the model section that it carries",
             remedy="use the raymega that wrote it",
-        )
-        raise CheckpointError(fault) from error
+        ) from error
 
 
 def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:

@@ -151,12 +151,11 @@ def commit(store: Store, manifest: Manifest) -> str:
     except FileExistsError:
         # Equal bytes are an earlier try of this commit whose answer was lost.
         if store.get(manifest.key) != data:
-            fault = Fault(
+            raise CheckpointError(
                 fact=f"{manifest.key} exists already in {store.uri!r}",
                 rule="a manifest is never overwritten and the number of an attempt is used once",
                 remedy="look for a second driver of this run; start anew to get a higher number",
-            )
-            raise CheckpointError(fault) from None
+            ) from None
     return manifest.key
 
 

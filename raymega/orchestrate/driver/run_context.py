@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
-from raymega.errors import Fault, LeaseError, PreemptedError, RaymegaError
+from raymega.errors import LeaseError, PreemptedError, RaymegaError
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
@@ -383,10 +383,9 @@ class RunContext:
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:
     """Return the error of a run that was stopped by request and can be continued."""
-    fault = Fault(
+    return PreemptedError(
         fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
         f"saved ({state.reason})",
         rule="a run that is stopped can be continued",
         remedy="start the same job again",
     )
-    return PreemptedError(fault)

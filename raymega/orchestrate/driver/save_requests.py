@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from uuid import uuid4
 
-from raymega.errors import ConfigError, Fault, RaymegaError, StorageError
+from raymega.errors import ConfigError, RaymegaError, StorageError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import State
-from raymega.orchestrate.run_store.journal import RunRecord, read_record
+from raymega.orchestrate.run_store.journal import read_record
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def ask_for_save(
         ConfigError: No driver runs there.
         StorageError: No answer came within ``timeout_s`` seconds, or the run ended first.
     """
-    _live_record(store)
+    _refuse_if_over(store)
     name = f"{uuid4().hex}.json"
     deadline_s = time.monotonic() + timeout_s
     store.put(REQUESTS + name, [b"{}"], overwrite=False)
@@ -111,7 +111,12 @@ def ask_for_save(
             with suppress(KeyError):
                 return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
             if record is None or State(record.status).is_end:
-                raise StorageError(_ended(store, record))
+                stands = f"is {record.status} at step {record.step}" if record else "is gone"
+                raise StorageError(
+                    fact=f"the run in {store.uri!r} {stands}, and has not answered",
+                    rule="a request is answered by the driver of a run at work",
+                    remedy="`raymega checkpoint list` shows whether its last save is enough",
+                )
             sleep(ASK_EVERY_S)
         raise StorageError(
             fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
@@ -125,23 +130,14 @@ def ask_for_save(
             store.delete(key)
 
 
-def _live_record(store: Store) -> RunRecord:
+def _refuse_if_over(store: Store) -> None:
     record = read_record(store)
     if record is not None and not State(record.status).is_end:
-        return record
+        return
     stands = f"is {record.status} at step {record.step}" if record else "was never begun"
     raise ConfigError(
         fact=f"the run in {store.uri!r} {stands}",
         rule="only a run that is at work can save",
         remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
         "checkpoint list` shows what it has saved",
-    )
-
-
-def _ended(store: Store, record: RunRecord | None) -> Fault:
-    stands = f"is {record.status} at step {record.step}" if record else "is gone"
-    return Fault(
-        fact=f"the run in {store.uri!r} {stands}, and has not answered",
-        rule="a request is answered by the driver of a run at work",
-        remedy="`raymega checkpoint list` shows whether its last save is enough",
     )
