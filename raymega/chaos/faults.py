@@ -39,7 +39,7 @@ class FaultKind:
 
     @property
     def ends_attempt(self) -> bool:
-        """Whether the driver must detect it and start another attempt."""
+        """True where the driver must detect it and start another attempt."""
         return self.family != "service"
 
 

@@ -68,7 +68,7 @@ def _texts_below(section: type[Section]) -> dict[str, str]:
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef), "a section is a class"
     return {
-        field.target.id: " ".join(below.value.value.split())
+        field.target.id: " ".join(str(below.value.value).split())
         for field, below in pairwise(tree.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

@@ -53,7 +53,7 @@ def check(
             each mismatch between ranks; when there is none, for each rank that deadlocks.
     """
     # Each rank's list alone.
-    faults = []
+    faults: list[Fault] = []
     for rank in range(program.placement.pp):
         faults += _life_faults(program, rank, num_micro_batches, is_forward_only=is_forward_only)
     raise_faults(InternalError, faults)

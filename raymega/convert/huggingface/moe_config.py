@@ -5,7 +5,7 @@ Every architecture has its own names for the same few settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -123,14 +123,14 @@ def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
-_READERS = {
+_READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "mixtral": partial(ours, _MIXTRAL),
     "qwen2_moe": _qwen_values,
     "qwen3_moe": _qwen_values,
     "deepseek_v2": _deepseek_values,
     "deepseek_v3": _deepseek_values,
 }
-_WRITERS = {
+_WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "mixtral": lambda model: theirs(_MIXTRAL, model.moe),
     "qwen2_moe": _qwen2_config,
     "qwen3_moe": _qwen3_config,

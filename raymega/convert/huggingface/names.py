@@ -26,13 +26,13 @@ ROUTER = "moe.router"
 FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
 MOST_FURTHER = 16
 
-_GPT2_OUTER = {
+_GPT2_OUTER: Mapping[str, tuple[str, ...]] = {
     "transformer.wte": ("embedding.tokens",),
     "transformer.wpe": ("embedding.positions",),
     "transformer.ln_f": ("final_norm",),
     "lm_head": ("head",),
 }
-_LLAMA_OUTER = {
+_LLAMA_OUTER: Mapping[str, tuple[str, ...]] = {
     "model.embed_tokens": ("embedding.tokens",),
     "model.norm": ("final_norm",),
     "lm_head": ("head",),
@@ -117,7 +117,9 @@ class HfTensor:
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
     """Return every tensor of ``model`` as Hugging Face has it, in layer order, without a tied head."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
-    names = dict(_GPT2_OUTER if model.family == "gpt2" else _LLAMA_OUTER)
+    names: dict[str, tuple[str, ...]] = dict(
+        _GPT2_OUTER if model.family == "gpt2" else _LLAMA_OUTER
+    )
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
     # Tables of names cover all families: only tensors that this model has are kept.
