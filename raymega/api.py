@@ -31,6 +31,7 @@ from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
@@ -198,12 +199,14 @@ def _drive(
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
             controller = Controller(
-                plan,
-                lease=lease,
-                group=_worker_group(plan, store, session, entry),
-                sink=sink,
-                clock=clock,
-                executor=executor,
+                RunContext(
+                    plan,
+                    lease=lease,
+                    group=_worker_group(plan, store, session, entry),
+                    sink=sink,
+                    clock=clock,
+                    executor=executor,
+                )
             )
             with stop_on_signals(controller.request_stop):
                 return controller.run()
