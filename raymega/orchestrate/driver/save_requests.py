@@ -19,7 +19,7 @@ from uuid import uuid4
 from raymega.errors import ConfigError, RaymegaError, StorageError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import State
-from raymega.orchestrate.run_store.journal import read_record
+from raymega.orchestrate.run_store.journal import RunRecord, read_record
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -111,12 +111,7 @@ def ask_for_save(
             with suppress(KeyError):
                 return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
             if record is None or State(record.status).is_end:
-                stands = f"is {record.status} at step {record.step}" if record else "is gone"
-                raise StorageError(
-                    fact=f"the run in {store.uri!r} {stands}, and has not answered",
-                    rule="a request is answered by the driver of a run at work",
-                    remedy="`raymega checkpoint list` shows whether its last save is enough",
-                )
+                raise _ended(store, record)
             sleep(ASK_EVERY_S)
         raise StorageError(
             fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
@@ -140,4 +135,13 @@ def _refuse_if_over(store: Store) -> None:
         rule="only a run that is at work can save",
         remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
         "checkpoint list` shows what it has saved",
+    )
+
+
+def _ended(store: Store, record: RunRecord | None) -> StorageError:
+    stands = f"is {record.status} at step {record.step}" if record else "is gone"
+    return StorageError(
+        fact=f"the run in {store.uri!r} {stands}, and has not answered",
+        rule="a request is answered by the driver of a run at work",
+        remedy="`raymega checkpoint list` shows whether its last save is enough",
     )

@@ -132,11 +132,7 @@ class JobsClient:
         except (ConnectionError, RuntimeError, AuthenticationError) as error:
             raise ConfigError(_refusal(address, error)) from error
         if cluster_ray != ray.__version__:
-            raise ConfigError(
-                fact=f"the cluster runs ray {cluster_ray}, this machine ray {ray.__version__}",
-                rule="the driver that plans here and the one that runs there must agree",
-                remedy=f"install ray=={cluster_ray} here, or bring the cluster to {ray.__version__}",
-            )
+            raise _other_version(str(cluster_ray))
 
     def submission_ids(self) -> list[str]:
         """Return the ids of all submissions that the cluster remembers."""
@@ -278,6 +274,14 @@ def _refusal(address: str, error: Exception) -> Fault:
         rule="it must be a Ray head's dashboard, port 8265 by default",
         remedy="check host and port; for a cluster of `ray up` open a tunnel with "
         "`ray dashboard CLUSTER.yaml`",
+    )
+
+
+def _other_version(cluster_ray: str) -> ConfigError:
+    return ConfigError(
+        fact=f"the cluster runs ray {cluster_ray}, this machine ray {ray.__version__}",
+        rule="the driver that plans here and the one that runs there must agree",
+        remedy=f"install ray=={cluster_ray} here, or bring the cluster to {ray.__version__}",
     )
 
 
