@@ -27,6 +27,7 @@ from raymega.events import RunEvent, StepFinished
 from raymega.messages import Channel, Progress, RankMemory, Report, Requests, StartWorker, Working
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
@@ -162,7 +163,9 @@ def measure(plan: RunPlan, folder: str) -> tuple[list[tuple[Sample, Sample]], Me
             plan, log_dir=Path(folder), can_grow=True, entry="benchmarks.fault_machinery",
             snapshot_servers=SnapshotServers(plan, clock=clock) if plan.job.elastic.snapshot_every else None,
         )  # fmt: skip
-        Controller(plan, lease=lease, group=group, sink=meter, clock=clock, executor=executor).run()
+        Controller(
+            RunContext(plan, lease=lease, group=group, sink=meter, clock=clock, executor=executor)
+        ).run()
     blocks = json.loads((Path(folder) / plan.job.run.name / TIMES).read_text())
     halves = [blocks[at : at + 2] for at in range(2 * WARMUP, len(blocks) - 1, 2)]
     return [tuple(Sample(wall_s=w, cpu_s=c) for _, w, c in sorted(half)) for half in halves], meter

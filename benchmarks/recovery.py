@@ -39,6 +39,7 @@ from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
 from raymega.orchestrate.driver.hang_detector import NUM_STEPS
 from raymega.orchestrate.driver.recovery_log import PHASES
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
@@ -183,14 +184,14 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = EN
     duration_s = plan.job.elastic.lease_s
     lease = Lease(store, holder=this_process(), duration_s=duration_s, clock=clock)
     with hold_lease(lease), ThreadPoolExecutor(1) as executor:
-        controller = Controller(
+        controller = Controller(RunContext(
             plan,
             lease=lease,
             group=RayWorkerGroup(
                 plan, log_dir=Path(folder), can_grow=True, snapshot_servers=SnapshotServers(plan, clock=clock), entry=entry
             ),
             sink=killer, clock=clock, executor=executor,
-        )  # fmt: skip
+        ))  # fmt: skip
         killer.stop = controller.request_stop
         with suppress(PreemptedError):
             controller.run()

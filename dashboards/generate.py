@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raymega.tracking.names import Metric, find_row
+from raymega.tracking.names import BY_NAME, Metric
 
 FOLDER = Path(__file__).parent
 DASHBOARD = FOLDER / "raymega.json"
@@ -70,7 +70,7 @@ def series(metric: Metric) -> str:
 
 def select(name: str) -> str:
     """The series of ``name`` of the chosen runs."""
-    return f'{series(find_row(name))}{{run=~"$run"}}'
+    return f'{series(BY_NAME[name])}{{run=~"$run"}}'
 
 
 def by_attempt(name: str) -> str:
@@ -90,7 +90,7 @@ def by_rank(name: str) -> str:
 
 def curve(title: str, *names: str, width: int = 8, unit: str = "", is_log: bool = False) -> Panel:
     """A panel of metrics over time, a line an attempt; unit and help are the first one's."""
-    metrics = [find_row(name) for name in names]
+    metrics = [BY_NAME[name] for name in names]
     lines = tuple(
         Line(
             expr=by_attempt(metric.name),
@@ -110,7 +110,7 @@ def curve(title: str, *names: str, width: int = 8, unit: str = "", is_log: bool 
 
 def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
     """A panel of one metric, a line for each part of the model that has its own."""
-    metric = find_row(name)
+    metric = BY_NAME[name]
     line = Line(
         expr=f"max by (run, {metric.part}) ({select(name)})",
         legend=f"{{{{run}}}} {{{{{metric.part}}}}}",
@@ -122,7 +122,7 @@ def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
 
 def number(title: str, name: str, *, unit: str = "") -> Panel:
     """A panel of the newest value."""
-    metric = find_row(name)
+    metric = BY_NAME[name]
     return Panel(
         title=title,
         help=metric.help,
@@ -135,7 +135,7 @@ def number(title: str, name: str, *, unit: str = "") -> Panel:
 
 def rank_curve(title: str, name: str, *, needs: str = "", width: int = 8) -> Panel:
     """A panel of one metric, a line a rank."""
-    metric = find_row(name)
+    metric = BY_NAME[name]
     help_line = f"{metric.help} Needs {needs}." if needs else metric.help
     line = Line(expr=by_rank(name), legend="{{run}} rank {{rank}}")
     unit = UNITS.get(metric.unit, "short")
@@ -340,7 +340,7 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _run_variable() -> dict[str, Any]:
-    query = f"label_values({series(find_row('run/step'))}, run)"
+    query = f"label_values({series(BY_NAME['run/step'])}, run)"
     return {
         "name": "run",
         "type": "query",

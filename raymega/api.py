@@ -32,6 +32,7 @@ from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
@@ -135,18 +136,13 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     return packed_step(plan, rows), ""
 
 
-def run_uri(job: Job) -> str:
-    """Return the URI of the job's run in its store."""
-    return job.run_uri
-
-
 def local_folder(job: Job) -> Path:
     """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local.
 
     For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
     each have a run of the same name.
     """
-    uri = run_uri(job)
+    uri = job.run_uri
     places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
     return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
 
@@ -178,7 +174,7 @@ def train(
         RaymegaError: Another error ended the run; its class has the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
-    store = RetryingStore(open_store(run_uri(job)))
+    store = RetryingStore(open_store(job.run_uri))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
@@ -204,12 +200,14 @@ def _drive(
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
             controller = Controller(
-                plan,
-                lease=lease,
-                group=_worker_group(plan, store, session, entry),
-                sink=sink,
-                clock=clock,
-                executor=executor,
+                RunContext(
+                    plan,
+                    lease=lease,
+                    group=_worker_group(plan, store, session, entry),
+                    sink=sink,
+                    clock=clock,
+                    executor=executor,
+                )
             )
             with stop_on_signals(controller.request_stop):
                 return controller.run()
@@ -240,7 +238,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     """Do everything that :func:`train` does before it starts a worker, with the same errors."""
     plan = make_plan(job)
-    open_record(open_store(run_uri(job)), job, now=SystemClock().timestamp())
+    open_record(open_store(job.run_uri), job, now=SystemClock().timestamp())
     open_session(address)
     try:
         nodes = list_nodes(job.cluster)
@@ -363,12 +361,11 @@ def _loss_references(job: Job) -> dict[str, float]:
     return {"unigram entropy of the validation text": meta.valid_entropy}
 
 
-def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of data and store, as far as the job's fields parsed."""
-    faults: list[Fault] = []
+def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of data and store, as far as the job's fields parsed."""
     # data
     if "data.path" in values:
-        faults += data_faults(
+        yield from data_faults(
             values["data.path"],
             seq_len=values.get("data.seq_len", 0),
             vocab_size=values.get("model.vocab_size", 0),
@@ -376,35 +373,27 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             is_packed=values.get("data.packing", "none") != "none",
         )
     if values.get("checkpoint.local_uri", "none") != "none":
-        faults += _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
+        yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run
     if "checkpoint.uri" in values:
         run = f"/{values['run.name']}" if "run.name" in values else ""
         uri = values["checkpoint.uri"].rstrip("/") + run
         outside = store_faults(uri)
-        faults += outside
+        yield from outside
         # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
         if not outside and list_manifests(open_store(uri)):
-            return faults + [
-                fault
-                for model in _section(values, "model", ModelSection)
-                for schedule in _section(values, "schedule", ScheduleSection)
-                for fault in resume_faults(
-                    open_store(uri),
-                    model,
-                    micro_batch_size=schedule.micro_batch_size,
-                    fp8=values.get("precision.fp8", "none"),
-                )
-            ]
+            model = _section(values, "model", ModelSection)
+            schedule = _section(values, "schedule", ScheduleSection)
+            if model and schedule:
+                size, fp8 = schedule.micro_batch_size, values.get("precision.fp8", "none")
+                yield from resume_faults(open_store(uri), model, micro_batch_size=size, fp8=fp8)
+            return
     # checkpoint that a new run starts from
     if values.get("checkpoint.init_from", "none") != "none":
-        faults += [
-            fault
-            for model in _section(values, "model", ModelSection)
-            for checkpoint in _section(values, "checkpoint", CheckpointSection)
-            for fault in start_faults(checkpoint, model)
-        ]
-    return faults
+        model = _section(values, "model", ModelSection)
+        checkpoint = _section(values, "checkpoint", CheckpointSection)
+        if model and checkpoint:
+            yield from start_faults(checkpoint, model)
 
 
 def _near_faults(near: str, uri: str | None) -> list[Fault]:
@@ -415,9 +404,9 @@ def _near_faults(near: str, uri: str | None) -> list[Fault]:
     return apart_faults(near, field=field, other=uri, other_field="checkpoint.uri")
 
 
-def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
-    """Return the job's section in a list, or [] where one of its fields did not parse."""
+def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    """Return the job's section, or None where one of its fields did not parse."""
     fields = {field: f"{name}.{field}" for field in kind.model_fields}
     if not values.keys() >= set(fields.values()):
-        return []
-    return [kind.model_validate({field: values[path] for field, path in fields.items()})]
+        return None
+    return kind.model_validate({field: values[path] for field, path in fields.items()})

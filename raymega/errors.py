@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -14,22 +14,32 @@ class Fault:
     """Fault in a job or run: the fact with its value, the rule with its numbers, the remedy."""
 
     fact: str
-    rule: str
-    remedy: str
+    rule: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.fact}; {self.rule}; {self.remedy}"
+        return "; ".join(filter(None, (self.fact, self.rule, self.remedy)))
 
 
 class RaymegaError(Exception):
-    """Base class; it can be pickled, because it is built from its ``args`` alone."""
+    """Base class; it can be pickled, because it is built from its ``args`` alone.
+
+    A text is a fault of which only the fact is known. ``fact``, ``rule`` and ``remedy`` are those of one
+    fault, for errors that have no other.
+    """
 
     exit_code = 1
 
-    def __init__(self, *faults: Fault | str) -> None:
+    def __init__(
+        self, *faults: Fault | str, fact: str = "", rule: str = "", remedy: str = ""
+    ) -> None:
+        if fact:
+            faults = (*faults, Fault(fact=fact, rule=rule, remedy=remedy))
         # Unpickling calls the class with ``args``: anything else would be lost on the way from a worker.
         super().__init__(*faults)
-        self.faults = faults
+        self.faults = tuple(
+            fault if isinstance(fault, Fault) else Fault(fact=fault) for fault in faults
+        )
 
     def __str__(self) -> str:
         return "\n".join(str(fault) for fault in self.faults)
@@ -123,10 +133,15 @@ EXIT_CODES: Mapping[int, str] = {
 """Meaning of each exit code. `raymega --help` and docs/failures.md list all of them."""
 
 
-def raise_faults(kind: type[RaymegaError], faults: Sequence[Fault]) -> None:
+def raise_faults(kind: type[RaymegaError], faults: Iterable[Fault]) -> None:
     """Raise one error of ``kind`` that carries every fault, or return when there are none."""
-    if faults:
-        raise kind(*faults)
+    if found := tuple(faults):
+        raise kind(*found)
+
+
+def one_line(cause: object, most: int | None = None) -> str:
+    """Return an error or a text in one line, its first ``most`` characters."""
+    return " ".join(str(cause).split())[:most]
 
 
 def first_few(items: Sequence[str], most: int = 5) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from pathlib import Path
 
 from raymega.chaos.experiment import (
     ChaosExperiment,
+    DrillOptions,
     Verdict,
     run_baseline,
     run_drill,
@@ -38,22 +38,6 @@ PICTURE_FILE = "chaos.svg"
 REPORT_FILE = "report.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrillOptions:
-    """Options of the command, described in `cli/chaos.py`."""
-
-    faults: str
-    mtbf_s: float
-    kinds: str
-    seconds: float
-    seed: int
-    nodes: int
-    hold_s: float
-    return_s: float
-    timeout_s: float
-    out: Path | None
-
-
 def drill(
     job_file: Path, overrides: Sequence[str], job: Job, options: DrillOptions
 ) -> tuple[Verdict, Path]:
@@ -74,13 +58,9 @@ def drill(
         overrides=overrides,
         job=job,
         out=out.absolute(),
-        num_nodes=options.nodes,
+        options=options,
         faults=faults,
         scheduled_faults=scheduled_faults,
-        stop_after_s=options.seconds or float("inf"),
-        hold_s=options.hold_s,
-        return_s=options.return_s,
-        timeout_s=options.timeout_s,
     )
     # Network namespaces need root: create them only for faults that cut links.
     needs_network = any(KINDS[kind].needs_network for kind in _kinds_of(faults, options))
@@ -96,7 +76,7 @@ def drill(
 
 def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator[ScheduledFault]]:
     # all mistakes are reported at once: job, choice of options, kinds, listed faults
-    mistakes = _job_faults(job)
+    mistakes = [*_job_faults(job)]
     is_listed, is_drawn = bool(options.faults), options.mtbf_s > 0
     if is_listed == is_drawn:
         fact = f"--fault {options.faults!r} and --mtbf {options.mtbf_s:g}"
@@ -140,38 +120,29 @@ def _kinds_of(listed: Sequence[ChaosFault], options: DrillOptions) -> list[str]:
     return [fault.kind for fault in listed] or _names(options.kinds) or list(DRAWN)
 
 
-def _cable_faults(kinds: Sequence[str]) -> list[Fault]:
+def _cable_faults(kinds: Sequence[str]) -> Iterator[Fault]:
     asked = [kind for kind in kinds if KINDS[kind].needs_network]
-    if not asked or not (why := missing()):
-        return []
-    return [
-        Fault(
+    if asked and (why := missing()):
+        yield Fault(
             fact=f"fault {asked[0]} is not possible here: {why}",
             rule="it needs nodes in network namespaces of their own, whose links can be cut",
             remedy="run the drill as root on Linux with iproute2, or use freeze-node",
         )
-    ]
 
 
-def _job_faults(job: Job) -> list[Fault]:
-    faults = []
+def _job_faults(job: Job) -> Iterator[Fault]:
     if job.cluster.device == "cuda":
-        faults.append(
-            Fault(
-                fact="cluster.device='cuda'",
-                rule="a drill starts its own cluster on this machine, whose nodes have CPUs only",
-                remedy="add --set cluster.device=cpu, and make the model small",
-            )
+        yield Fault(
+            fact="cluster.device='cuda'",
+            rule="a drill starts its own cluster on this machine, whose nodes have CPUs only",
+            remedy="add --set cluster.device=cpu, and make the model small",
         )
     if job.tracking.mlflow_uri not in ("off", "run"):
-        faults.append(
-            Fault(
-                fact=f"tracking.mlflow_uri={job.tracking.mlflow_uri!r}",
-                rule="the runs of a drill are not recorded on a server, and mlflow-down locks a file",
-                remedy="add --set tracking.mlflow_uri=run, or off",
-            )
+        yield Fault(
+            fact=f"tracking.mlflow_uri={job.tracking.mlflow_uri!r}",
+            rule="the runs of a drill are not recorded on a server, and mlflow-down locks a file",
+            remedy="add --set tracking.mlflow_uri=run, or off",
         )
-    return faults
 
 
 def _cpus_per_node(job: Job) -> float:

@@ -18,7 +18,7 @@ from raymega.chaos.run_comparison import RunComparison, compare_runs, surviving
 from raymega.chaos.sandbox import Sandbox
 from raymega.chaos.time_accounting import Incident, TimeBreakdown, incidents, time_sheet
 from raymega.config.schema import Job
-from raymega.errors import Fault, PreemptedError, RaymegaError
+from raymega.errors import PreemptedError, RaymegaError
 from raymega.plan.run_plan import make_plan
 from raymega.storage.local import PARTIAL_FOLDER
 
@@ -31,6 +31,22 @@ Undisturbed = Callable[[int], Sequence[DriverOutput]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DrillOptions:
+    """Options of the command, described in `cli/chaos.py`."""
+
+    faults: str = ""
+    mtbf_s: float = 0.0
+    kinds: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    nodes: int = 3
+    hold_s: float = 3.0
+    return_s: float = 10.0
+    timeout_s: float = 3600.0
+    out: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChaosExperiment:
     """Settings of a drill.
 
@@ -39,26 +55,18 @@ class ChaosExperiment:
         overrides: Overrides as ``section.field=value`` texts.
         job: Job of the file with the overrides.
         out: Folder of all output, both runs included.
-        num_nodes: Number of nodes of the cluster, spare ones included.
+        options: Options of the command: nodes and times.
         faults: Listed faults; empty for random ones.
         scheduled_faults: Random faults; empty for listed ones.
-        stop_after_s: Seconds after which a run under random faults is stopped.
-        hold_s: Duration in seconds of a service fault or a drain, as in FaultInjector.
-        return_s: Seconds until a lost node is replaced, as in FaultInjector.
-        timeout_s: Maximum time of each of the two runs, in seconds.
     """
 
     job_file: Path
     overrides: Sequence[str]
     job: Job
     out: Path
-    num_nodes: int
+    options: DrillOptions
     faults: Sequence[ChaosFault] = ()
     scheduled_faults: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
-    stop_after_s: float = float("inf")
-    hold_s: float = 3.0
-    return_s: float = 10.0
-    timeout_s: float = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,17 +146,15 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
     Raises:
         RaymegaError: The run failed or took longer than the drill's timeout.
     """
-    box.fill(drill.num_nodes)
+    box.fill(drill.options.nodes)
     chaos_run = _chaos_run(drill, box, CALM_NAME, more=_until(drill.job, last), is_calm=True)
-    code = chaos_run.run(timeout_s=drill.timeout_s)
+    code = chaos_run.run(timeout_s=drill.options.timeout_s)
     if code != 0:
         raise RaymegaError(
-            Fault(
-                fact=f"the undisturbed run ended with code {code}",
-                rule="a drill compares with an undisturbed run that finishes within "
-                f"{drill.timeout_s:g} s",
-                remedy=f"read {chaos_run.driver.errors}",
-            )
+            fact=f"the undisturbed run ended with code {code}",
+            rule="a drill compares with an undisturbed run that finishes within "
+            f"{drill.options.timeout_s:g} s",
+            remedy=f"read {chaos_run.driver.errors}",
         )
     return chaos_run.driver.output
 
@@ -156,9 +162,9 @@ def run_baseline(drill: ChaosExperiment, box: Sandbox, *, last: int) -> Sequence
 def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) -> Verdict:
     """Run the job under faults and return the verdict; ``undisturbed`` gives the events to compare with."""
     # the run under faults, on a cluster with all its nodes
-    box.fill(drill.num_nodes)
+    box.fill(drill.options.nodes)
     chaos_run = _chaos_run(drill, box, TRIED_NAME, is_calm=False)
-    code = chaos_run.run(timeout_s=drill.timeout_s)
+    code = chaos_run.run(timeout_s=drill.options.timeout_s)
     ended_s = time.monotonic()
     output, begun_s = chaos_run.driver.output, chaos_run.driver.begun_s
     # what became of each fault, and what is left behind
@@ -240,9 +246,9 @@ def _chaos_run(
         driver=driver,
         folder=folder / FOLDER,
         database=folder / "mlflow.db",
-        num_nodes=drill.num_nodes,
-        hold_s=drill.hold_s,
-        return_s=drill.return_s,
+        num_nodes=drill.options.nodes,
+        hold_s=drill.options.hold_s,
+        return_s=drill.options.return_s,
     )
     return ChaosRun(
         driver=driver,
@@ -250,7 +256,7 @@ def _chaos_run(
         world_size=make_plan(drill.job).grid.world_size,
         faults=() if is_calm else drill.faults,
         scheduled_faults=iter(()) if is_calm else drill.scheduled_faults,
-        stop_after_s=float("inf") if is_calm else drill.stop_after_s,
+        stop_after_s=(0 if is_calm else drill.options.seconds) or float("inf"),
     )
 
 

@@ -21,85 +21,52 @@ begins. snapshot: a step is done, its snapshot is not taken yet. upload: a rank 
 checkpoint, which is not committed yet."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FaultKind:
     """Kind of fault.
 
     Attributes:
         family: Target of the fault: ``worker``, ``node``, ``driver`` or ``service``.
         help: Description in one line.
-        ends_attempt: Whether the driver must detect it and start another attempt.
         phases: Phases in which it can be injected; in others it would equal one of these.
         needs_network: Whether nodes need network namespaces of their own, as `chaos/network.py` creates.
     """
 
     family: str
     help: str
-    ends_attempt: bool
     phases: tuple[str, ...] = PHASES
     needs_network: bool = False
 
+    @property
+    def ends_attempt(self) -> bool:
+        """True where the driver must detect it and start another attempt."""
+        return self.family != "service"
+
 
 KINDS: Mapping[str, FaultKind] = {
-    # workers
-    "kill-worker": FaultKind(
-        family="worker", help="SIGKILL to the process of a rank", ends_attempt=True
-    ),
-    "hang": FaultKind(
-        family="worker", help="SIGSTOP to the process of a rank, without SIGCONT", ends_attempt=True
-    ),
-    "raise": FaultKind(
-        family="worker",
-        help="an exception in the training thread of one rank",
-        ends_attempt=True,
-        phases=tuple(phase for phase in PHASES if phase != "spawn"),  # no training thread yet
-    ),
+    # workers; before its training thread starts, none can raise
+    "kill-worker": FaultKind("worker", "SIGKILL to the process of a rank"),
+    "hang": FaultKind("worker", "SIGSTOP to the process of a rank, without SIGCONT"),
+    "raise": FaultKind("worker", "an exception in the training thread of one rank", PHASES[1:]),
     # nodes
-    "kill-node": FaultKind(
-        family="node", help="SIGKILL to a node's raylet and to all its processes", ends_attempt=True
-    ),
-    "freeze-node": FaultKind(
-        family="node", help="SIGSTOP to a node's raylet and to all its processes", ends_attempt=True
-    ),
+    "kill-node": FaultKind("node", "SIGKILL to a node's raylet and to all its processes"),
+    "freeze-node": FaultKind("node", "SIGSTOP to a node's raylet and to all its processes"),
     "link-down": FaultKind(
-        family="node",
-        help="the network link of a node is cut; its processes keep running",
-        ends_attempt=True,
-        needs_network=True,
+        "node", "the network link of a node is cut; its processes keep running", needs_network=True
     ),
     "drain-node": FaultKind(
-        family="node",
-        help="Ray gets a preemption notice for a node, which is killed at the deadline",
-        ends_attempt=True,
+        "node", "Ray gets a preemption notice for a node, which is killed at the deadline"
     ),
     # the driver
-    "kill-driver": FaultKind(
-        family="driver",
-        help="SIGKILL to the driver; the same command is started again",
-        ends_attempt=True,
-    ),
-    "stop-driver": FaultKind(
-        family="driver",
-        help="SIGTERM to the driver; the same command is started again",
-        ends_attempt=True,
-    ),
+    "kill-driver": FaultKind("driver", "SIGKILL to the driver; the same command is started again"),
+    "stop-driver": FaultKind("driver", "SIGTERM to the driver; the same command is started again"),
     # services
-    "store-errors": FaultKind(
-        family="service", help="every write to the store fails for a while", ends_attempt=False
-    ),
+    "store-errors": FaultKind("service", "every write to the store fails for a while"),
     "store-slow": FaultKind(
-        family="service",
-        help="every write to the store takes one second longer for a while",
-        ends_attempt=False,
+        "service", "every write to the store takes one second longer for a while"
     ),
-    "disk-full": FaultKind(
-        family="service",
-        help="writes to the store fail half-way with ENOSPC for a while",
-        ends_attempt=False,
-    ),
-    "mlflow-down": FaultKind(
-        family="service", help="MLflow's database refuses writes for a while", ends_attempt=False
-    ),
+    "disk-full": FaultKind("service", "writes to the store fail half-way with ENOSPC for a while"),
+    "mlflow-down": FaultKind("service", "MLflow's database refuses writes for a while"),
 }
 
 ALIASES = {"freeze-worker": "hang"}
@@ -125,10 +92,8 @@ class ChaosFault:
 
     def describe(self) -> str:
         """Return the fault as written on the command line."""
-        return f"{self.kind}@{self.at}" if self.phase == "step" else self._in_phase()
-
-    def _in_phase(self) -> str:
-        return f"{self.kind}@{self.phase}:{self.at}"
+        phase = "" if self.phase == "step" else f"{self.phase}:"
+        return f"{self.kind}@{phase}{self.at}"
 
 
 def parse_faults(text: str, *, rank_of: Sequence[int] = ()) -> list[ChaosFault]:
@@ -143,8 +108,16 @@ def parse_faults(text: str, *, rank_of: Sequence[int] = ()) -> list[ChaosFault]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     mistakes = [mistake for word in words if (mistake := _mistake(word))]
-    if mistakes or not words:
-        raise ValueError(*(mistakes or [_nothing()]))
+    if not words:
+        mistakes = [
+            Mistake(
+                fact="--fault names nothing",
+                rule="the list must have at least one fault",
+                remedy="write kill-worker@5, or use --mtbf SECONDS",
+            )
+        ]
+    if mistakes:
+        raise ValueError(*mistakes)
     ranks = [*rank_of, *[-1] * len(words)]
     return [_parse(word, rank) for word, rank in zip(words, ranks, strict=False)]
 
@@ -191,14 +164,6 @@ def _mistake(word: str) -> Mistake | None:
             remedy=f"write {kind}@{KINDS[kind].phases[0]}",
         )
     return None
-
-
-def _nothing() -> Mistake:
-    return Mistake(
-        fact="--fault names nothing",
-        rule="the list must have at least one fault",
-        remedy="write kill-worker@5, or use --mtbf SECONDS",
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

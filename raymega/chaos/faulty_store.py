@@ -9,13 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from raymega.chaos.phase_barriers import FOLDER
-from raymega.storage.registry import SCHEMES, Backend
+from raymega.storage.registry import SCHEMES, Folders
 from raymega.storage.store import DelegatingStore, Store
 
 TROUBLE_FILE = "trouble"
@@ -60,11 +58,9 @@ def end_trouble(folder: Path) -> None:
 
 def trouble_folders() -> None:
     """Wrap all stores of scheme ``file`` that this process opens from now on; idempotent."""
-    make = SCHEMES["file"]
-    if not isinstance(make, partial):
-        SCHEMES["file"] = partial(_troubled, make)
+    SCHEMES["file"] = _TroubledFolders
 
 
-def _troubled(make: Callable[[], Backend]) -> Backend:
-    backend = make()
-    return replace(backend, open=lambda uri: FaultyStore(backend.open(uri)))
+class _TroubledFolders(Folders):
+    def open_store(self, uri: str) -> Store:
+        return FaultyStore(super().open_store(uri))

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymega.errors import one_line
 from raymega.glibc import enter_network_namespace
 
 NAMESPACES = Path("/run/netns")
@@ -28,7 +29,7 @@ def missing() -> str:
     try:
         Network().close()
     except (OSError, subprocess.SubprocessError) as error:
-        return f"namespaces cannot be created ({' '.join(str(error).split())})"
+        return f"namespaces cannot be created ({one_line(error)})"
     return ""
 
 

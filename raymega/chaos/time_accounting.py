@@ -74,7 +74,8 @@ def _incident(
     # after the detection: the next attempt, and its first new step
     ended_s, cause = end
     later = [each for each in after if each.at_s >= ended_s]
-    done = max((each.event["step"] for each in output if _is_step(each, ended_s)), default=0)
+    earlier = [each for each in output if each.name == "step" and each.at_s < ended_s]
+    done = max((each.event["step"] for each in earlier), default=0)
     again = next((each for each in later if each.name == "attempt"), None)
     good = next((each for each in later if each.name == "step" and each.event["step"] > done), None)
     return Incident(
@@ -103,10 +104,6 @@ def _end_of_attempt(
         if each.name == "attempt" and KINDS[injected.fault.kind].ends_attempt:
             return each.at_s, str(each.event["reason"])
     return None
-
-
-def _is_step(each: DriverOutput, until_s: float) -> bool:
-    return each.name == "step" and each.at_s < until_s
 
 
 def _grid(output: Sequence[DriverOutput]) -> Mapping[str, int]:

@@ -25,7 +25,7 @@ from raymega.messages import (
 from raymega.plan.run_plan import read_plan
 from raymega.train import entry
 
-NOBODY = -1
+NO_RANK = -1
 
 
 class ChaosError(Exception):
@@ -37,7 +37,7 @@ def warm_up(plan_json: str, device: str) -> None:
     trouble_folders()
     job = read_plan(plan_json).job
     folder = Path(job.checkpoint.uri) / job.run.name / FOLDER
-    here = Arrival(pid=os.getpid(), rank=NOBODY, attempt=0, step=0)
+    here = Arrival(pid=os.getpid(), rank=NO_RANK, attempt=0, step=0)
     wait_at(folder, here, phase="spawn", world_size=0)
     entry.warm_up(plan_json, device)
 

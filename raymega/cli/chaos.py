@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from raymega import api
-from raymega.chaos.command import DrillOptions, drill
-from raymega.chaos.experiment import Verdict, verdict_object
+from raymega.chaos.command import drill
+from raymega.chaos.experiment import DrillOptions, Verdict, verdict_object
 from raymega.chaos.faults import KINDS, PHASES
 from raymega.chaos.time_accounting import Incident
 from raymega.cli.options import AsJson, JobFile, Overrides

@@ -13,7 +13,7 @@ from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.cli.options import AsJson, Uri
 from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
-from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
 from raymega.orchestrate.jobs import client as jobs_client
 from raymega.orchestrate.jobs.find_run import find_run
@@ -46,7 +46,11 @@ def prune(
     Example: raymega checkpoint prune s3://team/runs/my-run --keep-last 2 --dry-run
     """
     if not keep_last and (keep_every or keep_best):
-        raise ConfigError(_no_keep_last())
+        raise ConfigError(
+            fact="--keep-last is not given",
+            rule="--keep-every and --keep-best keep checkpoints beside the newest ones",
+            remedy="give --keep-last, at least 1",
+        )
     raise_faults(ConfigError, reading_faults(uri, field="URI"))
     # unfinished uploads
     age, now_ = timedelta(hours=older_than_h), datetime.now(UTC)
@@ -146,11 +150,3 @@ def _now_over_there(run: str, address: str, timeout_s: float, *, as_json: bool) 
     write = relay(lambda line: line.startswith("{" if as_json else "step "))
     client = jobs_client.JobsClient(server_url(address))
     return jobs_client.run_on_cluster(words, run=run, client=client, write=write)
-
-
-def _no_keep_last() -> Fault:
-    return Fault(
-        fact="--keep-last is not given",
-        rule="--keep-every and --keep-best keep checkpoints beside the newest ones",
-        remedy="give --keep-last, at least 1",
-    )

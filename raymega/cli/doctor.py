@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -67,28 +68,22 @@ def doctor(
     raise typer.Exit(1 if num_problems else 0)
 
 
-def _calibrate_faults(job_file: Path | None, path: Path) -> list[Fault]:
-    faults = []
+def _calibrate_faults(job_file: Path | None, path: Path) -> Iterator[Fault]:
     if job_file is None:
-        faults.append(
-            Fault(
-                fact="raymega doctor --calibrate without a job file",
-                rule="the job's workers measure, on its device, in its number format and in its process groups",
-                remedy="give a job file that fits the cluster, such as jobs/verify.yaml",
-            )
+        yield Fault(
+            fact="raymega doctor --calibrate without a job file",
+            rule="the job's workers measure, on its device, in its number format and in its process groups",
+            remedy="give a job file that fits the cluster, such as jobs/verify.yaml",
         )
     # The file's stem becomes the accelerator's name, which must not hide one of the catalogue.
     is_name = re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", path.stem) and path.stem not in CATALOGUE
     if path.suffix not in SUFFIXES or not is_name or not path.parent.is_dir():
-        faults.append(
-            Fault(
-                fact=f"--calibrate {path}",
-                rule="it must be FOLDER/NAME.yaml in an existing folder; NAME has lower-case letters, digits, "
-                "dots, dashes and underscores, and is not in the catalogue",
-                remedy="use --calibrate my-cluster.yaml",
-            )
+        yield Fault(
+            fact=f"--calibrate {path}",
+            rule="it must be FOLDER/NAME.yaml in an existing folder; NAME has lower-case letters, digits, "
+            "dots, dashes and underscores, and is not in the catalogue",
+            remedy="use --calibrate my-cluster.yaml",
         )
-    return faults
 
 
 def _show_bandwidth(findings: list[CheckFinding]) -> None:

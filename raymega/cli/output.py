@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 
 
 def print_json(value: object) -> None:
@@ -56,7 +56,7 @@ def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
         path.write_text(drawing, encoding="utf-8")
     except OSError as error:
         fact = f"--draw {path}: {error.strerror}"
-        raise ConfigError(Fault(fact=fact, rule=rule, remedy=remedy)) from error
+        raise ConfigError(fact=fact, rule=rule, remedy=remedy) from error
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from raymega.cli.options import AsJson
 from raymega.cli.output import json_object, print_json, write_drawing
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 from raymega.schedule.checker import CheckResult, check
 from raymega.schedule.order import Sizes
 from raymega.schedule.simulate import Durations, Simulation, simulate
@@ -93,21 +93,17 @@ def _durations(times: str) -> Durations:
             known = set()
         if name.strip() not in known or values[name.strip()] < 0:
             raise ConfigError(
-                Fault(
-                    fact=f"--times {pair}",
-                    rule="it must be NAME=NUMBER with a number of at least 0 and a name of "
-                    + ", ".join(field.name for field in fields(Durations)),
-                    remedy="use --times forward=1,backward=2,weight=1",
-                )
+                fact=f"--times {pair}",
+                rule="it must be NAME=NUMBER with a number of at least 0 and a name of "
+                + ", ".join(field.name for field in fields(Durations)),
+                remedy="use --times forward=1,backward=2,weight=1",
             )
     durations = Durations(**values)
     if durations.weight > durations.backward:
         raise ConfigError(
-            Fault(
-                fact=f"--times weight={durations.weight:g}",
-                rule=f"it must be at most backward={durations.backward:g}, of which it is a part",
-                remedy="set backward to the sum of both parts",
-            )
+            fact=f"--times weight={durations.weight:g}",
+            rule=f"it must be at most backward={durations.backward:g}, of which it is a part",
+            remedy="set backward to the sum of both parts",
         )
     return durations
 

@@ -22,77 +22,49 @@ class CheckpointSection(Section):
     """Places and times of saves, limits of a save, and retention."""
 
     # Places.
-    uri: str = Field(
-        default_factory=lambda: str(Path.home() / ".raymega" / "runs"),
-        description="Root folder or s3://bucket/prefix; the run lives in `<uri>/<run.name>/`. "
-        "Default: ~/.raymega/runs.",
-    )
-    local_uri: str = Field(
-        default="none",
-        description="Folder on each node's own disk for copies of its workers' files of the two newest "
-        "checkpoints; a restart reads the intact ones from there. `none` keeps no copies.",
-    )
+    uri: str = Field(default_factory=lambda: str(Path.home() / ".raymega" / "runs"))
+    """Root folder or s3://bucket/prefix; the run lives in `<uri>/<run.name>/`. Default:
+    ~/.raymega/runs."""
+    local_uri: str = "none"
+    """Folder on each node's own disk for copies of its workers' files of the two newest
+    checkpoints; a restart reads the intact ones from there. `none` keeps no copies."""
     # Start from another checkpoint's weights.
-    init_from: str = Field(
-        default="none",
-        description="Checkpoint whose weights, and nothing else, the run starts with: of another run "
-        "or by `raymega convert hf-import`. Read at the first step only; `none` initialises at random.",
-    )
-    init_rename: tuple[str, ...] = Field(
-        default=(),
-        description="Rules OLD=NEW for init_from: its tensors whose names begin with OLD become this "
-        "model's that begin with NEW; * stands for one dotted part. The first rule that matches applies.",
-    )
-    reinit: tuple[str, ...] = Field(
-        default=(),
-        description="Patterns such as head.*: tensors of this model that are initialised at random "
-        "instead of taken from init_from.",
-    )
-    init_ignore: tuple[str, ...] = Field(
-        default=(),
-        description="Patterns such as layers.1?.*: tensors of init_from that are not used.",
-    )
-    allow_changed: tuple[FunctionField, ...] = Field(
-        default=(),
-        description="Fields of the model section in which this run differs on purpose from that of "
-        "init_from, such as [rope_theta] for longer sequences. Other differences are refused.",
-    )
-    init_upcycle: bool = Field(
-        default=False,
-        description="Where init_from has a dense feed-forward layer and this model has experts, each expert "
-        "starts as a copy of the layer, or as a part of it with a smaller model.moe.intermediate_size; "
-        "routers are initialised at random.",
-    )
+    init_from: str = "none"
+    """Checkpoint whose weights, and nothing else, the run starts with: of another run or by
+    `raymega convert hf-import`. Read at the first step only; `none` initialises at random."""
+    init_rename: tuple[str, ...] = ()
+    """Rules OLD=NEW for init_from: its tensors whose names begin with OLD become this model's that
+    begin with NEW; * stands for one dotted part. The first rule that matches applies."""
+    reinit: tuple[str, ...] = ()
+    """Patterns such as head.*: tensors of this model that are initialised at random instead of
+    taken from init_from."""
+    init_ignore: tuple[str, ...] = ()
+    """Patterns such as layers.1?.*: tensors of init_from that are not used."""
+    allow_changed: tuple[FunctionField, ...] = ()
+    """Fields of the model section in which this run differs on purpose from that of init_from, such
+    as [rope_theta] for longer sequences. Other differences are refused."""
+    init_upcycle: bool = False
+    """Where init_from has a dense feed-forward layer and this model has experts, each expert starts
+    as a copy of the layer, or as a part of it with a smaller model.moe.intermediate_size; routers
+    are initialised at random."""
     # When to save, and what a save may use.
-    every: NonNegative = Field(
-        default=100, description="Steps between checkpoints; 0 saves at the end only."
-    )
-    when_busy: Literal["wait", "skip"] = Field(
-        default="wait",
-        description="When a save is due and the one before is still being written: wait for it, or skip "
-        "the save. The last save and a save on request always wait.",
-    )
-    file_bytes: Annotated[int, Field(ge=1, le=2**38)] = Field(
-        default=2**30,
-        description="Largest data file in bytes, unless one box is larger; a worker writes two at a time.",
-    )
-    buffer_bytes: NonNegative = Field(
-        default=0,
-        description="Largest host memory in bytes for a worker's copy of its share; 0 is no limit. A "
-        "larger share is copied and written in portions while training waits.",
-    )
-    bytes_per_s: NonNegative = Field(
-        default=0,
-        description="Largest rate in bytes per second at which each worker writes; the rate of a job or node "
-        "is this times its workers. 0 is no limit.",
-    )
+    every: NonNegative = 100
+    """Steps between checkpoints; 0 saves at the end only."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """When a save is due and the one before is still being written: wait for it, or skip the save.
+    The last save and a save on request always wait."""
+    file_bytes: Annotated[int, Field(ge=1, le=2**38)] = 2**30
+    """Largest data file in bytes, unless one box is larger; a worker writes two at a time."""
+    buffer_bytes: NonNegative = 0
+    """Largest host memory in bytes for a worker's copy of its share; 0 is no limit. A larger share
+    is copied and written in portions while training waits."""
+    bytes_per_s: NonNegative = 0
+    """Largest rate in bytes per second at which each worker writes; the rate of a job or node is
+    this times its workers. 0 is no limit."""
     # Retention: a checkpoint is kept when any of the three rules keeps it.
-    keep_last: Positive = Field(default=3, description="Number of newest checkpoints to keep.")
-    keep_every: NonNegative = Field(
-        default=0,
-        description="Checkpoints of steps that this divides are never deleted; 0 turns the rule off.",
-    )
-    keep_best: NonNegative = Field(
-        default=0,
-        description="Number of checkpoints with the lowest validation loss (eval/loss) to keep as well.",
-    )
+    keep_last: Positive = 3
+    """Number of newest checkpoints to keep."""
+    keep_every: NonNegative = 0
+    """Checkpoints of steps that this divides are never deleted; 0 turns the rule off."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints with the lowest validation loss (eval/loss) to keep as well."""

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from raymega.config.fields import Section
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, one_line
 
 
 class _Yaml12Loader(yaml.SafeLoader):
@@ -184,29 +184,23 @@ def _read(path: Path) -> dict[str, Any]:
         path = shipped_file(path.as_posix()) or path
     if not path.is_file():
         raise ConfigError(
-            Fault(
-                fact=f"job file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}",
-                rule="a job is a YAML file",
-                remedy="give its path; jobs/verify.yaml is one that runs as it is",
-            )
+            fact=f"job file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}",
+            rule="a job is a YAML file",
+            remedy="give its path; jobs/verify.yaml is one that runs as it is",
         )
     try:
         raw = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            Fault(
-                fact=f"{path} is not YAML: {_one_line(error)}",
-                rule="a job is a YAML mapping of sections",
-                remedy="correct the line named",
-            )
+            fact=f"{path} is not YAML: {one_line(error)}",
+            rule="a job is a YAML mapping of sections",
+            remedy="correct the line named",
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(
-            Fault(
-                fact=f"{path} holds a {type(raw).__name__}",
-                rule=f"a job is a mapping of the sections {', '.join(Job.model_fields)}",
-                remedy="start from jobs/verify.yaml",
-            )
+            fact=f"{path} holds a {type(raw).__name__}",
+            rule=f"a job is a mapping of the sections {', '.join(Job.model_fields)}",
+            remedy="start from jobs/verify.yaml",
         )
     return raw
 
@@ -220,7 +214,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
     try:
         value = read_yaml(text)
     except yaml.YAMLError as error:
-        return [_bad_override(override, f"its value must be YAML ({_one_line(error)})")]
+        return [_bad_override(override, f"its value must be YAML ({one_line(error)})")]
     # Sections on the way are created; unknown ones are faults of the validation.
     section = raw
     for name in sections:
@@ -242,10 +236,6 @@ def _bad_override(override: str, rule: str) -> Fault:
     return Fault(
         fact=f"override {override!r}", rule=rule, remedy="write for example --set run.steps=50"
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _make_absolute(section: object, key: str) -> None:
@@ -309,7 +299,8 @@ def _read_section(
             continue
         # A plain field: missing, absent with a default, or given.
         if value is _ABSENT and field.is_required():
-            faults.append(_missing(path, field))
+            remedy = f"set it: {section.describe(key)}"
+            faults.append(Fault(fact=f"{path} is missing", rule="it has no default", remedy=remedy))
             continue
         try:
             values[path] = (
@@ -318,7 +309,7 @@ def _read_section(
                 else _validate(field, value)
             )
         except ValidationError as error:
-            faults.append(_invalid(path, value, field, error))
+            faults.append(_invalid(path, value, section.describe(key), error))
     return faults
 
 
@@ -327,21 +318,13 @@ def _validate(field: FieldInfo, value: object) -> object:
     return adapter.validate_python(value)
 
 
-def _missing(path: str, field: FieldInfo) -> Fault:
-    return Fault(
-        fact=f"{path} is missing",
-        rule="it has no default",
-        remedy=f"set it: {field.description}",
-    )
-
-
-def _invalid(path: str, value: object, field: FieldInfo, error: ValidationError) -> Fault:
+def _invalid(path: str, value: object, description: str, error: ValidationError) -> Fault:
     rules = dict.fromkeys(_rule(path, detail) for detail in error.errors())
     between = " and " if isinstance(value, tuple) else " or "
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{path.rpartition('.')[2]} is: {field.description}",
+        remedy=f"{path.rpartition('.')[2]} is: {description}",
     )
 
 

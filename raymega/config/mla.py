@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from raymega.config.fields import NonNegative, Section
 
 
@@ -15,22 +13,16 @@ class MlaSection(Section):
     """
 
     # Latents.
-    kv_lora_rank: NonNegative = Field(
-        default=0,
-        description="Features of the latent from which keys and values of all heads are projected; 0 is "
-        "ordinary attention.",
-    )
-    q_lora_rank: NonNegative = Field(
-        default=0,
-        description="Features of the latent from which queries are projected; 0 projects them from the "
-        "residual stream.",
-    )
+    kv_lora_rank: NonNegative = 0
+    """Features of the latent from which keys and values of all heads are projected; 0 is ordinary
+    attention."""
+    q_lora_rank: NonNegative = 0
+    """Features of the latent from which queries are projected; 0 projects them from the residual
+    stream."""
     # Widths of one head.
-    qk_nope_head_dim: NonNegative = Field(
-        default=0, description="Features of a query or key head without position."
-    )
-    qk_rope_head_dim: NonNegative = Field(
-        default=0,
-        description="Features of a query or key head that RoPE rotates, in pairs of neighbours.",
-    )
-    v_head_dim: NonNegative = Field(default=0, description="Features of a value head.")
+    qk_nope_head_dim: NonNegative = 0
+    """Features of a query or key head without position."""
+    qk_rope_head_dim: NonNegative = 0
+    """Features of a query or key head that RoPE rotates, in pairs of neighbours."""
+    v_head_dim: NonNegative = 0
+    """Features of a value head."""

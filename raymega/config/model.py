@@ -15,127 +15,88 @@ class ModelSection(Section):
     """The network: family, sizes, initialisation, positions, regularisation."""
 
     # Family and sizes.
-    family: Literal["gpt2", "llama", "qwen2", "qwen3"] = Field(
-        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, "
-        "no biases. qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."
-    )
-    num_layers: Positive = Field(description="Transformer blocks.")
-    hidden_size: Positive = Field(description="D, features of the residual stream.")
-    num_heads: Positive = Field(description="H, query heads.")
-    num_kv_heads: Positive | Literal["num_heads"] = Field(
-        default="num_heads",
-        description="G, key and value heads; fewer than num_heads is grouped-query attention.",
-    )
-    head_dim: Positive | Literal["hidden_size / num_heads"] = Field(
-        default="hidden_size / num_heads", description="K, features of one head."
-    )
-    ffn_hidden_size: Positive = Field(description="F, features inside the feed-forward layer.")
-    vocab_size: Positive = Field(description="V, tokens of the model; at least the tokenizer's.")
-    max_positions: Positive = Field(
-        default=2048,
-        description="Longest sequence, and the rows of gpt2's position table; at least data.seq_len.",
-    )
-    tie_word_embeddings: bool = Field(
-        default=True, description="The head uses the token embedding's weight."
-    )
+    family: Literal["gpt2", "llama", "qwen2", "qwen3"]
+    """gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, no biases.
+    qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."""
+    num_layers: Positive
+    """Transformer blocks."""
+    hidden_size: Positive
+    """D, features of the residual stream."""
+    num_heads: Positive
+    """H, query heads."""
+    num_kv_heads: Positive | Literal["num_heads"] = "num_heads"
+    """G, key and value heads; fewer than num_heads is grouped-query attention."""
+    head_dim: Positive | Literal["hidden_size / num_heads"] = "hidden_size / num_heads"
+    """K, features of one head."""
+    ffn_hidden_size: Positive
+    """F, features inside the feed-forward layer."""
+    vocab_size: Positive
+    """V, tokens of the model; at least the tokenizer's."""
+    max_positions: Positive = 2048
+    """Longest sequence, and the rows of gpt2's position table; at least data.seq_len."""
+    tie_word_embeddings: bool = True
+    """The head uses the token embedding's weight."""
     # Initialisation.
-    initializer_range: PositiveFloat = Field(
-        default=0.02,
-        description="Standard deviation of initial weights; divided by sqrt(2 * num_layers) for "
-        "the two projections that write to the residual stream.",
-    )
-    mup_base_width: NonNegative = Field(
-        default=0,
-        description="muP: width of the narrower model from which learning rates and initializer_range are taken. "
-        "Matrices' initializer_range and rates, and the logits, are scaled by hidden_size / mup_base_width; 0 scales "
-        "nothing.",
-    )
-    norm_eps: PositiveFloat = Field(default=1e-5, description="Added to the variance in norms.")
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of initial weights; divided by sqrt(2 * num_layers) for the two
+    projections that write to the residual stream."""
+    mup_base_width: NonNegative = 0
+    """muP: width of the narrower model from which learning rates and initializer_range are taken.
+    Matrices' initializer_range and rates, and the logits, are scaled by hidden_size /
+    mup_base_width; 0 scales nothing."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in norms."""
     # Rotary position embedding, and its scaling to longer sequences.
-    rope_theta: PositiveFloat = Field(default=10000.0, description="Base of RoPE's wavelengths.")
-    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
-        default="none",
-        description="llama3: wavelengths above rope_original_positions / rope_low_freq_factor are "
-        "stretched by rope_factor, those below ... / rope_high_freq_factor are kept, with a blend between. "
-        "yarn: the same between two feature indices, and scores grow with log(rope_factor).",
-    )
-    rope_factor: PositiveFloat = Field(
-        default=8.0,
-        description="llama3 and yarn scaling only: factor by which wavelengths are stretched.",
-    )
-    rope_low_freq_factor: PositiveFloat = Field(
-        default=1.0,
-        description="llama3 scaling only: bound of the wavelengths that are stretched in full.",
-    )
-    rope_high_freq_factor: PositiveFloat = Field(
-        default=4.0, description="llama3 scaling only: bound of the wavelengths that are kept."
-    )
-    rope_beta_fast: PositiveFloat = Field(
-        default=32.0,
-        description="yarn scaling only: feature pairs that rotate more often than this within "
-        "rope_original_positions keep their wavelengths.",
-    )
-    rope_beta_slow: PositiveFloat = Field(
-        default=1.0,
-        description="yarn scaling only: wavelengths of feature pairs that rotate less often than this are "
-        "stretched by rope_factor.",
-    )
-    rope_original_positions: Positive = Field(
-        default=8192,
-        description="llama3 and yarn scaling only: longest sequence before the scaling.",
-    )
-    rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=1.0,
-        description="yarn only, m: rotated features are multiplied by 1 + m log(rope_factor) / 10, "
-        "divided by the same with rope_mscale_all_dim for m.",
-    )
-    rope_mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0,
-        description="yarn with model.mla only, m: scores of whole heads are multiplied by the square "
-        "of 1 + m log(rope_factor) / 10.",
-    )
-    make_vocab_size_divisible_by: Positive = Field(
-        default=128,
-        description="The token table's rows are padded to a multiple of this, whatever the layout is. "
-        "Padded rows stay zero and get no probability; parallel.tp must divide the padded number.",
-    )
+    rope_theta: PositiveFloat = 10000.0
+    """Base of RoPE's wavelengths."""
+    rope_scaling: Literal["none", "llama3", "yarn"] = "none"
+    """llama3: wavelengths above rope_original_positions / rope_low_freq_factor are stretched by
+    rope_factor, those below ... / rope_high_freq_factor are kept, with a blend between. yarn: the
+    same between two feature indices, and scores grow with log(rope_factor)."""
+    rope_factor: PositiveFloat = 8.0
+    """llama3 and yarn scaling only: factor by which wavelengths are stretched."""
+    rope_low_freq_factor: PositiveFloat = 1.0
+    """llama3 scaling only: bound of the wavelengths that are stretched in full."""
+    rope_high_freq_factor: PositiveFloat = 4.0
+    """llama3 scaling only: bound of the wavelengths that are kept."""
+    rope_beta_fast: PositiveFloat = 32.0
+    """yarn scaling only: feature pairs that rotate more often than this within
+    rope_original_positions keep their wavelengths."""
+    rope_beta_slow: PositiveFloat = 1.0
+    """yarn scaling only: wavelengths of feature pairs that rotate less often than this are
+    stretched by rope_factor."""
+    rope_original_positions: Positive = 8192
+    """llama3 and yarn scaling only: longest sequence before the scaling."""
+    rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """yarn only, m: rotated features are multiplied by 1 + m log(rope_factor) / 10, divided by the
+    same with rope_mscale_all_dim for m."""
+    rope_mscale_all_dim: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """yarn with model.mla only, m: scores of whole heads are multiplied by the square of 1 + m
+    log(rope_factor) / 10."""
+    make_vocab_size_divisible_by: Positive = 128
+    """The token table's rows are padded to a multiple of this, whatever the layout is. Padded rows
+    stay zero and get no probability; parallel.tp must divide the padded number."""
     # Regularisation and terms of the training loss.
-    hidden_dropout: Decay = Field(
-        default=0.0,
-        description="Share of features dropped after the embedding and before each residual sum.",
-    )
-    attention_dropout: Decay = Field(
-        default=0.0,
-        description="Share of attention weights dropped. Above 0, attention runs without the fused kernel "
-        "and keeps its S x S weights in memory.",
-    )
-    label_smoothing: Decay = Field(
-        default=0.0,
-        description="Share of a label's probability that is spread evenly over the vocabulary; "
-        "training loss only.",
-    )
-    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0,
-        description="Weight of log(sum of exp(logits))^2 in each token's loss; training loss only.",
-    )
+    hidden_dropout: Decay = 0.0
+    """Share of features dropped after the embedding and before each residual sum."""
+    attention_dropout: Decay = 0.0
+    """Share of attention weights dropped. Above 0, attention runs without the fused kernel and
+    keeps its S x S weights in memory."""
+    label_smoothing: Decay = 0.0
+    """Share of a label's probability that is spread evenly over the vocabulary; training loss only."""
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of log(sum of exp(logits))^2 in each token's loss; training loss only."""
     # Variants: experts, latent attention, multi-token prediction.
-    moe: MoeSection = Field(
-        default=MoeSection(), description="Mixture of experts; without it every block is dense."
-    )
+    moe: MoeSection = MoeSection()
+    """Mixture of experts; without it every block is dense."""
 
-    mla: MlaSection = Field(
-        default=MlaSection(),
-        description="Multi-head latent attention; without it heads are projected from the residual stream.",
-    )
-    num_nextn_predict_layers: NonNegative = Field(
-        default=0,
-        description="Number of multi-token-prediction blocks (DeepSeek-V3) after the last block; each "
-        "predicts one token further ahead, with the model's own embedding and head. Training only.",
-    )
-    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.3,
-        description="Weight in the training loss of the mean loss of the multi-token-prediction blocks.",
-    )
+    mla: MlaSection = MlaSection()
+    """Multi-head latent attention; without it heads are projected from the residual stream."""
+    num_nextn_predict_layers: NonNegative = 0
+    """Number of multi-token-prediction blocks (DeepSeek-V3) after the last block; each predicts one
+    token further ahead, with the model's own embedding and head. Training only."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
+    """Weight in the training loss of the mean loss of the multi-token-prediction blocks."""
 
     @property
     def width_ratio(self) -> float:
@@ -180,7 +141,7 @@ class ModelSection(Section):
         return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_width
 
     @property
-    def turned_width(self) -> int:
+    def rope_width(self) -> int:
         """Features of a query or key head that RoPE rotates."""
         return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_width
 

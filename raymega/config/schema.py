@@ -29,166 +29,117 @@ class RunSection(Section):
     """Name, length and evaluation of the run."""
 
     # Identity and length.
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
-        description="Name of the run. The same name continues the same run; also a folder name."
-    )
-    steps: Positive = Field(description="Optimizer steps in the whole run; may be raised later.")
-    seed: NonNegative = Field(
-        default=1234,
-        description="Seed of initialisation and data order. It cannot change during the run.",
-    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Name of the run. The same name continues the same run; also a folder name."""
+    steps: Positive
+    """Optimizer steps in the whole run; may be raised later."""
+    seed: NonNegative = 1234
+    """Seed of initialisation and data order. It cannot change during the run."""
     # Evaluation.
-    eval_every: NonNegative = Field(
-        default=0,
-        description="Steps between evaluations on the validation split; 0 evaluates at the end only.",
-    )
-    eval_samples: NonNegative = Field(
-        default=64,
-        description="Number of sequences of the validation split that one evaluation reads, at most all of "
-        "them; 0 turns evaluation off.",
-    )
+    eval_every: NonNegative = 0
+    """Steps between evaluations on the validation split; 0 evaluates at the end only."""
+    eval_samples: NonNegative = 64
+    """Number of sequences of the validation split that one evaluation reads, at most all of them; 0
+    turns evaluation off."""
     # Kernels.
-    deterministic: bool = Field(
-        default=False,
-        description="Refuse kernels whose result varies between equal runs. Matters on GPUs.",
-    )
-    kernels: Literal["eager", "compile"] = Field(
-        default="eager",
-        description="How a layer computes the operations between its matrix products. compile: with fused "
-        "kernels that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ "
-        "compiler; without one a log line says so and nothing is fused.",
-    )
+    deterministic: bool = False
+    """Refuse kernels whose result varies between equal runs. Matters on GPUs."""
+    kernels: Literal["eager", "compile"] = "eager"
+    """How a layer computes the operations between its matrix products. compile: with fused kernels
+    that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ compiler;
+    without one a log line says so and nothing is fused."""
 
 
 class PrecisionSection(Section):
     """Number formats, and the loss scale of float16."""
 
     # Formats.
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
-        default="float32",
-        description="Format of weights in compute and of activations. Masters, gradient sums, "
-        "softmax, norms and the loss are float32 or better. `fp8` is short for bfloat16 with "
-        "fp8=rowwise.",
-    )
-    fp8: Literal["none", "rowwise", "tensorwise"] = Field(
-        default="none",
-        description="8-bit matrix products of the blocks' linear layers; embedding, head and router stay in "
-        "dtype, and routed experts multiply by rows with either value. rowwise: a scale for each token and each "
-        "row of a weight; weight gradients stay in dtype. tensorwise: a scale for each tensor of a micro-batch, "
-        "and weight gradients in 8 bits too; micro_batch_size then changes the results. A CPU computes the same "
-        "numbers in float32, slower.",
-    )
-    fp8_end_blocks: NonNegative = Field(
-        default=1,
-        description="Number of blocks at the front, and at the end, that keep all products in dtype.",
-    )
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Format of weights in compute and of activations. Masters, gradient sums, softmax, norms and
+    the loss are float32 or better. `fp8` is short for bfloat16 with fp8=rowwise."""
+    fp8: Literal["none", "rowwise", "tensorwise"] = "none"
+    """8-bit matrix products of the blocks' linear layers; embedding, head and router stay in dtype,
+    and routed experts multiply by rows with either value. rowwise: a scale for each token and each
+    row of a weight; weight gradients stay in dtype. tensorwise: a scale for each tensor of a
+    micro-batch, and weight gradients in 8 bits too; micro_batch_size then changes the results. A
+    CPU computes the same numbers in float32, slower."""
+    fp8_end_blocks: NonNegative = 1
+    """Number of blocks at the front, and at the end, that keep all products in dtype."""
     # Dynamic loss scale.
-    loss_scale: PositiveFloat = Field(
-        default=65536.0,
-        description="float16 only: initial factor on the mean loss of a micro-batch. It doubles after "
-        "loss_scale_window good steps and halves with an overflow.",
-    )
-    loss_scale_window: Positive = Field(
-        default=1000,
-        description="float16 only: number of consecutive good steps before the factor doubles.",
-    )
-    loss_scale_hysteresis: Positive = Field(
-        default=2,
-        description="float16 only: number of the overflow since the last doubling from which on each overflow "
-        "halves the factor. Earlier ones only skip their step.",
-    )
-    min_loss_scale: PositiveFloat = Field(
-        default=1.0,
-        description="float16 only: an overflow at this factor ends the run (exit 5).",
-    )
+    loss_scale: PositiveFloat = 65536.0
+    """float16 only: initial factor on the mean loss of a micro-batch. It doubles after
+    loss_scale_window good steps and halves with an overflow."""
+    loss_scale_window: Positive = 1000
+    """float16 only: number of consecutive good steps before the factor doubles."""
+    loss_scale_hysteresis: Positive = 2
+    """float16 only: number of the overflow since the last doubling from which on each overflow
+    halves the factor. Earlier ones only skip their step."""
+    min_loss_scale: PositiveFloat = 1.0
+    """float16 only: an overflow at this factor ends the run (exit 5)."""
 
 
 class MemorySection(Section):
     """Recomputation of activations in backward, and offloading to host memory."""
 
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none",
-        description="Activations recomputed in backward. selective: those of recompute_parts. full: those of "
-        "whole blocks, of which only the input is kept.",
-    )
-    recompute_parts: tuple[Literal["attention", "activation", "norm"], ...] = Field(
-        default=("attention",),
-        description="selective only. attention: softmax(q k^T) v. activation: the feed-forward "
-        "layer's nonlinearity. norm: norms' outputs.",
-    )
-    recompute_every: Positive = Field(
-        default=1,
-        description="full only: number of consecutive blocks that keep one input and are recomputed "
-        "together.",
-    )
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in backward. selective: those of recompute_parts. full: those of whole
+    blocks, of which only the input is kept."""
+    recompute_parts: tuple[Literal["attention", "activation", "norm"], ...] = ("attention",)
+    """selective only. attention: softmax(q k^T) v. activation: the feed-forward layer's
+    nonlinearity. norm: norms' outputs."""
+    recompute_every: Positive = 1
+    """full only: number of consecutive blocks that keep one input and are recomputed together."""
     # Offload to the host.
-    offload: tuple[Literal["activations", "optimizer"], ...] = Field(
-        default=(),
-        description="Tensors kept in host memory while nothing uses them, copied during the computation. "
-        "activations: those that blocks keep for backward. optimizer: masters and state, except during their "
-        "update. Results have the same bits. On a CPU it is a plain copy without gain.",
-    )
+    offload: tuple[Literal["activations", "optimizer"], ...] = ()
+    """Tensors kept in host memory while nothing uses them, copied during the computation.
+    activations: those that blocks keep for backward. optimizer: masters and state, except during
+    their update. Results have the same bits. On a CPU it is a plain copy without gain."""
 
 
 class TrackingSection(Section):
     """Destinations and intervals of metrics."""
 
     # Destinations.
-    mlflow_uri: str = Field(
-        default="run",
-        description="MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a "
-        "run in an object store, in `~/.raymega/remote/<uri>/<run.name>`), `off` is none.",
-    )
-    experiment: str = Field(default="raymega", description="Name of the MLflow experiment.")
+    mlflow_uri: str = "run"
+    """MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a run in an object
+    store, in `~/.raymega/remote/<uri>/<run.name>`), `off` is none."""
+    experiment: str = "raymega"
+    """Name of the MLflow experiment."""
     # Intervals.
-    console_every: Positive = Field(default=10, description="Steps between console lines.")
-    timeline_every: NonNegative = Field(
-        default=0, description="Steps between recorded pipeline timelines; 0 is never."
-    )
-    norms_every: NonNegative = Field(
-        default=0,
-        description="Steps between measurements of the norms of weights and gradients by group of tensors; "
-        "0 is never.",
-    )
-    activations_every: NonNegative = Field(
-        default=0,
-        description="Steps between statistics of each block's output and its gradient; 0 is never.",
-    )
+    console_every: Positive = 10
+    """Steps between console lines."""
+    timeline_every: NonNegative = 0
+    """Steps between recorded pipeline timelines; 0 is never."""
+    norms_every: NonNegative = 0
+    """Steps between measurements of the norms of weights and gradients by group of tensors; 0 is
+    never."""
+    activations_every: NonNegative = 0
+    """Steps between statistics of each block's output and its gradient; 0 is never."""
 
 
 class ClusterSection(Section):
     """Workers and the resources that they need."""
 
     # Launch and devices.
-    host: Literal["ray", "ray_train"] = Field(
-        default="ray",
-        description="Launcher of the workers. ray: actors in placement groups, which survive the loss of "
-        "other workers. ray_train: a ray.train.TorchTrainer, whose tab of the dashboard shows the run; the "
-        "loss of a worker ends all processes, and the grid stays as it is.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="auto is cuda when a node has GPUs or Ray knows of a node type with GPUs, else cpu. Set "
-        "cuda where GPU nodes start on demand: not every autoscaler reports its node types to Ray.",
-    )
-    num_workers: Positive | Literal["grid"] = Field(
-        default="grid",
-        description="Number of workers that the job expects, which the product of the grid's degrees must "
-        "equal; `grid` is that product.",
-    )
+    host: Literal["ray", "ray_train"] = "ray"
+    """Launcher of the workers. ray: actors in placement groups, which survive the loss of other
+    workers. ray_train: a ray.train.TorchTrainer, whose tab of the dashboard shows the run; the loss
+    of a worker ends all processes, and the grid stays as it is."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda when a node has GPUs or Ray knows of a node type with GPUs, else cpu. Set cuda
+    where GPU nodes start on demand: not every autoscaler reports its node types to Ray."""
+    num_workers: Positive | Literal["grid"] = "grid"
+    """Number of workers that the job expects, which the product of the grid's degrees must equal;
+    `grid` is that product."""
     # Planning and resources.
-    accelerator: str = Field(
-        default="device",
-        description="Accelerator for which parallel.layout=auto plans: a name that `raymega plan --gpu` takes, "
-        "or the YAML file that `raymega doctor --calibrate` writes. `device` is cpu for cluster.device=cpu; "
-        "a GPU must be named.",
-    )
-    cpus_per_worker: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = Field(
-        default=1.0, description="CPUs that Ray reserves for a worker. 0.1 suits laptop runs."
-    )
-    capacity_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=60.0, description="Longest wait for free slots before exit 3."
-    )
+    accelerator: str = "device"
+    """Accelerator for which parallel.layout=auto plans: a name that `raymega plan --gpu` takes, or
+    the YAML file that `raymega doctor --calibrate` writes. `device` is cpu for cluster.device=cpu;
+    a GPU must be named."""
+    cpus_per_worker: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] = 1.0
+    """CPUs that Ray reserves for a worker. 0.1 suits laptop runs."""
+    capacity_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """Longest wait for free slots before exit 3."""
 
 
 class Job(Section):

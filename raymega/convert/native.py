@@ -15,7 +15,6 @@ from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
 from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
-from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
 from raymega.checkpoint.format.write_plan import LocalBlock, share_boxes
@@ -23,7 +22,7 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
 from raymega.errors import CheckpointError, Fault
-from raymega.messages import Box, SavedBox
+from raymega.messages import SavedBox
 from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.store import Store
 
@@ -36,27 +35,10 @@ State = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSource:
-    """A block of a tensor that is to be written.
+class TensorSource(LocalBlock):
+    """A block that is to be written; ``read``, called once, returns the values, [*box.shape]."""
 
-    Attributes:
-        tensor: Saved name, ``kind/name``.
-        dtype: Element type, numpy's name.
-        global_shape: Shape of the whole tensor.
-        box: Block of the tensor.
-        read: Function that returns the values, [*box.shape]; called once.
-    """
-
-    tensor: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
     read: Callable[[], Array]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the block in bytes."""
-        return self.box.num_elements * element_type(self.dtype).num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,18 +118,15 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
         raise
 
 
-def occupied_faults(store: Store) -> list[Fault]:
+def occupied_faults(store: Store) -> Iterator[Fault]:
     """Return the fault of a ``store`` that holds checkpoints already."""
     manifests = list_manifests(store)
-    if not manifests:
-        return []
-    return [
-        Fault(
+    if manifests:
+        yield Fault(
             fact=f"--out {store.uri!r} holds {manifests[0]}",
             rule="converted weights go where no checkpoint is",
             remedy="give a new folder",
         )
-    ]
 
 
 def model_of(manifest: Manifest) -> ModelSection:
@@ -159,13 +138,12 @@ def model_of(manifest: Manifest) -> ModelSection:
     try:
         return ModelSection.model_validate(manifest.job.get("model"))
     except ValidationError as error:
-        fault = Fault(
+        raise CheckpointError(
             fact=f"{manifest.key} has a model section that this build cannot read: "
             f"{error.errors()[0]['loc']}, {error.errors()[0]['msg']}",
             rule="a checkpoint is exported by the model section that it carries",
             remedy="use the raymega that wrote it",
-        )
-        raise CheckpointError(fault) from error
+        ) from error
 
 
 def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
@@ -186,14 +164,7 @@ def _write_file(
     store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
 ) -> tuple[SavedBox, ...]:
     # One holder: share_boxes only cuts blocks into boxes of bounded size.
-    blocks = [
-        LocalBlock(
-            tensor=source.tensor, dtype=source.dtype, global_shape=source.global_shape, box=source.box,
-            is_primary=True,
-        )
-        for source in sources
-    ]  # fmt: skip
-    layout, checksums = layout_file(share_boxes(blocks)), list[int]()
+    layout, checksums = layout_file(share_boxes(sources)), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     # _chunks fills the checksums while the store takes the bytes.
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)

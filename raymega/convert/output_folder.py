@@ -25,17 +25,15 @@ def folder_at(out: str) -> Path:
     return folder
 
 
-def folder_faults(folder: Path) -> list[Fault]:
+def folder_faults(folder: Path) -> Iterator[Fault]:
     """Return the fault of a ``folder`` that exists and is not empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return []
-    return [
-        Fault(
-            fact=f"--out {str(folder)!r} exists and is not an empty folder",
-            rule="an export overwrites nothing",
-            remedy="give a new folder",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"--out {str(folder)!r} exists and is not an empty folder",
+        rule="an export overwrites nothing",
+        remedy="give a new folder",
+    )
 
 
 @contextmanager

@@ -86,19 +86,15 @@ def _weight_files(folder: Path) -> list[Path]:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(
-            Fault(
-                fact=f"{str(folder)!r} holds {pickles[0]} and no safetensors file",
-                rule="a pickled file runs code of its author when it is opened",
-                remedy="in a place where that may happen, load it with transformers and call "
-                "model.save_pretrained(folder), which writes safetensors",
-            )
+            fact=f"{str(folder)!r} holds {pickles[0]} and no safetensors file",
+            rule="a pickled file runs code of its author when it is opened",
+            remedy="in a place where that may happen, load it with transformers and call "
+            "model.save_pretrained(folder), which writes safetensors",
         )
     raise ConfigError(
-        Fault(
-            fact=f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}",
-            rule="weights are read from safetensors files by the names that Hugging Face gives",
-            remedy="give the folder that save_pretrained wrote or a model repository's download",
-        )
+        fact=f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}",
+        rule="weights are read from safetensors files by the names that Hugging Face gives",
+        remedy="give the folder that save_pretrained wrote or a model repository's download",
     )
 
 
@@ -132,11 +128,9 @@ def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> Wei
     if at["dtype"] not in SAFETENSORS_CODES:
         known = ", ".join(SAFETENSORS_CODES)
         raise ConfigError(
-            Fault(
-                fact=f"{str(file)!r} has a tensor of format {at['dtype']}",
-                rule=f"weights are read in {known}",
-                remedy="save the model unquantised first",
-            )
+            fact=f"{str(file)!r} has a tensor of format {at['dtype']}",
+            rule=f"weights are read in {known}",
+            remedy="save the model unquantised first",
         )
     start, end = at["data_offsets"]
     entry = WeightEntry(

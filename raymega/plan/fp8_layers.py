@@ -50,6 +50,6 @@ def fp8_blocks(num_layers: int, precision: PrecisionSection) -> range:
     return range(precision.fp8_end_blocks, num_layers - precision.fp8_end_blocks)
 
 
-def goes_by_micro_batch(job: Job) -> bool:
+def depends_on_micro_batch_size(job: Job) -> bool:
     """Return whether another micro-batch size would change the results of the run."""
-    return job.model.moe.goes_by_micro_batch or job.precision.fp8 == "tensorwise"
+    return job.model.moe.depends_on_micro_batch_size or job.precision.fp8 == "tensorwise"

@@ -6,7 +6,7 @@ The module knows counts and costs; ``raymega.schedule.stage_placement`` places s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raymega.config.parallel import ParallelSection
@@ -78,11 +78,6 @@ def make_stages(counts: Sequence[int], *, are_ends_together: bool = False) -> tu
     return tuple(stages)
 
 
-def even_stages(*, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    """Return stages of an even split, first and last on different ranks."""
-    return make_stages(even_counts(num_layers, num_stages))
-
-
 def even_counts(total: int, num_stages: int) -> list[int]:
     """Return an even split; with a remainder the stages nearest the middle get one more.
 
@@ -127,39 +122,36 @@ def layer_counts(
     return _without_debts([counts[stage] for stage in range(num_stages)], free)
 
 
-def placement_faults(parallel: ParallelSection, *, num_layers: int, num_stages: int) -> list[Fault]:
+def placement_faults(
+    parallel: ParallelSection, *, num_layers: int, num_stages: int
+) -> Iterator[Fault]:
     """Return the faults that keep the layers from being placed so."""
     if parallel.stages != "even":
-        faults = _unused_faults(parallel)
+        yield from _unused_faults(parallel)
         if parallel.stages not in KINDS:
-            faults += _text_faults(parallel.stages, num_layers, num_stages)
-        return faults
+            yield from _text_faults(parallel.stages, num_layers, num_stages)
+        return
     # stages given by hand: the other stages must be able to hold the rest
     ends = _given_ends(parallel, num_stages)
     rest, num_free = num_layers - sum(ends.values()), num_stages - len(ends)
     if rest < 0 or (num_free == 0 and rest):
         given = ", ".join(f"stage {stage} {count}" for stage, count in ends.items())
-        return [
-            Fault(
-                fact=f"layers by hand: {given}",
-                rule=f"with {num_free} other stages they must make model.num_layers={num_layers}",
-                remedy="change parallel.first_stage_layers or parallel.last_stage_layers",
-            )
-        ]
-    return []
-
-
-def _unused_faults(parallel: ParallelSection) -> list[Fault]:
-    """Return the faults of fields that are set and that only the even split reads."""
-    return [
-        Fault(
-            fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
-            rule=f"it has an effect only with parallel.stages=even, and that is {parallel.stages!r}",
-            remedy=f"remove it (parallel.{field}={str(default).lower()}), or set parallel.stages=even",
+        yield Fault(
+            fact=f"layers by hand: {given}",
+            rule=f"with {num_free} other stages they must make model.num_layers={num_layers}",
+            remedy="change parallel.first_stage_layers or parallel.last_stage_layers",
         )
-        for field, default in EVEN_ONLY.items()
-        if getattr(parallel, field) != default
-    ]
+
+
+def _unused_faults(parallel: ParallelSection) -> Iterator[Fault]:
+    """Return the faults of fields that are set and that only the even split reads."""
+    for field, default in EVEN_ONLY.items():
+        if getattr(parallel, field) != default:
+            yield Fault(
+                fact=f"parallel.{field}={str(getattr(parallel, field)).lower()}",
+                rule=f"it has an effect only with parallel.stages=even, and that is {parallel.stages!r}",
+                remedy=f"remove it (parallel.{field}={str(default).lower()}), or set parallel.stages=even",
+            )
 
 
 def _given_ends(parallel: ParallelSection, num_stages: int) -> dict[int, int]:
@@ -190,11 +182,11 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
         return (num_layers,)
 
     # The other stages share the remaining layers evenly; of equal splits the fuller last stage wins.
-    def dearest(num_last: int) -> tuple[float, int]:
+    def cost(num_last: int) -> tuple[float, int]:
         others = -(-(num_layers - num_last) // (num_stages - 1))
         return max(others, num_last + loss_cost), -num_last
 
-    num_last = min(range(num_layers + 1), key=dearest)
+    num_last = min(range(num_layers + 1), key=cost)
     return (*even_counts(num_layers - num_last, num_stages - 1), num_last)
 
 

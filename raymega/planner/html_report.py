@@ -7,7 +7,6 @@ script and no other file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from xml.sax.saxutils import escape
 
 from raymega.plan.hardware.catalog import Accelerator
@@ -101,11 +100,7 @@ def memory_svg(plan: RunPlan, device: Accelerator) -> str:
 
 def time_svg(found: RankedLayout) -> str:
     """Return one bar with the parts of the step's time."""
-    parts = {
-        name.removesuffix("_s").replace("_", " "): value
-        for name, value in asdict(found.time).items()
-        if value
-    }
+    parts = {name: value for name, value in found.time.parts.items() if value}
     scale = WIDTH_PX / found.time.total_s / 1.08
     bars = {"step": parts}
     fills = {name: fill for name, fill in PARTS.items() if name in parts}

@@ -53,7 +53,7 @@ def check(
             each mismatch between ranks; when there is none, for each rank that deadlocks.
     """
     # Each rank's list alone.
-    faults = []
+    faults: list[Fault] = []
     for rank in range(program.placement.pp):
         faults += _life_faults(program, rank, num_micro_batches, is_forward_only=is_forward_only)
     raise_faults(InternalError, faults)
@@ -80,7 +80,7 @@ def _lives(placement: Placement, stage: int, *, is_forward_only: bool) -> Iterat
 
 def _life_faults(
     program: Program, rank: int, num_micro_batches: int, *, is_forward_only: bool
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return a fault for each micro-batch that is missing, unexpected or has wrong ops."""
     placement = program.placement
     # Ops of each micro-batch on each chunk, in the list's order.
@@ -90,7 +90,6 @@ def _life_faults(
     chunks = range(placement.chunks)
     wanted = {(i, chunk) for i in range(num_micro_batches) for chunk in chunks}
     # Unexpected micro-batches are compared too: their only legal sequence is the empty one.
-    faults = []
     for micro_batch, chunk in sorted(wanted | found.keys()):
         lives: list[tuple[Op, ...]] = [()]
         if (micro_batch, chunk) in wanted:
@@ -98,8 +97,7 @@ def _life_faults(
             lives = list(_lives(placement, stage, is_forward_only=is_forward_only))
         life = tuple(found.get((micro_batch, chunk), ()))
         if life not in lives:
-            faults.append(_life_fault(rank, micro_batch, chunk, life, lives))
-    return faults
+            yield _life_fault(rank, micro_batch, chunk, life, lives)
 
 
 def _life_fault(

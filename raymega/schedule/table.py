@@ -6,7 +6,7 @@ a legal request; `raymega.schedule.checker` proves that a schedule's lists are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raymega.errors import Fault, PlanError, raise_faults
@@ -45,20 +45,16 @@ class ScheduleKind:
     reads: Mapping[str, int] = field(default_factory=dict)
 
 
+IN_GROUPS = {"microbatch_group_size_per_vp_stage": 2}
+BY_MEMORY = {"max_in_flight_microbatches": 1, "wgrad_activation_fraction": 1}
 SCHEDULES: dict[str, ScheduleKind] = {
-    "1f1b": ScheduleKind(make=one_f_one_b, reads={"microbatch_group_size_per_vp_stage": 2}),
+    "1f1b": ScheduleKind(make=one_f_one_b, reads=IN_GROUPS),
     "gpipe": ScheduleKind(make=gpipe),
-    "interleaved": ScheduleKind(
-        make=interleaved, least_chunks=2, reads={"microbatch_group_size_per_vp_stage": 2}
-    ),
+    "interleaved": ScheduleKind(make=interleaved, least_chunks=2, reads=IN_GROUPS),
     "zb_h1": ScheduleKind(make=zb_h1, most_chunks=1),
     "zb_h2": ScheduleKind(make=zb_h2, most_chunks=1),
     "zb_v": ScheduleKind(make=zb_v, least_chunks=2, most_chunks=2, is_vee=True),
-    "zb_auto": ScheduleKind(
-        make=zb_auto,
-        most_chunks=1,
-        reads={"max_in_flight_microbatches": 1, "wgrad_activation_fraction": 1},
-    ),
+    "zb_auto": ScheduleKind(make=zb_auto, most_chunks=1, reads=BY_MEMORY),
     "dualpipe_v": ScheduleKind(make=dualpipe_v, least_chunks=2, most_chunks=2, is_vee=True),
 }
 
@@ -93,43 +89,42 @@ def can_pair(name: str, *, pp: int, chunks: int) -> bool:
     return name == "dualpipe_v" or (name == "1f1b" and pp == chunks == 1)
 
 
-def schedule_faults(name: str, sizes: Sizes) -> list[Fault]:
-    """Return a fault for each reason that the schedule cannot be made."""
-    faults = _size_faults(sizes)
+def schedule_faults(name: str, sizes: Sizes) -> Iterator[Fault]:
+    """Yield a fault for each reason that the schedule cannot be made."""
+    numbers = {
+        "parallel.pp": sizes.pp,
+        "num_micro_batches": sizes.num_micro_batches,
+        "schedule.chunks": sizes.chunks,
+    }
+    for field_name, size in numbers.items():
+        if size < 1:
+            fact = f"{field_name}={size}"
+            yield Fault(fact=fact, rule="it must be at least 1", remedy="use 1 or more")
     if name not in SCHEDULES:
         rule = f"it must be one of {', '.join(sorted(SCHEDULES))}"
-        return [
-            *faults,
-            Fault(fact=f"schedule.name={name!r}", rule=rule, remedy="use one of these"),
-        ]
+        yield Fault(fact=f"schedule.name={name!r}", rule=rule, remedy="use one of these")
+        return
     # Limits of this schedule.
     kind = SCHEDULES[name]
     if not kind.least_chunks <= sizes.chunks <= kind.most_chunks and sizes.chunks >= 1:
         nearest = min(max(sizes.chunks, kind.least_chunks), kind.most_chunks)
-        faults.append(
-            Fault(
-                fact=f"schedule.chunks={sizes.chunks}",
-                rule=f"the schedule {name} works on {_chunk_range(kind)} a rank",
-                remedy=f"set schedule.chunks={nearest}, or another schedule.name",
-            )
+        yield Fault(
+            fact=f"schedule.chunks={sizes.chunks}",
+            rule=f"the schedule {name} works on {_chunk_range(kind)} a rank",
+            remedy=f"set schedule.chunks={nearest}, or another schedule.name",
         )
     if not 0 < sizes.wgrad_activation_fraction <= 1:
-        faults.append(
-            Fault(
-                fact=f"schedule.wgrad_activation_fraction={sizes.wgrad_activation_fraction:g}",
-                rule="it is a share of a micro-batch's activations, above 0 and at most 1",
-                remedy="use 1, which is safe",
-            )
+        yield Fault(
+            fact=f"schedule.wgrad_activation_fraction={sizes.wgrad_activation_fraction:g}",
+            rule="it is a share of a micro-batch's activations, above 0 and at most 1",
+            remedy="use 1, which is safe",
         )
     if 0 < sizes.microbatch_group_size_per_vp_stage < sizes.pp:
-        faults.append(
-            Fault(
-                fact=f"schedule.microbatch_group_size_per_vp_stage={sizes.microbatch_group_size_per_vp_stage}",
-                rule=f"a smaller group than parallel.pp={sizes.pp} makes ranks wait for each other",
-                remedy=f"use {sizes.pp} or more, or pp",
-            )
+        yield Fault(
+            fact=f"schedule.microbatch_group_size_per_vp_stage={sizes.microbatch_group_size_per_vp_stage}",
+            rule=f"a smaller group than parallel.pp={sizes.pp} makes ranks wait for each other",
+            remedy=f"use {sizes.pp} or more, or pp",
         )
-    return faults
 
 
 def unused_size_faults(
@@ -161,16 +156,3 @@ def _chunk_range(kind: ScheduleKind) -> str:
     if kind.least_chunks == kind.most_chunks:
         return f"{kind.least_chunks} model chunk{'s' * (kind.least_chunks > 1)}"
     return f"{kind.least_chunks} or more model chunks"
-
-
-def _size_faults(sizes: Sizes) -> list[Fault]:
-    numbers = {
-        "parallel.pp": sizes.pp,
-        "num_micro_batches": sizes.num_micro_batches,
-        "schedule.chunks": sizes.chunks,
-    }
-    return [
-        Fault(fact=f"{name}={size}", rule="it must be at least 1", remedy="use 1 or more")
-        for name, size in numbers.items()
-        if size < 1
-    ]

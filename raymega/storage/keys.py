@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
@@ -24,10 +24,8 @@ def check_key(key: str) -> str:
     if is_key(key):
         return key
     raise StorageError(
-        Fault(
-            fact=f"object key {key!r}",
-            rule="a key is names of letters, digits, '_', '-' and '.', joined by '/', none of "
-            "which begins with '.' or '-'",
-            remedy="choose another name",
-        )
+        fact=f"object key {key!r}",
+        rule="a key is names of letters, digits, '_', '-' and '.', joined by '/', none of "
+        "which begins with '.' or '-'",
+        remedy="choose another name",
     )

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError
 from raymega.storage.keys import check_key, is_key
 
 PARTIAL_FOLDER = ".partial"
@@ -184,9 +184,7 @@ def _failures(verb: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            Fault(
-                fact=f"could not {verb} {str(path)!r}: {error.strerror or error}",
-                rule="a store needs a writable folder with free space, atomic rename and hard links",
-                remedy="free space, correct the permissions, or choose another root",
-            )
+            fact=f"could not {verb} {str(path)!r}: {error.strerror or error}",
+            rule="a store needs a writable folder with free space, atomic rename and hard links",
+            remedy="free space, correct the permissions, or choose another root",
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,59 +15,72 @@ from raymega.storage.local import LocalStore
 from raymega.storage.store import Store
 
 
-class _UriFaults(Protocol):
-    def __call__(self, uri: str, *, field: str) -> list[Fault]: ...
+class Backend(Protocol):
+    """Functions of one URI scheme."""
 
+    def open_store(self, uri: str) -> Store:
+        """Return the store at a URI without faults; nothing is accessed yet."""
 
-class _AccessFaults(Protocol):
-    def __call__(self, uri: str, *, field: str, is_for_writing: bool) -> list[Fault]: ...
+    def uri_faults(self, uri: str, *, field: str) -> list[Fault]:
+        """Return the faults of the URI's text; nothing is accessed."""
 
+    def access_faults(self, uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
+        """Probe the store within seconds, leave nothing behind, and return why it cannot be used."""
 
-class _DropUnfinished(Protocol):
-    def __call__(
+    def drop_unfinished(
         self, uri: str, *, older_than: timedelta, now: datetime, is_dry: bool
-    ) -> list[str]: ...
+    ) -> list[str]:
+        """Remove unfinished uploads of killed writers, and return their keys."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backend:
-    """Functions of one URI scheme.
+class Folders:
+    """The scheme ``file``, and the base of others whose root is a folder."""
 
-    Attributes:
-        open: Function that returns the store at a URI without faults; it accesses nothing yet.
-        uri_faults: Function that returns the faults of the URI's text; it accesses nothing.
-        access_faults: Function that probes the store within seconds, leaves nothing behind, and returns
-            why it cannot be used.
-        drop_unfinished: Function that removes unfinished uploads of killed writers and returns their keys.
-    """
+    def open_store(self, uri: str) -> Store:
+        """See Backend."""
+        return LocalStore(_folder(uri))
 
-    open: Callable[[str], Store]
-    uri_faults: _UriFaults
-    access_faults: _AccessFaults
-    drop_unfinished: _DropUnfinished
+    def uri_faults(self, uri: str, *, field: str) -> list[Fault]:
+        """See Backend."""
+        if "://" in uri and urlsplit(uri).netloc not in ("", "localhost"):
+            rule = f"file URIs have no host, but this one names {urlsplit(uri).netloc!r}"
+            remedy = "write file:///path with three slashes"
+            return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
+        return []
 
+    def access_faults(self, uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
+        """Write and remove a probe in the nearest folder that exists, and return why that failed."""
+        if not is_for_writing:
+            return []
+        folder = _folder(uri)
+        # the folder itself is not created: a check leaves nothing behind
+        try:
+            existing = next(at for at in (folder, *folder.parents) if at.exists())
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".raymega-probe-") as probe:
+                LocalStore(Path(probe)).put("probe", [b"probe"], overwrite=False)
+        except (OSError, StorageError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error.faults[0]
+            return [
+                Fault(
+                    fact=f"{field}={str(folder)!r} cannot be written to: {cause}",
+                    rule="the folder, or the nearest one above it that exists, must be writable",
+                    remedy="correct its permissions or choose another folder",
+                )
+            ]
+        return []
 
-def _folders() -> Backend:
-    return Backend(
-        open=lambda uri: LocalStore(_folder(uri)),
-        uri_faults=_folder_uri_faults,
-        access_faults=_folder_faults,
-        drop_unfinished=_nothing_unfinished,
-    )
+    def drop_unfinished(self, uri: str, **_: object) -> list[str]:  # noqa: ARG002
+        """Return no keys: in a folder each put removes old leftovers itself (``storage/local.py``)."""
+        return []
 
 
 def _s3() -> Backend:
     from raymega.storage import s3  # here, because importing boto3 is slow
 
-    return Backend(
-        open=s3.open_s3,
-        uri_faults=s3.uri_faults,
-        access_faults=s3.access_faults,
-        drop_unfinished=s3.drop_unfinished,
-    )
+    return s3
 
 
-SCHEMES: dict[str, Callable[[], Backend]] = {"file": _folders, "s3": _s3}
+SCHEMES: dict[str, Callable[[], Backend]] = {"file": Folders, "s3": _s3}
 
 
 def open_store(uri: str) -> Store:
@@ -80,7 +92,7 @@ def open_store(uri: str) -> Store:
         ConfigError: The URI has none of these forms.
     """
     raise_faults(ConfigError, _uri_faults(uri, field="uri"))
-    return SCHEMES[_scheme(uri)]().open(uri)
+    return SCHEMES[_scheme(uri)]().open_store(uri)
 
 
 def store_faults(uri: str, *, field: str = "checkpoint.uri") -> list[Fault]:
@@ -200,44 +212,3 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
         rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
         return [Fault(fact=fact, rule=rule, remedy=f"nearest is {near[0]}://; or use a path")]
     return SCHEMES[scheme]().uri_faults(uri, field=field)
-
-
-def _nothing_unfinished(
-    uri: str,  # noqa: ARG001
-    *,
-    older_than: timedelta,  # noqa: ARG001
-    now: datetime,  # noqa: ARG001
-    is_dry: bool,  # noqa: ARG001
-) -> list[str]:
-    """Return no keys: in a folder each put removes old leftovers itself (``storage/local.py``)."""
-    return []
-
-
-def _folder_uri_faults(uri: str, *, field: str) -> list[Fault]:
-    if "://" in uri and urlsplit(uri).netloc not in ("", "localhost"):
-        rule = f"file URIs have no host, but this one names {urlsplit(uri).netloc!r}"
-        remedy = "write file:///path with three slashes"
-        return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
-    return []
-
-
-def _folder_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
-    """Write and remove a probe in the nearest folder that exists, and return why that failed."""
-    if not is_for_writing:
-        return []
-    folder = _folder(uri)
-    # the folder itself is not created: a check leaves nothing behind
-    try:
-        existing = next(at for at in (folder, *folder.parents) if at.exists())
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".raymega-probe-") as probe:
-            LocalStore(Path(probe)).put("probe", [b"probe"], overwrite=False)
-    except (OSError, StorageError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error.faults[0]
-        return [
-            Fault(
-                fact=f"{field}={str(folder)!r} cannot be written to: {cause}",
-                rule="the folder, or the nearest one above it that exists, must be writable",
-                remedy="correct its permissions or choose another folder",
-            )
-        ]
-    return []

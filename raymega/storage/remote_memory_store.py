@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError
 from raymega.storage import memory_server
 from raymega.storage.keys import check_key
 from raymega.storage.memory_server import BATCH_BYTES, SCHEMA, TOKEN_HEADER, batch_of, buffer_of
@@ -150,11 +150,9 @@ class RemoteMemoryStore:
             # everything else; gRPC appends source lines and pointers to its message
             cause = str(error).partition(". gRPC client debug context")[0]
             raise StorageError(
-                Fault(
-                    fact=f"{operation} of {about!r}: the {self.uri} does not serve it ({cause})",
-                    rule="a snapshot server must live and know its caller's token",
-                    remedy="another copy is used; the next attempt starts the snapshot server anew",
-                )
+                fact=f"{operation} of {about!r}: the {self.uri} does not serve it ({cause})",
+                rule="a snapshot server must live and know its caller's token",
+                remedy="another copy is used; the next attempt starts the snapshot server anew",
             ) from error
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError
 from raymega.storage.keys import check_key
 from raymega.storage.store import Store
 
@@ -67,7 +67,11 @@ class ReplicatedStore:
                 log.warning("copies in %s are not used any more: %s", name, error)
                 self._stores.pop(name, None)  # another thread may have dropped it already
         if not self._stores:
-            raise StorageError(_nobody(key))
+            raise StorageError(
+                fact=f"no copy is left that could hold {key}",
+                rule="at least one copy must be written",
+                remedy="the next attempt places its copies anew",
+            )
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """Return bytes [start, start + num_bytes), fewer at the object's end; -1 reads to the end."""
@@ -102,11 +106,3 @@ class ReplicatedStore:
                 log.warning("reading another copy of %s: %s", key, error)
                 failure = error
         raise failure or KeyError(key)
-
-
-def _nobody(key: str) -> Fault:
-    return Fault(
-        fact=f"no copy is left that could hold {key}",
-        rule="at least one copy must be written",
-        remedy="the next attempt places its copies anew",
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
 from threading import Lock
@@ -37,8 +38,8 @@ from raymega.storage.s3_multipart import (
     Client,
     OpenUpload,
     UploadTarget,
-    abort_stale_uploads,
     cut_parts,
+    open_uploads,
     upload_parts,
 )
 from raymega.storage.s3_ranges import RANGES_IN_FLIGHT, read_range
@@ -54,7 +55,7 @@ SETTINGS = {name.lower(): (name.lower(), name, "", None) for name in (KIND_VARIA
 WRITES = ("PutObject", "CreateMultipartUpload")
 
 
-def open_s3(uri: str) -> S3Store:
+def open_store(uri: str) -> S3Store:
     """Return the store below ``s3://bucket/prefix``, which must have no :func:`uri_faults`."""
     bucket, prefix = _split(uri)
     return S3Store(bucket, prefix)
@@ -89,7 +90,9 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
     # a key of its own for each probe: several drivers and nodes may probe at once
     names = {"Bucket": bucket, "Key": f"{prefix}/{PROBE_PREFIX}{uuid4().hex}".lstrip("/")}
     try:
-        client = _connect(bucket, _impatient())
+        client = _connect(
+            bucket, _config(PROBE_CONNECT_TIMEOUT_S, PROBE_READ_TIMEOUT_S, PROBE_MAX_RETRIES)
+        )
         with failures("use", prefix, _place(client, bucket)):
             client.list_objects_v2(Bucket=bucket, Prefix=names["Key"])
             if is_for_writing:
@@ -98,11 +101,7 @@ def access_faults(uri: str, *, field: str, is_for_writing: bool) -> list[Fault]:
                 client.delete_object(**names)
     # the same faults, with the field's name in front
     except RaymegaError as error:
-        faults = [fault for fault in error.faults if isinstance(fault, Fault)]
-        return [
-            Fault(fact=f"{field}={uri!r}: {at.fact}", rule=at.rule, remedy=at.remedy)
-            for at in faults
-        ]
+        return [replace(fault, fact=f"{field}={uri!r}: {fault.fact}") for fault in error.faults]
     return []
 
 
@@ -110,7 +109,7 @@ def drop_unfinished(
     uri: str, *, older_than: timedelta, now: datetime, is_dry: bool = False
 ) -> list[str]:
     """Abort the uploads below ``uri`` that were begun longer ago than ``older_than``; return their keys."""
-    stale = open_s3(uri).abort_stale_uploads(older_than, now=now, is_dry=is_dry)
+    stale = open_store(uri).abort_stale_uploads(older_than, now=now, is_dry=is_dry)
     return [upload.key for upload in stale]
 
 
@@ -193,11 +192,13 @@ class S3Store:
             is_dry: Whether to list the uploads without aborting them.
         """
         with self._failures("abort uploads of", self._root):
-            uploads = abort_stale_uploads(
-                self._client, bucket=self._bucket, prefix=self._root, older_than=older_than, now=now,
-                is_dry=is_dry,
-            )  # fmt: skip
-        return tuple(uploads)
+            uploads = open_uploads(self._client, bucket=self._bucket, prefix=self._root)
+            stale = tuple(upload for upload in uploads if now - upload.begun > older_than)
+            for upload in () if is_dry else stale:
+                self._client.abort_multipart_upload(
+                    Bucket=self._bucket, Key=upload.key, UploadId=upload.upload_id
+                )
+        return stale
 
     def _put_small(self, target: UploadTarget, data: bytes, *, overwrite: bool) -> None:
         """Write an object in one request, which without ``overwrite`` the service refuses if the key exists."""
@@ -223,7 +224,9 @@ class S3Store:
     def _client(self) -> Client:
         with self._lock:
             if self._connected is None:
-                self._connected = _connect(self._bucket, _patient())
+                self._connected = _connect(
+                    self._bucket, _config(CONNECT_TIMEOUT_S, READ_TIMEOUT_S, MAX_RETRIES)
+                )
             return self._connected
 
     def _target(self, key: str) -> UploadTarget:
@@ -238,25 +241,15 @@ def _split(uri: str) -> tuple[str, str]:
     return bucket, prefix.rstrip("/")
 
 
-def _patient() -> Config:
+def _config(connect_s: float, read_s: float, num_retries: int) -> Config:
     return Config(
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=READ_TIMEOUT_S,
-        retries={"mode": "standard", "max_attempts": MAX_RETRIES},
+        connect_timeout=connect_s,
+        read_timeout=read_s,
+        retries={"mode": "standard", "max_attempts": num_retries},
         max_pool_connections=2 * max(PARTS_IN_FLIGHT, RANGES_IN_FLIGHT),
         # Manifests and datasets carry checksums of their own, and older services refuse these.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-    )
-
-
-def _impatient() -> Config:
-    return _patient().merge(
-        Config(
-            connect_timeout=PROBE_CONNECT_TIMEOUT_S,
-            read_timeout=PROBE_READ_TIMEOUT_S,
-            retries={"mode": "standard", "max_attempts": PROBE_MAX_RETRIES},
-        )
     )
 
 
@@ -276,7 +269,11 @@ def _connect(bucket: str, config: Config) -> Client:
         raise StorageError(fault_of(error, "open", "", nowhere)) from error
     # messages show the endpoint, which must hold no credentials
     if urlsplit(client.meta.endpoint_url).username is not None:
-        raise StorageError(_named_endpoint(_place(client, bucket)))
+        raise StorageError(
+            fact=f"AWS_ENDPOINT_URL_S3 puts a user name before {_place(client, bucket).endpoint}",
+            rule="credentials do not belong into an endpoint, which is shown in messages",
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
+        )
     return client
 
 
@@ -290,7 +287,11 @@ def _encryption_of(session: Session) -> dict[str, str]:
     if not kind and not key:
         return {}
     if kind not in KINDS or (key and kind == "AES256"):
-        raise StorageError(_odd(kind, has_key=bool(key)))
+        raise StorageError(
+            fact=f"{KIND_VARIABLE}={kind!r}{f' with {KEY_VARIABLE}' if key else ''}",
+            rule=f"it is one of {', '.join(KINDS)}, and only the kms ones take a key",
+            remedy=f"set {KIND_VARIABLE}=aws:kms for a key of your own, AES256 for the service's",
+        )
     return {"ServerSideEncryption": kind} | ({"SSEKMSKeyId": key} if key else {})
 
 
@@ -304,27 +305,10 @@ def _encrypt_writes(client: Client, arguments: dict[str, str]) -> None:
         client.meta.events.register(f"provide-client-params.s3.{operation}", add)
 
 
-def _odd(kind: str, *, has_key: bool) -> Fault:
-    key = f" with {KEY_VARIABLE}" if has_key else ""
-    return Fault(
-        fact=f"{KIND_VARIABLE}={kind!r}{key}",
-        rule=f"it is one of {', '.join(KINDS)}, and only the kms ones take a key",
-        remedy=f"set {KIND_VARIABLE}=aws:kms for a key of your own, AES256 for the service's",
-    )
-
-
 def _place(client: Client, bucket: str) -> S3Location:
     url = urlsplit(client.meta.endpoint_url)
     host = url.netloc.rpartition("@")[2]
     return S3Location(bucket=bucket, endpoint=f"{url.scheme}://{host}")
-
-
-def _named_endpoint(place: S3Location) -> Fault:
-    return Fault(
-        fact=f"AWS_ENDPOINT_URL_S3 puts a user name before {place.endpoint}",
-        rule="credentials do not belong into an endpoint, which is shown in messages",
-        remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
-    )
 
 
 def _taken(parts: list[bytes]) -> Iterator[bytes]:

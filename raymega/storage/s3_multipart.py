@@ -1,6 +1,6 @@
 """Uploads an object in parts: nothing is visible before the last request, and a failure aborts it.
 
-It owns the parts, their memory and the clean-up after killed writers; single requests are in ``storage/s3.py``.
+It owns the parts and their memory, and finds what killed writers left; single requests are in ``storage/s3.py``.
 An upload takes at most (PARTS_IN_FLIGHT + 2) parts of memory in addition to the caller's: 192 MiB.
 """
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -81,40 +81,12 @@ def upload_parts(client: Client, target: UploadTarget, parts: Iterable[bytes]) -
         raise
 
 
-def list_open_uploads(client: Client, *, bucket: str, prefix: str) -> list[OpenUpload]:
-    """Return the open uploads below ``prefix``: under way, or left by a killed writer."""
+def open_uploads(client: Client, *, bucket: str, prefix: str) -> Iterator[OpenUpload]:
+    """Yield the open uploads below ``prefix``: under way, or left by a killed writer."""
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-    return [
-        OpenUpload(key=each["Key"], upload_id=each["UploadId"], begun=each["Initiated"])
-        for page in pages
-        for each in page.get("Uploads", ())
-    ]
-
-
-def abort_stale_uploads(
-    client: Client,
-    *,
-    bucket: str,
-    prefix: str,
-    older_than: timedelta,
-    now: datetime,
-    is_dry: bool = False,
-) -> list[OpenUpload]:
-    """Abort the uploads below ``prefix`` that were begun longer ago than ``older_than``, and return them.
-
-    Args:
-        client: S3 client.
-        bucket: Name of the bucket.
-        prefix: Beginning of the keys; empty selects the whole bucket.
-        older_than: Age from which an upload counts as abandoned.
-        now: Current time, with its time zone.
-        is_dry: Whether to list the uploads without aborting them.
-    """
-    uploads = list_open_uploads(client, bucket=bucket, prefix=prefix)
-    stale = [upload for upload in uploads if now - upload.begun > older_than]
-    for upload in () if is_dry else stale:
-        client.abort_multipart_upload(Bucket=bucket, Key=upload.key, UploadId=upload.upload_id)
-    return stale
+    for page in pages:
+        for each in page.get("Uploads", ()):
+            yield OpenUpload(key=each["Key"], upload_id=each["UploadId"], begun=each["Initiated"])
 
 
 def _send_all(client: Client, upload: dict[str, str], parts: Iterable[bytes]) -> list[Part]:

@@ -15,7 +15,7 @@ from typing import Any
 from botocore import exceptions as boto
 from botocore.exceptions import ClientError
 
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError
 from raymega.storage.s3_errors import code_of
 from raymega.storage.s3_multipart import Client, UploadTarget
 
@@ -59,7 +59,11 @@ def read_range(client: Client, target: UploadTarget, start: int, num_bytes: int)
         )
     # pieces of two versions of the object must not be mixed
     if any(piece.tag != first.tag for piece in rest):
-        raise StorageError(_replaced(target))
+        raise StorageError(
+            fact=f"s3://{target.bucket}/{target.key} was replaced while it was read",
+            rule="what is read must be one object",
+            remedy="read again, and see that only one run writes there",
+        )
     return b"".join([first.data, *(piece.data for piece in rest)])
 
 
@@ -93,11 +97,3 @@ def _piece_of(answer: Answer | None, start: int, end: int) -> _Piece:
     if "ContentRange" not in answer:  # a service may ignore the range and send the whole object
         return _Piece(data=data[start:end], total=len(data), tag=tag)
     return _Piece(data=data, total=int(answer["ContentRange"].rpartition("/")[2]), tag=tag)
-
-
-def _replaced(target: UploadTarget) -> Fault:
-    return Fault(
-        fact=f"s3://{target.bucket}/{target.key} was replaced while it was read",
-        rule="what is read must be one object",
-        remedy="read again, and see that only one run writes there",
-    )

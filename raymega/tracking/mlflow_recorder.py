@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.telemetry import set_telemetry_client
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
 
+from raymega.config.fields import by_path
 from raymega.events import (
     ArtefactWritten,
     AttemptFailed,
@@ -143,7 +144,7 @@ class Recorder:
 
     def _write_job(self, event: RunStarted, old_params: Mapping[str, str]) -> None:
         """Log the fields that never change as params, and the others as tags with the current value."""
-        fields = dict(_flatten(event.job))
+        fields = by_path(event.job)
         fixed = {name: value for name, value in fields.items() if name.startswith(FIXED_FIELDS)}
         tags = {f"job.{name}": value for name, value in fields.items() if name not in fixed}
         tags |= _changed(fixed, old_params) | _environment() | {"raymega.uri": event.uri}
@@ -291,14 +292,6 @@ def _is_series(item: Stamped) -> bool:
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _flatten(fields: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _changed(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from raymega.errors import Fault, InternalError
+from raymega.errors import InternalError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,43 +67,23 @@ def _counter(name: str, unit: str, help_line: str) -> Metric:
 METRICS = (
     # loss, gradient and learning rate
     _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens."),
-    _gauge(
-        "train/mtp_loss",
-        "nats",
-        "Mean cross entropy of the multi-token prediction heads, mean over depths; MTP only.",
-    ),
+    _gauge("train/mtp_loss", "nats",
+           "Mean cross entropy of the multi-token prediction heads, mean over depths; MTP only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
-    _part_gauge(
-        "train/role_lr",
-        "role",
-        "1",
-        "Learning rate of embeddings, output head and last block, where it differs from train/lr.",
-    ),
+    _part_gauge("train/role_lr", "role", "1",
+                "Learning rate of embeddings, output head and last block, where it differs from train/lr."),
     _gauge("train/global_batch_size", "sequences", "Sequences of the step, all ranks."),
     _gauge("train/loss_scale", "1", "Loss scale of the next step; float16 only."),
     # steps that changed no weight
-    _counter(
-        "train/skipped_steps", "steps", "Steps without an update, for an overflow or a bad batch."
-    ),
+    _counter("train/skipped_steps", "steps", "Steps without an update, for an overflow or a bad batch."),
     # packed documents and dynamic context parallelism
-    _gauge(
-        "data/packing_efficiency", "1", "Share of the tokens of packed rows that are not padding."
-    ),
-    _gauge(
-        "data/imbalance",
-        "1",
-        "Planned work of the busiest rank over the mean of ranks; dynamic cp only.",
-    ),
+    _gauge("data/packing_efficiency", "1", "Share of the tokens of packed rows that are not padding."),
+    _gauge("data/imbalance", "1",
+           "Planned work of the busiest rank over the mean of ranks; dynamic cp only."),
     _gauge("data/micro_batches", "1", "Micro-batches of the step; dynamic cp only."),
-    _gauge(
-        "data/pack_ranks", "ranks", "Ranks that share a pack, mean over tokens; dynamic cp only."
-    ),
-    _gauge(
-        "data/most_pack_ranks",
-        "ranks",
-        "Largest number of ranks that share a pack; dynamic cp only.",
-    ),
+    _gauge("data/pack_ranks", "ranks", "Ranks that share a pack, mean over tokens; dynamic cp only."),
+    _gauge("data/most_pack_ranks", "ranks", "Largest number of ranks that share a pack; dynamic cp only."),
     _gauge("data/schedule_wait_s", "s", "Time rank 0 waited for its packs; dynamic cp only."),
     _gauge("train/divergence_check_s", "s", "Time to compare the weights of replicas bit for bit."),
     # progress and throughput
@@ -112,73 +92,37 @@ METRICS = (
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
     _gauge("train/tokens_per_s", "tokens/s", "Unmasked tokens of the step over its wall time."),
     _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
-    _gauge(
-        "train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."
-    ),
+    _gauge("train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."),
     _gauge("train/mfu", "1", "Model FLOPs over the device's dense peak, where that is known."),
-    _part_gauge(
-        "train/group_weight_norm",
-        "group",
-        "1",
-        "L2 norm of one tensor group's weights, over all layers.",
-    ),
-    _part_gauge(
-        "train/group_grad_norm",
-        "group",
-        "1",
-        "L2 norm of one tensor group's gradients, over all layers, before clipping.",
-    ),
+    _part_gauge("train/group_weight_norm", "group", "1",
+                "L2 norm of one tensor group's weights, over all layers."),
+    _part_gauge("train/group_grad_norm", "group", "1",
+                "L2 norm of one tensor group's gradients, over all layers, before clipping."),
     # statistics of activations and their gradients
     _part_gauge("train/output_mean", "layer", "1", "Mean of a block's output."),
     _part_gauge("train/output_std", "layer", "1", "Standard deviation of a block's output."),
     _part_gauge("train/output_max_abs", "layer", "1", "Largest magnitude in a block's output."),
-    _part_gauge(
-        "train/output_grad_mean",
-        "layer",
-        "1",
-        "Mean of the loss's gradient with respect to a block's output.",
-    ),
-    _part_gauge(
-        "train/output_grad_std",
-        "layer",
-        "1",
-        "Standard deviation of the gradient with respect to a block's output.",
-    ),
-    _part_gauge(
-        "train/output_grad_max_abs",
-        "layer",
-        "1",
-        "Largest magnitude in the gradient with respect to a block's output.",
-    ),
+    _part_gauge("train/output_grad_mean", "layer", "1",
+                "Mean of the loss's gradient with respect to a block's output."),
+    _part_gauge("train/output_grad_std", "layer", "1",
+                "Standard deviation of the gradient with respect to a block's output."),
+    _part_gauge("train/output_grad_max_abs", "layer", "1",
+                "Largest magnitude in the gradient with respect to a block's output."),
     # mixture of experts
     _part_gauge("moe/max_load", "layer", "1", "Load of the busiest expert over the mean load."),
     _part_gauge("moe/min_load", "layer", "1", "Load of the least busy expert over the mean load."),
-    _part_gauge(
-        "moe/starved_share", "layer", "1", "Share of experts with less than 0.1 of the mean load."
-    ),
-    _part_gauge(
-        "moe/drop_rate",
-        "layer",
-        "1",
-        "Share of a router's choices dropped because the expert's capacity was full.",
-    ),
-    _part_gauge(
-        "moe/router_entropy",
-        "layer",
-        "nats",
-        "Entropy of a token's router scores, mean over tokens.",
-    ),
-    _part_gauge(
-        "moe/router_loss", "layer", "1", "Load balancing loss plus z-loss, mean over tokens."
-    ),
+    _part_gauge("moe/starved_share", "layer", "1", "Share of experts with less than 0.1 of the mean load."),
+    _part_gauge("moe/drop_rate", "layer", "1",
+                "Share of a router's choices dropped because the expert's capacity was full."),
+    _part_gauge("moe/router_entropy", "layer", "nats",
+                "Entropy of a token's router scores, mean over tokens."),
+    _part_gauge("moe/router_loss", "layer", "1", "Load balancing loss plus z-loss, mean over tokens."),
     # validation
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
     # checkpoints
     _gauge("checkpoint/stall_s", "s", "Time that training stalled for the save."),
-    _gauge(
-        "checkpoint/save_s", "s", "Time from the start of the save to the commit of its manifest."
-    ),
+    _gauge("checkpoint/save_s", "s", "Time from the start of the save to the commit of its manifest."),
     _gauge("checkpoint/bytes", "bytes", "Size of the checkpoint."),
     _gauge("checkpoint/step", "steps", "Step of the newest checkpoint."),
     _gauge("checkpoint/every_steps", "steps", "Steps between checkpoints, checkpoint.every."),
@@ -186,131 +130,65 @@ METRICS = (
     _gauge("checkpoint/skipped_saves", "saves", "Saves skipped since the driver started."),
     _gauge("checkpoint/written_share", "1", "Share of the newest save that workers have written."),
     # snapshots in memory
-    _gauge(
-        "checkpoint/snapshot_step",
-        "steps",
-        "Step of the newest snapshot that every rank holds in memory.",
-    ),
+    _gauge("checkpoint/snapshot_step", "steps",
+           "Step of the newest snapshot that every rank holds in memory."),
     _gauge("checkpoint/snapshot_stall_s", "s", "Time that rank 0 stalled for a snapshot."),
-    _gauge(
-        "checkpoint/snapshot_s", "s", "Time until rank 0's part of a snapshot had all its copies."
-    ),
-    _gauge(
-        "checkpoint/snapshot_bytes", "bytes", "Size of one copy of rank 0's part of a snapshot."
-    ),
-    _gauge(
-        "checkpoint/snapshot_lacking",
-        "ranks",
-        "Ranks whose snapshots have fewer copies than they should.",
-    ),
+    _gauge("checkpoint/snapshot_s", "s", "Time until rank 0's part of a snapshot had all its copies."),
+    _gauge("checkpoint/snapshot_bytes", "bytes", "Size of one copy of rank 0's part of a snapshot."),
+    _gauge("checkpoint/snapshot_lacking", "ranks",
+           "Ranks whose snapshots have fewer copies than they should."),
     _gauge("memory/max_peak_bytes", "bytes", "Largest memory/peak_bytes of all ranks."),
     # state of the run
     _gauge("run/step", "steps", "Completed steps of the run."),
     _gauge("run/total_steps", "steps", "Steps of the whole run, run.steps."),
     _gauge("run/last_step_unix_s", "s", "Unix time of the last completed step."),
     _gauge("run/world_size", "workers", "Workers of the current attempt."),
-    _gauge(
-        "run/lease_age_s",
-        "s",
-        "Time since the driver last renewed its lease; beyond elastic.lease_s another driver may take the run.",
-    ),
+    _gauge("run/lease_age_s", "s",
+           "Time since the driver last renewed its lease; beyond elastic.lease_s another driver may take the run."),
     _gauge("run/spares", "workers", "Spare workers: loaded, and waiting for a rank."),
     _gauge("run/attempt", "1", "Number of the current attempt, from 1."),
     # recorded steps: pipeline bubble and exposed communication
     _gauge("run/bubble", "1", "Measured pipeline bubble: idle time over busy time, all ranks."),
-    _gauge(
-        "run/simulated_bubble",
-        "1",
-        "Simulated bubble of the schedule, with the step's measured durations and transfers that take no time.",
-    ),
-    _gauge(
-        "comm/exposed_s",
-        "s",
-        "Time a step stalled on collectives of gradients and weights, mean over ranks.",
-    ),
-    _gauge(
-        "comm/hidden_share",
-        "1",
-        "Share of these collectives' time that was overlapped with compute.",
-    ),
-    _gauge(
-        "comm/cp_sent_bytes", "bytes", "Bytes that rank 0 sent to context-parallel ranks in a step."
-    ),
-    _gauge(
-        "comm/cp_exposed_s",
-        "s",
-        "Time a step stalled on context-parallel transfers, mean over ranks.",
-    ),
-    _gauge(
-        "comm/cp_hidden_share",
-        "1",
-        "Share of the context-parallel transfers' time that was overlapped with compute.",
-    ),
-    _gauge(
-        "comm/experts_sent_bytes", "bytes", "Bytes that rank 0 sent to experts and back in a step."
-    ),
-    _gauge(
-        "comm/experts_exposed_s",
-        "s",
-        "Time a step stalled on expert dispatch and combine, mean over ranks.",
-    ),
-    _gauge(
-        "comm/update_sent_bytes",
-        "bytes",
-        "Bytes that rank 0 sent for an optimizer update, weights excluded.",
-    ),
-    _gauge(
-        "comm/update_exposed_s",
-        "s",
-        "Time an optimizer update stalled on this communication, mean over ranks.",
-    ),
-    _gauge(
-        "comm/experts_hidden_share",
-        "1",
-        "Share of the time of expert dispatch and combine that was overlapped with compute.",
-    ),
+    _gauge("run/simulated_bubble", "1",
+           "Simulated bubble of the schedule, with the step's measured durations and transfers that take no time."),
+    _gauge("comm/exposed_s", "s",
+           "Time a step stalled on collectives of gradients and weights, mean over ranks."),
+    _gauge("comm/hidden_share", "1", "Share of these collectives' time that was overlapped with compute."),
+    _gauge("comm/cp_sent_bytes", "bytes", "Bytes that rank 0 sent to context-parallel ranks in a step."),
+    _gauge("comm/cp_exposed_s", "s", "Time a step stalled on context-parallel transfers, mean over ranks."),
+    _gauge("comm/cp_hidden_share", "1",
+           "Share of the context-parallel transfers' time that was overlapped with compute."),
+    _gauge("comm/experts_sent_bytes", "bytes", "Bytes that rank 0 sent to experts and back in a step."),
+    _gauge("comm/experts_exposed_s", "s",
+           "Time a step stalled on expert dispatch and combine, mean over ranks."),
+    _gauge("comm/update_sent_bytes", "bytes",
+           "Bytes that rank 0 sent for an optimizer update, weights excluded."),
+    _gauge("comm/update_exposed_s", "s",
+           "Time an optimizer update stalled on this communication, mean over ranks."),
+    _gauge("comm/experts_hidden_share", "1",
+           "Share of the time of expert dispatch and combine that was overlapped with compute."),
     # failures and recovery
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
-    _gauge(
-        "run/recovery_s",
-        "s",
-        "Time from a failure's detection until its lost steps are recomputed.",
-    ),
+    _gauge("run/recovery_s", "s", "Time from a failure's detection until its lost steps are recomputed."),
     _gauge("run/lost_steps", "steps", "Completed steps that were recomputed after a failure."),
-    _gauge(
-        "run/bad_steps",
-        "steps",
-        "Steps recomputed for a bad loss or norm, since the driver started.",
-    ),
+    _gauge("run/bad_steps", "steps", "Steps recomputed for a bad loss or norm, since the driver started."),
     _gauge("run/rollbacks", "1", "Rollbacks for a bad loss or norm, since the driver started."),
     _gauge("run/goodput", "1", "Share of the driver's wall time spent on steps that count."),
     _gauge("run/wall_s", "s", "Wall time of the driver."),
-    _rank_gauge(
-        "memory/peak_bytes",
-        "bytes",
-        "Peak memory that torch held on the GPU; on CPUs, peak resident size.",
-    ),
-    _rank_gauge(
-        "memory/allocated_bytes",
-        "bytes",
-        "Memory that torch holds on the GPU; on CPUs, resident size.",
-    ),
-    _rank_gauge(
-        "worker/work_s", "s", "Time of a step without its waits for other ranks; CPUs only."
-    ),
-    _gauge(
-        "worker/max_work_ratio",
-        "1",
-        "Largest ratio of worker/work_s to the median of the other ranks of its stage.",
-    ),
+    _rank_gauge("memory/peak_bytes", "bytes",
+                "Peak memory that torch held on the GPU; on CPUs, peak resident size."),
+    _rank_gauge("memory/allocated_bytes", "bytes",
+                "Memory that torch holds on the GPU; on CPUs, resident size."),
+    _rank_gauge("worker/work_s", "s", "Time of a step without its waits for other ranks; CPUs only."),
+    _gauge("worker/max_work_ratio", "1",
+           "Largest ratio of worker/work_s to the median of the other ranks of its stage."),
     _rank_gauge("worker/forward_s", "s", "Time in forward passes of one recorded step."),
     _rank_gauge("worker/backward_s", "s", "Time in backward passes of one recorded step."),
-    _rank_gauge(
-        "worker/transfer_s", "s", "Time in pipeline transfers of one recorded step, waits included."
-    ),
-)
+    _rank_gauge("worker/transfer_s", "s", "Time in pipeline transfers of one recorded step, waits included."),
+)  # fmt: skip
 
-_BY_NAME = {metric.name: metric for metric in METRICS}
+BY_NAME = {metric.name: metric for metric in METRICS}
+"""Rows by name, without parts."""
 
 
 def find_metric(name: str) -> Metric:
@@ -321,18 +199,7 @@ def find_metric(name: str) -> Metric:
     """
     check_names((name,))
     metric, part = _split(name)
-    return replace(_BY_NAME[metric], of=part)
-
-
-def find_row(name: str) -> Metric:
-    """Return the row of ``name``, without a part; for a metric with parts ``of`` is empty.
-
-    Raises:
-        InternalError: The name is not in the table.
-    """
-    if name not in _BY_NAME:
-        check_names((name,))
-    return _BY_NAME[name]
+    return replace(BY_NAME[metric], of=part)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -340,11 +207,9 @@ def check_names(names: Iterable[str]) -> None:
     unknown = sorted(name for name in names if not _is_known(name))
     if unknown:
         raise InternalError(
-            Fault(
-                fact=f"metrics {', '.join(unknown)} were reported",
-                rule="every metric is a row of raymega/tracking/names.py",
-                remedy="add a row with unit, kind and help, or report a name that is there",
-            )
+            fact=f"metrics {', '.join(unknown)} were reported",
+            rule="every metric is a row of raymega/tracking/names.py",
+            remedy="add a row with unit, kind and help, or report a name that is there",
         )
 
 
@@ -356,4 +221,4 @@ def _split(name: str) -> tuple[str, str]:
 
 def _is_known(name: str) -> bool:
     metric, part = _split(name)
-    return metric in _BY_NAME and bool(part) == bool(_BY_NAME[metric].part)
+    return metric in BY_NAME and bool(part) == bool(BY_NAME[metric].part)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raymega.config.schema import Job
-from raymega.errors import Fault, InternalError
+from raymega.errors import InternalError
 from raymega.plan.run_plan import make_plan
 from raymega.verify.compare import RankResult
 from raymega.verify.layout import Layout
@@ -82,12 +82,9 @@ class ForkServer:
     def _lost(self, wait_s: float) -> InternalError:
         log = (self._folder / "log").read_text(errors="replace").strip().splitlines()
         return InternalError(
-            Fault(
-                fact="the process that starts ranks gave no answer"
-                + (f": {log[-1]}" if log else ""),
-                rule=f"it must stay alive and answer within {wait_s:g} s",
-                remedy="check that torch can be imported and that memory suffices",
-            )
+            fact="the process that starts ranks gave no answer" + (f": {log[-1]}" if log else ""),
+            rule=f"it must stay alive and answer within {wait_s:g} s",
+            remedy="check that torch can be imported and that memory suffices",
         )
 
 

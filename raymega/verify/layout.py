@@ -1,4 +1,4 @@
-"""Layout: degrees and options with which a job runs, and the table of these options.
+"""Layout: degrees and options with which a job runs, each with its path in the job and the values to try.
 
 `legal_layouts.py` decides which layouts are legal for a job.
 """
@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 from typing import Any, get_args
 
 from raymega.config.schema import Job
 from raymega.plan.grid import AXES
-from raymega.plan.stages import EVEN_ONLY, KINDS, LAYER, even_counts
-from raymega.plan.validation.unused_fields import PARTNERS
+from raymega.plan.stages import KINDS, LAYER, even_counts
 from raymega.schedule.table import MANY, SCHEDULES
 
 DEGREES = ("tp", "cp", "pp", "dp")
@@ -22,132 +21,6 @@ SIMPLEST_SCHEDULE = "gpipe"
 SIMPLEST_STAGES = "even"
 FEW_RANKS = 2
 """Largest number of ranks with which a layout tries compiled kernels."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Degrees of the axes, and all options that must not change a run's numbers: see OPTIONS."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    micro_batch_size: int = 1
-    chunks: int = 1
-    stages: str = SIMPLEST_STAGES
-    first_stage_layers: int | str = "even"
-    last_stage_layers: int | str = "even"
-    is_embedding_a_layer: bool = False
-    is_loss_a_layer: bool = False
-    schedule: str = SIMPLEST_SCHEDULE
-    microbatch_group_size_per_vp_stage: int | str = "pp"
-    max_in_flight_microbatches: int | str = "pp"
-    wgrad_activation_fraction: float = 1.0
-    order: str = DEFAULT_ORDER
-    ep: int = 1
-    etp: int = 1
-    moe_token_dispatcher_type: str = "all_to_all"
-    overlap_moe_expert_parallel_comm: bool = False
-    sharding: str = "none"
-    data_parallel_shard_degree: int | str = "all"
-    sequence_parallel: bool = False
-    cp_method: str = "ring"
-    hierarchical_cp_size: int = 2
-    dynamic_cp: bool = False
-    recompute: str = "none"
-    recompute_parts: tuple[str, ...] = ("attention",)
-    recompute_every: int = 1
-    offload: tuple[str, ...] = ()
-    kernels: str = "eager"
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.cp * self.pp * self.dp
-
-    def degree(self, axis: str) -> int:
-        """Return the degree of ``axis``."""
-        return int(getattr(self, axis))
-
-    def value(self, option: Option) -> Any:
-        """Return the layout's value of ``option``."""
-        return getattr(self, option.name)
-
-    @property
-    def stage_size(self) -> int:
-        """Number of ranks of one pipeline rank, over which experts are distributed."""
-        return self.tp * self.cp * self.dp
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages of the whole pipeline."""
-        return self.pp * self.chunks
-
-    def with_value(self, name: str, value: object) -> Layout:
-        """Return the layout with one degree or option changed.
-
-        Chunks are adapted to the schedule. Stages set by hand are reset if their number changes, and so
-        are options that no longer matter.
-        """
-        change: dict[str, Any] = {name: value}
-        # adapt chunks and stages to the change
-        if name == "schedule":
-            kind = SCHEDULES[str(value)]
-            change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
-        changed = replace(self, **change)
-        if changed.num_stages != self.num_stages:
-            changed = changed.without_stages_by_hand()
-        # A job is refused if it sets a field that nothing reads.
-        unread: dict[str, Any] = {
-            option.name: option.simplest
-            for option in OPTIONS
-            if option.path in REFUSED_UNREAD and not option.matters(changed)
-        }
-        return replace(changed, **unread)
-
-    def without_stages_by_hand(self) -> Layout:
-        """Return the layout without layer counts of single stages."""
-        kind = self.stages if self.stages in KINDS else SIMPLEST_STAGES
-        return replace(self, stages=kind, first_stage_layers="even", last_stage_layers="even")
-
-    def reads(self, setting: str) -> bool:
-        """Return whether the schedule reads this field of its section."""
-        least = SCHEDULES[self.schedule].reads.get(setting, MANY)
-        return self.pp > 1 and self.chunks >= least
-
-    @property
-    def is_split_evenly(self) -> bool:
-        """True where there are several stages, and ``even`` distributes the layers."""
-        return self.num_stages > 1 and self.stages == SIMPLEST_STAGES
-
-    def grid(self) -> str:
-        """Return the degrees in short form, such as ``tp2-pp2``."""
-        parts = [f"{axis}{self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1]
-        return "-".join(parts) or "one-rank"
-
-    def extras(self) -> str:
-        """Return the options that are not the simplest, except the schedule, as text."""
-        found = [
-            (option.name.replace("_", " "), self.value(option))
-            for option in OPTIONS
-            if option.name != "schedule" and self.value(option) != option.simplest
-        ]
-        return ", ".join(
-            name if value is True else f"{name} {_text(value)}" for name, value in found
-        )
-
-    def describe(self) -> str:
-        """Return the layout as text: degrees, schedule, micro-batch size, and options not simplest."""
-        extras = f", {self.extras()}" if self.extras() else ""
-        return f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}{extras}"
-
-    def overrides(self) -> tuple[str, ...]:
-        """Return the ``--set`` texts that give a job this layout."""
-        return (
-            *(f"parallel.{axis}={self.degree(axis)}" for axis in DEGREES),
-            f"schedule.micro_batch_size={self.micro_batch_size}",
-            *(f"{option.path}={_text(self.value(option))}" for option in OPTIONS),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,11 +35,11 @@ class Option:
         matters: Function to whether the field has an effect on a layout; else the simplest is drawn.
     """
 
-    name: str
+    name: str = ""
     path: str
     values: tuple[Any, ...]
-    others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: ()
-    matters: Callable[[Layout], bool] = lambda _layout: True
+    others: Callable[[Job, Layout], tuple[Any, ...]]
+    matters: Callable[[Layout], bool]
 
     @property
     def simplest(self) -> Any:
@@ -177,18 +50,16 @@ class Option:
 def _option(
     path: str,
     *values: Any,
-    name: str = "",
     others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: (),
     matters: Callable[[Layout], bool] = lambda _layout: True,
-) -> Option:
-    """Return the option of a field; ``values`` only where the job's schema lists none."""
-    section, _, field = path.partition(".")
+) -> Any:
+    """Return a field of Layout that is an option; ``values`` only where the job's schema lists none."""
+    section, _, name = path.partition(".")
     kind = Job.model_fields[section].annotation
-    allowed = kind.model_fields[field].annotation  # type: ignore[union-attr]  # a section's
-    listed = (False, True) if allowed is bool else get_args(allowed)
-    return Option(
-        name=name or field, path=path, values=values or listed, others=others, matters=matters
-    )
+    allowed = kind.model_fields[name].annotation  # type: ignore[union-attr]  # a section's
+    values = values or ((False, True) if allowed is bool else get_args(allowed))
+    option = Option(path=path, values=values, others=others, matters=matters)
+    return field(default=option.simplest, metadata={"option": option})
 
 
 def _expert_degrees(job: Job, layout: Layout) -> tuple[int, ...]:
@@ -222,8 +93,20 @@ def _end_counts(job: Job, layout: Layout) -> tuple[int, ...]:
     return tuple(sorted({0, min(1, layers), min(layers, layers // layout.num_stages + 2)}))
 
 
-def _is_read(setting: str) -> Callable[[Layout], bool]:
-    return lambda layout: layout.reads(setting)
+def _ring_sizes(_job: Job, layout: Layout) -> tuple[int, ...]:
+    """Return further numbers of neighbours that exchange heads."""
+    return tuple(n for n in range(3, layout.cp) if layout.cp % n == 0)
+
+
+def _schedule_option(name: str, *values: Any, others: Callable[[int], tuple[int, ...]]) -> Any:
+    """Return an option that only some schedules read; ``others`` are further values, of pp."""
+
+    def is_read(layout: Layout) -> bool:
+        return layout.pp > 1 and layout.chunks >= SCHEDULES[layout.schedule].reads.get(name, MANY)
+
+    return _option(
+        f"schedule.{name}", *values, others=lambda _job, at: others(at.pp), matters=is_read
+    )
 
 
 def _has_replicas(layout: Layout) -> bool:
@@ -234,113 +117,180 @@ def _cuts_experts(layout: Layout) -> bool:
     return layout.ep * layout.etp > 1
 
 
-OPTIONS = (
+def _is_split_evenly(layout: Layout) -> bool:
+    """Return whether there are several stages, and ``even`` distributes the layers."""
+    return layout.num_stages > 1 and layout.stages == SIMPLEST_STAGES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Degrees of the axes, and all options that must not change a run's numbers."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batch_size: int = 1
     # pipeline: schedule and chunks, then the fields that only some schedules read
-    _option(
+    schedule: str = _option(
         "schedule.name",
         *sorted(SCHEDULES, key=lambda name: (name != SIMPLEST_SCHEDULE, name)),
-        name="schedule",
-        matters=lambda layout: layout.pp > 1,
-    ),
-    _option("schedule.chunks", 1, 2, 3),
-    _option(
-        "schedule.microbatch_group_size_per_vp_stage",
-        "pp",
-        others=lambda _job, layout: (layout.pp + 1, 2 * layout.pp),
-        matters=_is_read("microbatch_group_size_per_vp_stage"),
-    ),
-    _option(
-        "schedule.max_in_flight_microbatches",
-        "pp",
-        others=lambda _job, layout: (1, 2 * layout.pp),
-        matters=_is_read("max_in_flight_microbatches"),
-    ),
-    _option(
-        "schedule.wgrad_activation_fraction",
-        1.0,
-        0.5,
-        matters=_is_read("wgrad_activation_fraction"),
-    ),
+        matters=lambda at: at.pp > 1,
+    )
+    chunks: int = _option("schedule.chunks", 1, 2, 3)
+    microbatch_group_size_per_vp_stage: int | str = _schedule_option(
+        "microbatch_group_size_per_vp_stage", "pp", others=lambda pp: (pp + 1, 2 * pp)
+    )
+    max_in_flight_microbatches: int | str = _schedule_option(
+        "max_in_flight_microbatches", "pp", others=lambda pp: (1, 2 * pp)
+    )
+    wgrad_activation_fraction: float = _schedule_option(
+        "wgrad_activation_fraction", 1.0, 0.5, others=lambda _pp: ()
+    )
     # placement of layers on stages
-    _option(
+    stages: str = _option(
         "parallel.stages",
         SIMPLEST_STAGES,
         "auto",
         others=_stage_texts,
-        matters=lambda layout: layout.num_stages > 1,
-    ),
-    *(
-        _option(
-            f"parallel.{end}_stage_layers",
-            "even",
-            others=_end_counts,
-            matters=lambda layout: layout.is_split_evenly,
-        )
-        for end in ("first", "last")
-    ),
-    *(
-        _option(f"parallel.is_{end}_a_layer", matters=lambda layout: layout.is_split_evenly)
-        for end in ("embedding", "loss")
-    ),
+        matters=lambda at: at.num_stages > 1,
+    )
+    first_stage_layers: int | str = _option(
+        "parallel.first_stage_layers", "even", others=_end_counts, matters=_is_split_evenly
+    )
+    last_stage_layers: int | str = _option(
+        "parallel.last_stage_layers", "even", others=_end_counts, matters=_is_split_evenly
+    )
+    is_embedding_a_layer: bool = _option("parallel.is_embedding_a_layer", matters=_is_split_evenly)
+    is_loss_a_layer: bool = _option("parallel.is_loss_a_layer", matters=_is_split_evenly)
     # rank order, and expert parallelism
-    _option(
+    order: str = _option(
         "parallel.order",
-        DEFAULT_ORDER,
-        *("-".join(axes) for axes in permutations(AXES) if "-".join(axes) != DEFAULT_ORDER),
-    ),
-    *(
-        _option(
-            f"parallel.{degree}",
-            1,
-            others=_expert_degrees,
-            matters=lambda layout: layout.stage_size > 1,
-        )
-        for degree in ("ep", "etp")
-    ),
-    _option("parallel.moe_token_dispatcher_type", matters=_cuts_experts),
-    _option("parallel.overlap_moe_expert_parallel_comm", matters=_cuts_experts),
+        *sorted(map("-".join, permutations(AXES)), key=lambda order: order != DEFAULT_ORDER),
+    )
+    ep: int = _option(
+        "parallel.ep", 1, others=_expert_degrees, matters=lambda at: at.stage_size > 1
+    )
+    etp: int = _option(
+        "parallel.etp", 1, others=_expert_degrees, matters=lambda at: at.stage_size > 1
+    )
+    moe_token_dispatcher_type: str = _option(
+        "parallel.moe_token_dispatcher_type", matters=_cuts_experts
+    )
+    overlap_moe_expert_parallel_comm: bool = _option(
+        "parallel.overlap_moe_expert_parallel_comm", matters=_cuts_experts
+    )
     # sharding of state, sequence and context parallelism
-    _option("parallel.sharding", matters=_has_replicas),
-    _option(
-        "parallel.data_parallel_shard_degree",
-        "all",
-        2,
-        3,
-        matters=lambda layout: _has_replicas(layout) and layout.sharding != "none",
-    ),
-    _option("parallel.sequence_parallel", matters=lambda layout: layout.tp > 1),
-    _option("parallel.cp_method", matters=lambda layout: layout.cp > 1 or layout.dynamic_cp),
-    _option(
-        "parallel.hierarchical_cp_size",
-        2,
-        others=lambda _job, layout: tuple(n for n in range(3, layout.cp) if layout.cp % n == 0),
-        matters=lambda layout: layout.cp > 1 and layout.cp_method == "hybrid",
-    ),
-    _option("parallel.dynamic_cp", matters=_has_replicas),
+    sharding: str = _option("parallel.sharding", matters=_has_replicas)
+    data_parallel_shard_degree: int | str = _option(
+        "parallel.data_parallel_shard_degree", "all", 2, 3,
+        matters=lambda at: _has_replicas(at) and at.sharding != "none",
+    )  # fmt: skip
+    sequence_parallel: bool = _option("parallel.sequence_parallel", matters=lambda at: at.tp > 1)
+    cp_method: str = _option("parallel.cp_method", matters=lambda at: at.cp > 1 or at.dynamic_cp)
+    hierarchical_cp_size: int = _option(
+        "parallel.hierarchical_cp_size", 2, others=_ring_sizes,
+        matters=lambda at: at.cp > 1 and at.cp_method == "hybrid",
+    )  # fmt: skip
+    dynamic_cp: bool = _option("parallel.dynamic_cp", matters=_has_replicas)
     # memory and kernels
-    _option("memory.recompute"),
-    _option(
-        "memory.recompute_parts",
-        *((part,) for part in ("attention", "activation", "norm")),
-        ("attention", "activation", "norm"),
-        matters=lambda layout: layout.recompute == "selective",
-    ),
-    _option("memory.recompute_every", 1, 2, matters=lambda layout: layout.recompute == "full"),
-    _option("memory.offload", (), ("activations", "optimizer")),
+    recompute: str = _option("memory.recompute")
+    recompute_parts: tuple[str, ...] = _option(
+        "memory.recompute_parts", ("attention",), ("activation",), ("norm",), ("attention", "activation", "norm"),
+        matters=lambda at: at.recompute == "selective",
+    )  # fmt: skip
+    recompute_every: int = _option(
+        "memory.recompute_every", 1, 2, matters=lambda at: at.recompute == "full"
+    )
+    offload: tuple[str, ...] = _option("memory.offload", (), ("activations", "optimizer"))
     # Every rank compiles for itself, for seconds, whatever the number of ranks: few are enough.
-    _option("run.kernels", matters=lambda layout: layout.world_size <= FEW_RANKS),
+    kernels: str = _option("run.kernels", matters=lambda at: at.world_size <= FEW_RANKS)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    def degree(self, axis: str) -> int:
+        """Return the degree of ``axis``."""
+        return int(getattr(self, axis))
+
+    def value(self, option: Option) -> Any:
+        """Return the layout's value of ``option``."""
+        return getattr(self, option.name)
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of one pipeline rank, over which experts are distributed."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole pipeline."""
+        return self.pp * self.chunks
+
+    def with_value(self, name: str, value: object) -> Layout:
+        """Return the layout with one degree or option changed.
+
+        Chunks are adapted to the schedule. Stages set by hand are reset if their number changes, and so
+        are options that no longer matter: a job is refused if it sets a field that nothing reads.
+        """
+        change: dict[str, Any] = {name: value}
+        # adapt chunks and stages to the change
+        if name == "schedule":
+            kind = SCHEDULES[str(value)]
+            change["chunks"] = min(max(self.chunks, kind.least_chunks), kind.most_chunks)
+        changed = replace(self, **change)
+        if changed.num_stages != self.num_stages:
+            changed = changed.without_stages_by_hand()
+        idle = [option for option in OPTIONS if not option.matters(changed)]
+        return replace(changed, **{option.name: option.simplest for option in idle})
+
+    def without_stages_by_hand(self) -> Layout:
+        """Return the layout without layer counts of single stages."""
+        kind = self.stages if self.stages in KINDS else SIMPLEST_STAGES
+        return replace(self, stages=kind, first_stage_layers="even", last_stage_layers="even")
+
+    def grid(self) -> str:
+        """Return the degrees in short form, such as ``tp2-pp2``."""
+        parts = [f"{axis}{self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1]
+        return "-".join(parts) or "one-rank"
+
+    def extras(self) -> str:
+        """Return the options that are not the simplest, except the schedule, as text."""
+        found = {
+            option.name.replace("_", " "): self.value(option)
+            for option in OPTIONS
+            if option.name != "schedule" and self.value(option) != option.simplest
+        }
+        return ", ".join(
+            name if value is True else f"{name} {_text(value)}" for name, value in found.items()
+        )
+
+    def describe(self) -> str:
+        """Return the layout as text: degrees, schedule, micro-batch size, and options not simplest."""
+        extras = f", {self.extras()}" if self.extras() else ""
+        return f"{self.grid()}, {self.schedule}, micro-batch {self.micro_batch_size}{extras}"
+
+    def values(self) -> dict[str, Any]:
+        """Return the layout's values by their dotted paths in a job."""
+        return {path: getattr(self, name) for name, path in PATHS.items()}
+
+    def overrides(self) -> tuple[str, ...]:
+        """Return the ``--set`` texts that give a job this layout."""
+        return tuple(f"{path}={_text(value)}" for path, value in self.values().items())
+
+
+OPTIONS: tuple[Option, ...] = tuple(
+    replace(each.metadata["option"], name=each.name) for each in fields(Layout) if each.metadata
 )
 """Options of the job whose values must not change a run's numbers."""
-
-
-REFUSED_UNREAD = frozenset(
-    {
-        *PARTNERS,
-        *(f"parallel.{field}" for field in EVEN_ONLY),
-        *(f"schedule.{field}" for kind in SCHEDULES.values() for field in kind.reads),
-    }
-)
-"""Paths of fields that a job must not set where nothing reads them."""
+PATHS = {
+    **{axis: f"parallel.{axis}" for axis in DEGREES},
+    "micro_batch_size": "schedule.micro_batch_size",
+    **{option.name: option.path for option in OPTIONS},
+}
+"""Dotted path in a job of each field of Layout."""
 
 
 def _text(value: object) -> str:

@@ -7,18 +7,16 @@ from itertools import product
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.run_plan import job_values
 from raymega.plan.validation.registry import job_faults
-from raymega.verify.layout import DEGREES, OPTIONS, Layout
+from raymega.verify.layout import DEGREES, PATHS, Layout
 
 
 def layout_of(job: Job) -> Layout:
     """Return the layout that the job asks for."""
-    values: dict[str, Any] = {axis: getattr(job.parallel, axis) for axis in DEGREES}
-    values["micro_batch_size"] = job.schedule.micro_batch_size
-    values |= {option.name: job_values(job)[option.path] for option in OPTIONS}
-    return Layout(**values)
+    values: dict[str, Any] = job_values(job)
+    return Layout(**{name: values[path] for name, path in PATHS.items()})
 
 
 def reference_layout(job: Job) -> Layout:
@@ -31,13 +29,13 @@ def reference_layout(job: Job) -> Layout:
 
 def fixed_size(job: Job) -> int:
     """Return the micro-batch size if another one would change the run's numbers, else 0."""
-    return job.schedule.micro_batch_size if goes_by_micro_batch(job) else 0
+    return job.schedule.micro_batch_size if depends_on_micro_batch_size(job) else 0
 
 
 def with_layout(job: Job, layout: Layout) -> Job:
     """Return the job with ``layout``, which :func:`is_legal` may refuse."""
     values = job.model_dump()
-    for path, value in _values(layout).items():
+    for path, value in layout.values().items():
         section, _, field = path.partition(".")
         values[section][field] = value
     return Job.model_validate(values)
@@ -55,24 +53,15 @@ def legality(job: Job) -> Callable[[Layout], bool]:
     def can_run(layout: Layout) -> bool:
         if layout.dp > job.data.global_batch_size or size not in (0, layout.micro_batch_size):
             return False
-        return not job_faults(values | _values(layout))
+        return not job_faults(values | layout.values())
 
     return can_run
-
-
-def _values(layout: Layout) -> dict[str, Any]:
-    """Return the layout's values by their dotted paths in a job."""
-    values: dict[str, Any] = {f"parallel.{axis}": layout.degree(axis) for axis in DEGREES}
-    values["schedule.micro_batch_size"] = layout.micro_batch_size
-    values |= {option.path: layout.value(option) for option in OPTIONS}
-    return values
 
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
     """Yield each legal choice of degrees with 2 to ``max_ranks`` ranks, all options simplest."""
     can_run = legality(job)
-    for degrees in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
-        tp, cp, pp, dp = degrees
+    for tp, cp, pp, dp in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
         shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp, micro_batch_size=fixed_size(job) or 1)
         if 1 < shape.world_size <= max_ranks and can_run(shape):
             yield shape

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job
 from raymega.data.checks import data_faults
 from raymega.data.synthetic import SYNTHETIC_PATH
-from raymega.errors import ConfigError, Fault, WorkerError
+from raymega.errors import ConfigError, WorkerError
 from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
 from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
@@ -126,7 +126,11 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         seed=options.seed,
     )
     if not layouts:
-        raise ConfigError(_no_layouts(options))
+        raise ConfigError(
+            fact=f"no layout of 2 to {options.max_ranks} ranks could be drawn",
+            rule="a proof compares at least one layout with one rank",
+            remedy="use --layouts 1 or more and --max-ranks 2 or more",
+        )
     watcher.on_start(shrunk, len(layouts))
     # train the reference, then each layout, and compare
     with open_fork_server(timeout_s=options.timeout_s) as fork_server:
@@ -183,11 +187,9 @@ def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference
             return make_reference(results[0])
     except LayoutFailedError as error:
         raise WorkerError(
-            Fault(
-                fact=f"the run on one rank failed: {error}",
-                rule="every layout is compared with it",
-                remedy="make the job train on one rank first",
-            )
+            fact=f"the run on one rank failed: {error}",
+            rule="every layout is compared with it",
+            remedy="make the job train on one rank first",
         ) from error
 
 
@@ -213,12 +215,4 @@ def _is_data_there(job: Job) -> bool:
         vocab_size=job.model.vocab_size,
         needs_valid=job.run.eval_samples > 0,
         is_packed=job.data.packing != "none",
-    )
-
-
-def _no_layouts(options: Options) -> Fault:
-    return Fault(
-        fact=f"no layout of 2 to {options.max_ranks} ranks could be drawn",
-        rule="a proof compares at least one layout with one rank",
-        remedy="use --layouts 1 or more and --max-ranks 2 or more",
     )

@@ -1,54 +1,30 @@
 """Shrinking of a job to a size that trains in float64 on this machine, with its features kept.
 
-Kept are the family, ties, biases, norms, the optimizer and the legal tensor-parallel degrees up to 8. Kept
-too are query heads per key-value head, the parities of head width and depth, and the ratio of FFN to width.
+``raymega.verify.shrink_model`` shrinks its model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
-from raymega.config.schema import Job, MlaSection
+from raymega.config.schema import Job
 from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
-from raymega.errors import ConfigError, Fault
-from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.stages import KINDS
 from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
+from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
+from raymega.verify.shrink_model import MAX_SEQ_LEN, shrink_model
 
-MAX_SEQ_LEN = 32
 MAX_BATCH = 16
-MAX_VOCAB = 512
-MAX_LAYERS = 8
-MAX_TP = 8
-MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
 MAX_WARMUP_STEPS = 2
 MAX_EVAL_SAMPLES = 7
 """Held-out samples of one evaluation: odd, so that layouts have masked slots."""
 MAX_COOLDOWN_STEPS = 1
 MIN_EPS = 1e-8
-MOST_HEADS = 40
-HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
 TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Field whose value differs from the job's; ``why`` may be empty."""
-
-    field: str
-    old: object
-    new: object
-    why: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.field} {self.old} -> {self.new}"
-        return f"{text} ({self.why})" if self.why else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +51,10 @@ def shrink_job(
     Raises:
         ConfigError: The smallest model with this job's features has more parameters.
     """
-    draft = _Draft(job)
+    draft = Draft(job)
     _shorten(draft, steps)
     _free_stages(draft)
-    _narrow(draft, max_params)
+    shrink_model(draft, max_params)
     vocab_size = draft.values["model"]["vocab_size"]
     if job.data.path != SYNTHETIC_PATH and not is_data_there:
         draft.set("data.path", SYNTHETIC_PATH, "it cannot be read from here")
@@ -91,41 +67,7 @@ def shrink_job(
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
 
 
-class _Draft:
-    """Values of a job being shrunk, with the changes that the report lists."""
-
-    def __init__(self, job: Job) -> None:
-        self.values: dict[str, dict[str, Any]] = job.model_dump()
-        self._original: dict[str, dict[str, Any]] = job.model_dump()
-        self._reasons: dict[str, str] = {}
-
-    def set(self, field: str, new: object, why: str = "") -> None:
-        section, name = _section_of(self.values, field)
-        section[name] = new
-        self._reasons[field] = why
-
-    def changes(self) -> tuple[Change, ...]:
-        found = []
-        for field, why in self._reasons.items():
-            section, name = _section_of(self._original, field)
-            old, new = section[name], _section_of(self.values, field)[0][name]
-            if old != new:
-                found.append(Change(field=field, old=old, new=new, why=why))
-        return tuple(found)
-
-    def job(self) -> Job:
-        return Job.model_validate(self.values)
-
-
-def _section_of(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """Return the section of the dotted path ``field``, and the field's name in it."""
-    *sections, name = field.split(".")
-    for section in sections:
-        values = values[section]
-    return values, name
-
-
-def _shorten(draft: _Draft, steps: int) -> None:
+def _shorten(draft: Draft, steps: int) -> None:
     """Shrink all but the model: sequence, batch, dtype; reset what a verification does not use."""
     job = draft.job()
     draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
@@ -153,7 +95,7 @@ def _shorten(draft: _Draft, steps: int) -> None:
     draft.values = settled(draft.job()).model_dump()  # on one rank, in float64
 
 
-def _free_stages(draft: _Draft) -> None:
+def _free_stages(draft: Draft) -> None:
     """Reset settings for the job's own stages, which fit no layout with other stages."""
     why, parallel = "layouts have other stages", draft.job().parallel
     if parallel.stages not in KINDS:
@@ -162,215 +104,6 @@ def _free_stages(draft: _Draft) -> None:
     draft.set("parallel.last_stage_layers", "even", why)
     for field in SCHEDULING:  # each layout's own
         draft.values["schedule"][field] = default_of(f"schedule.{field}")
-
-
-def _narrow(draft: _Draft, max_params: int) -> None:
-    """Cut positions, vocabulary, experts, depth, heads and head width in turn until the model fits."""
-    cuts: tuple[Callable[[_Draft], None], ...] = (
-        _cut_positions,
-        _cut_vocabulary,
-        _cut_experts,
-        _cut_depth,
-        _cut_heads,
-        *(_cut_head_width(width) for width in HEAD_WIDTHS),
-        _cut_depth_of_experts,
-    )
-    for cut in cuts:
-        if count_parameters(draft.job().model) <= max_params:
-            return
-        cut(draft)
-    smallest = count_parameters(draft.job().model)
-    if smallest > max_params:
-        raise ConfigError(
-            Fault(
-                fact=f"--max-params {max_params:,}",
-                rule=f"the smallest model with this job's features has {smallest:,} parameters",
-                remedy=f"use {smallest:,} or more",
-            )
-        )
-
-
-def _cut_positions(draft: _Draft) -> None:
-    draft.set("model.max_positions", min(draft.job().model.max_positions, 2 * MAX_SEQ_LEN))
-
-
-def _cut_vocabulary(draft: _Draft) -> None:
-    """Cut the vocabulary to rows that the same degrees divide, with padding if the job has it."""
-    model = draft.job().model
-    rows = _like(model.table_rows, min(model.table_rows, MAX_VOCAB))
-    if rows == model.table_rows:
-        return
-    padding = min(model.table_rows - model.vocab_size, rows // 2)
-    draft.set("model.vocab_size", rows - padding)
-    draft.set(
-        "model.make_vocab_size_divisible_by",
-        rows,
-        "so that tp cuts the table as in the whole model",
-    )
-
-
-def _cut_experts(draft: _Draft) -> None:
-    """Cut experts, their groups and top_k; the same degrees divide the number of experts.
-
-    Routing stays a choice: top_k stays below the number of experts, and groups keep several experts.
-    """
-    moe = draft.job().model.moe
-    if not moe.num_experts:
-        return
-    is_choice = moe.top_k < moe.num_experts
-    choices = min(moe.top_k, MAX_CHOICES)
-    least_group = min(2, moe.num_experts // moe.n_group)
-
-    def holds(experts: int) -> bool:
-        groups = _groups_of(experts, moe.n_group)
-        is_grouped = groups > 1 and experts // groups >= least_group
-        return experts >= choices + is_choice and (is_grouped or moe.n_group == 1)
-
-    near = min(moe.num_experts, MAX_EXPERTS)
-    experts = _like(moe.num_experts, near, holds)
-    groups = _groups_of(experts, moe.n_group)
-    topk_group = min(moe.topk_group, max(1, groups - 1))
-    draft.set("model.moe.num_experts", experts)
-    draft.set("model.moe.n_group", groups)
-    draft.set("model.moe.topk_group", topk_group)
-    if groups == 1 or experts // groups < 2:
-        draft.set("model.moe.group_score", "max")
-    reach = experts // groups * topk_group
-    draft.set("model.moe.top_k", min(choices, reach) if is_choice else experts)
-
-
-def _groups_of(experts: int, most: int) -> int:
-    """Return a number of groups that divides ``experts``, near MAX_GROUPS and at most ``most``."""
-    few = range(min(most, MAX_GROUPS), 1, -1)
-    return next((n for n in (*few, *range(MAX_GROUPS + 1, most + 1)) if experts % n == 0), 1)
-
-
-def _cut_depth(draft: _Draft) -> None:
-    _keep_layers(draft, MAX_LAYERS)
-
-
-def _cut_depth_of_experts(draft: _Draft) -> None:
-    """Halve the depth of models with experts, as the last resort: their blocks are large."""
-    if draft.job().model.moe.num_experts:
-        _keep_layers(draft, MAX_LAYERS // 2)
-
-
-def _keep_layers(draft: _Draft, most: int) -> None:
-    """Keep at most ``most`` layers, of the same parity, some with experts if any had them."""
-    model = draft.job().model
-    layers = min(model.num_layers, most - model.num_layers % 2)
-    draft.set("model.num_layers", layers)
-    if draft.job().precision.fp8 != "none":
-        end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
-        draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")
-    if model.moe.num_experts and not any(map(model.moe.holds_experts, range(layers))):
-        draft.set("model.moe.first_k_dense_replace", 1)
-        draft.set("model.moe.layer_freq", min(model.moe.layer_freq, 2))
-
-
-def _cut_heads(draft: _Draft) -> None:
-    model = draft.job().model
-    ratio = model.num_heads // model.kv_heads
-    # More than MAX_TP only where no fewer can be cut as the job's can, as 40 for 160.
-    more = range(MAX_TP + 1, MOST_HEADS // ratio + 1)
-    fewer = [d for d in (*range(MAX_TP, 0, -1), *more) if model.kv_heads % d == 0]
-    wanted = _head_degrees(model.kv_heads, ratio)
-    kv_heads = next((d for d in fewer if _head_degrees(d, ratio) == wanted), fewer[0])
-    _resize(draft, heads=kv_heads * ratio, kv_heads=kv_heads, head_width=model.head_width)
-
-
-def _head_degrees(kv_heads: int, ratio: int) -> list[int]:
-    """Return the tp degrees that divide ``kv_heads`` heads with ``ratio`` query heads each."""
-    return [
-        tp
-        for tp in range(1, MAX_TP + 1)
-        if kv_heads * ratio % tp == 0 and 0 in (kv_heads % tp, tp % kv_heads)
-    ]
-
-
-def _cut_head_width(width: int) -> Callable[[_Draft], None]:
-    def cut(draft: _Draft) -> None:
-        model = draft.job().model
-        wanted = min(model.head_width, width - model.head_width % 2)
-        _resize(draft, heads=model.num_heads, kv_heads=model.kv_heads, head_width=wanted)
-
-    return cut
-
-
-def _resize(draft: _Draft, *, heads: int, kv_heads: int, head_width: int) -> None:
-    """Set heads and width, and scale feed-forward layers with the width."""
-    model = draft.job().model
-    width = max(
-        1, round(model.hidden_size * heads * head_width / (model.num_heads * model.head_width))
-    )
-    if model.mla.kv_lora_rank:
-        width = _width_for_ffn(model.ffn_hidden_size, model.hidden_size, near=width)
-    draft.set("model.num_heads", heads)
-    if model.head_dim != "hidden_size / num_heads":
-        draft.set("model.head_dim", head_width)
-    if model.num_kv_heads != "num_heads":
-        draft.set("model.num_kv_heads", kv_heads)
-    draft.set("model.hidden_size", width)
-    widths = {
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.moe.shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size,
-    }
-    if model.moe.intermediate_size != "ffn_hidden_size":
-        widths["model.moe.intermediate_size"] = model.moe.intermediate_size
-    base = model.mup_base_width
-    draft.set("model.mup_base_width", base and max(1, round(base * width / model.hidden_size)))
-    for field, number in widths.items():
-        draft.set(field, number and _like(number, round(number * width / model.hidden_size)))
-    if model.mla.kv_lora_rank:
-        _resize_latents(draft, model.mla, head_width / model.head_width, width / model.hidden_size)
-
-
-def _width_for_ffn(ffn_hidden_size: int, width: int, *, near: int) -> int:
-    """Return the width near ``near`` that best keeps the FFN's ratio, for latent attention."""
-
-    def drift(small: int) -> float:
-        return abs(
-            _like(ffn_hidden_size, round(ffn_hidden_size * small / width))
-            * width
-            / small
-            / ffn_hidden_size
-            - 1
-        )
-
-    return min(range(max(1, near * 3 // 4), near + 1), key=lambda n: (round(drift(n), 2), near - n))
-
-
-def _resize_latents(
-    draft: _Draft, mla: MlaSection, share_of_head: float, share_of_width: float
-) -> None:
-    """Scale the parts of a head with the head, and latents with the width."""
-    rope = max(2, 2 * round(mla.qk_rope_head_dim * share_of_head / 2))
-    nope = max(1, round(mla.qk_nope_head_dim * share_of_head)) if mla.qk_nope_head_dim else 0
-    values = max(1, round(mla.v_head_dim * share_of_head))
-    smaller = {
-        "kv_lora_rank": max(1, round(mla.kv_lora_rank * share_of_width)),
-        "q_lora_rank": max(1, round(mla.q_lora_rank * share_of_width)) if mla.q_lora_rank else 0,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": min(values, nope + rope),
-    }
-    for name, number in smaller.items():
-        draft.set(f"model.mla.{name}", number)
-
-
-def _like(number: int, near: int, holds: Callable[[int], bool] = lambda _number: True) -> int:
-    """Return the number nearest to ``near``, preferably below, that the same degrees as ``number`` divide.
-
-    ``holds`` is a further condition; if nothing fulfils it, return ``number`` itself.
-    """
-    degrees = range(2, MAX_TP + 1)
-    wanted = [number % degree == 0 for degree in degrees]
-    span = 840  # least common multiple of the degrees 2 to 8: any pattern recurs within it
-    nearest = sorted(
-        range(max(1, near - span), near + span), key=lambda n: (n > near, abs(n - near))
-    )
-    alike = (n for n in nearest if [n % degree == 0 for degree in degrees] == wanted)
-    return next(filter(holds, alike), number)
 
 
 def _small_batch(size: int) -> int:

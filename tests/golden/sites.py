@@ -1,7 +1,7 @@
 """Every place of the package that makes a fault, found in its source, and which of them a body reaches.
 
-A place is a call of ``Fault`` or of a function that returns one, or those of a table, so that a helper with ten
-callers counts as eleven places. Nothing here knows a module's name: what moves is found where it lies.
+A place is a call of ``Fault``, a call with the fields of one, such as an error's, or that of a function that returns
+one, or those of a table, so that a helper with ten callers counts as eleven places. Nothing here knows a module's name: what moves is found where it lies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -71,7 +71,11 @@ class Site:
 def all_sites() -> tuple[Site, ...]:
     """Every site of the package, by file and line."""
     sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    trees = {path: ast.parse(text) for path, text in sources.items() if f"{FAULT}(" in text}
+    trees = {
+        path: ast.parse(text)
+        for path, text in sources.items()
+        if f"{FAULT}(" in text or "remedy=" in text
+    }
     makers = {path: {FAULT, *_makers(tree)} for path, tree in trees.items()}
     public = {name for names in makers.values() for name in names if not name.startswith("_")}
     callers = re.compile(rf"\b({'|'.join(public)})\(")
@@ -213,14 +217,19 @@ def _sites(tree: ast.Module, file: str, makers: set[str]) -> Iterator[Site]:
         inner = node if isinstance(node, ast.FunctionDef) else around.get(node)
         around |= dict.fromkeys(ast.iter_child_nodes(node), inner)
     for node, function in around.items():
-        if isinstance(node, ast.Call) and _called(node) in makers:
+        if isinstance(node, ast.Call) and (_called(node) in makers or _has_fields(node)):
             yield Site(
                 at=(file, node.lineno, node.col_offset),
                 function=function.name if function else "",
-                callee=_called(node),
+                callee=FAULT if _has_fields(node) else _called(node),
                 words=_words(node),
                 texts=_texts(function) if function else (),
             )
+
+
+def _has_fields(call: ast.Call) -> bool:
+    """Whether the call has a fact, a rule and a remedy."""
+    return {field.name for field in fields(Fault)} <= {keyword.arg for keyword in call.keywords}
 
 
 def _called(call: ast.Call) -> str:
@@ -230,6 +239,9 @@ def _called(call: ast.Call) -> str:
 
 def _words(call: ast.Call) -> str:
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if _has_fields(call):
+        told = {keyword.arg: keyword.value for keyword in call.keywords}
+        given = [told[field.name] for field in fields(Fault)]
     return "; ".join(map(_literal, given))
 
 

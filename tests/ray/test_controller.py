@@ -16,6 +16,7 @@ from raymega.events import (
 )
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.registry import open_store
 from tests.support.fakes import MemorySink
@@ -45,14 +46,16 @@ class Bench:
         plan = make_test_plan(*SMALL, f"run.name={name}", *overrides)
         store = open_store(str(self.folder / name))
         return Controller(
-            plan,
-            lease=take_lease(store),
-            group=RayWorkerGroup(
-                plan, log_dir=self.folder, can_grow=False, entry="tests.support.entries"
-            ),
-            sink=self.sink,
-            clock=clock or SystemClock(),
-            executor=self.executor,
+            RunContext(
+                plan,
+                lease=take_lease(store),
+                group=RayWorkerGroup(
+                    plan, log_dir=self.folder, can_grow=False, entry="tests.support.entries"
+                ),
+                sink=self.sink,
+                clock=clock or SystemClock(),
+                executor=self.executor,
+            )
         )
 
     def steps(self):

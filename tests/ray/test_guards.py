@@ -18,6 +18,7 @@ from raymega.events import (
 )
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.storage.registry import open_store
 from raymega.tracking.incidents import IncidentsSink
@@ -63,14 +64,16 @@ def run(folder, name, *overrides):
     incidents = IncidentsSink(folder / name / "incidents", clock=time.time, watcher=MemorySink())
     with ThreadPoolExecutor(1) as executor:
         controller = Controller(
-            plan,
-            lease=take_lease(open_store(str(folder / name))),
-            group=RayWorkerGroup(
-                plan, log_dir=folder, can_grow=False, entry="tests.support.faulty_entry"
-            ),
-            sink=CompositeSink([incidents, sink]),
-            clock=clock,
-            executor=executor,
+            RunContext(
+                plan,
+                lease=take_lease(open_store(str(folder / name))),
+                group=RayWorkerGroup(
+                    plan, log_dir=folder, can_grow=False, entry="tests.support.faulty_entry"
+                ),
+                sink=CompositeSink([incidents, sink]),
+                clock=clock,
+                executor=executor,
+            )
         )
         assert controller.run().status == "finished"
     assert leftovers() == []

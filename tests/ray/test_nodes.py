@@ -20,6 +20,7 @@ from raymega.events import AttemptFailed, NodesChecked, StepFinished, WorkersSta
 from raymega.orchestrate.cluster.node_inventory import find_device, list_nodes
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.run_store.journal import AttemptRecord
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
@@ -71,12 +72,14 @@ def make_controller(tmp_path):
         )
         make.plan = plan
         return Controller(
-            plan,
-            lease=take_lease(store),
-            group=group,
-            sink=make.sink,
-            clock=SystemClock(),
-            executor=executor,
+            RunContext(
+                plan,
+                lease=take_lease(store),
+                group=group,
+                sink=make.sink,
+                clock=SystemClock(),
+                executor=executor,
+            )
         )
 
     make.sink = MemorySink()

@@ -10,6 +10,7 @@ from ray.train.v2._internal.state.state_actor import get_state_actor
 from raymega.events import AttemptFailed, CheckpointCommitted, StepFinished, WorkersStarted
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.ray_train.worker_group import RayTrainGroup
 from raymega.storage.registry import open_store
 from tests.support.fakes import MemorySink
@@ -37,12 +38,16 @@ def drive(tmp_path):
         run.sink = MemorySink()
         with ThreadPoolExecutor(1) as executor:
             return Controller(
-                plan,
-                lease=take_lease(open_store(str(tmp_path / name))),
-                group=RayTrainGroup(plan, folder=tmp_path / "train", can_grow=False, entry=entry),
-                sink=run.sink,
-                clock=SystemClock(),
-                executor=executor,
+                RunContext(
+                    plan,
+                    lease=take_lease(open_store(str(tmp_path / name))),
+                    group=RayTrainGroup(
+                        plan, folder=tmp_path / "train", can_grow=False, entry=entry
+                    ),
+                    sink=run.sink,
+                    clock=SystemClock(),
+                    executor=executor,
+                )
             ).run()
 
     return run

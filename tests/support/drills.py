@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 from raymega import api
-from raymega.chaos.experiment import ChaosExperiment, run_baseline, run_drill
+from raymega.chaos.experiment import ChaosExperiment, DrillOptions, run_baseline, run_drill
 from tests.support.command import VERIFY
 
 STEPS = 10
@@ -35,9 +35,9 @@ class Drills:
         overrides = (*COMMON, *layout_settings, *more)
         job = api.load_job(VERIFY, overrides)
         drill = ChaosExperiment(
-            job_file=VERIFY, overrides=overrides, job=job, num_nodes=num_nodes, faults=faults,
+            job_file=VERIFY, overrides=overrides, job=job, faults=faults,
             out=self.folder / f"{self._num:03d}", scheduled_faults=iter(scheduled_faults) if scheduled_faults else islice((), 0),
-            timeout_s=options.pop("timeout_s", 240.0), **options,
+            options=DrillOptions(**{"nodes": num_nodes, "timeout_s": 240.0, **options}),
         )  # fmt: skip
         return run_drill(drill, self.box, lambda last: self._undisturbed(drill, layout, last))
 

@@ -11,6 +11,7 @@ from raymega.errors import RaymegaError
 from raymega.events import StepFinished, WorkersStarted
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
@@ -39,12 +40,14 @@ def main(folder, *overrides):
         open_session("local", num_cpus=2)
         group = RayWorkerGroup(plan, log_dir=folder, can_grow=False, entry="tests.support.entries")
         controller = Controller(
-            plan,
-            lease=lease,
-            group=group,
-            sink=PrintSink(),
-            clock=clock,
-            executor=executor,
+            RunContext(
+                plan,
+                lease=lease,
+                group=group,
+                sink=PrintSink(),
+                clock=clock,
+                executor=executor,
+            )
         )
         try:
             with stop_on_signals(controller.request_stop):

@@ -43,11 +43,13 @@ class Docstring:
     Attributes:
         line: the number of the line on which its owner begins.
         text: text of the docstring, without indentation.
+        is_description: whether it describes a job-file field, and is shown after the field's name.
     """
 
     path: Path
     line: int
     text: str
+    is_description: bool = False
 
 
 def docstrings(path: Path) -> Iterator[Docstring]:
@@ -61,8 +63,13 @@ def docstrings(path: Path) -> Iterator[Docstring]:
         for owner, below in pairwise(node.body):
             if isinstance(owner, ast.Assign | ast.AnnAssign) and _is_text(below):
                 yield Docstring(
-                    path=path, line=below.lineno, text=inspect.cleandoc(below.value.value)
-                )
+                    path=path, line=below.lineno, text=inspect.cleandoc(below.value.value),
+                    is_description=_is_section(node),
+                )  # fmt: skip
+
+
+def _is_section(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(b) == "Section" for b in node.bases)
 
 
 def _is_text(statement: ast.stmt) -> TypeGuard[ast.Expr]:
@@ -106,7 +113,7 @@ def sentences(text: str) -> list[int]:
 def faults_of_docstring(doc: Docstring) -> Iterator[str]:
     """Yield what is wrong with one docstring, with its place."""
     place = f"{doc.path}:{doc.line}"
-    if first_word(doc.text) in NO_SUBJECT:
+    if first_word(doc.text) in NO_SUBJECT and not doc.is_description:
         yield f"{place}: subject: {doc.text.splitlines()[0]}"
     for name, description in argument_lines(doc.text):
         if first_word(description) in ELLIPTICAL or not description:

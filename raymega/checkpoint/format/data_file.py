@@ -17,7 +17,7 @@ from isal.isal_zlib import crc32
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.write_plan import WriteAssignment
-from raymega.errors import CheckpointError, Fault
+from raymega.errors import CheckpointError
 from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
@@ -119,9 +119,7 @@ def _entry_name(assignment: WriteAssignment) -> str:
 def _corrupt(key: str, saved: SavedBox, fact: str) -> CheckpointError:
     end = saved.start + saved.num_bytes
     return CheckpointError(
-        Fault(
-            fact=f"{key}, bytes {saved.start} to {end} ({saved.tensor}): {fact}",
-            rule="every block must be as it was written",
-            remedy="restore from an older checkpoint; raymega checkpoint list shows them",
-        )
+        fact=f"{key}, bytes {saved.start} to {end} ({saved.tensor}): {fact}",
+        rule="every block must be as it was written",
+        remedy="restore from an older checkpoint; raymega checkpoint list shows them",
     )

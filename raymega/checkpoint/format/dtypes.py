@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raymega.errors import CheckpointError, Fault
+from raymega.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,9 @@ def element_type(name: str) -> ElementType:
     if name in ELEMENT_TYPES:
         return ELEMENT_TYPES[name]
     raise CheckpointError(
-        Fault(
-            fact=f"a tensor has dtype {name}",
-            rule=f"checkpoints hold {', '.join(ELEMENT_TYPES)}",
-            remedy="keep it out of the state, or add the type to checkpoint/format/dtypes.py",
-        )
+        fact=f"a tensor has dtype {name}",
+        rule=f"checkpoints hold {', '.join(ELEMENT_TYPES)}",
+        remedy="keep it out of the state, or add the type to checkpoint/format/dtypes.py",
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pydantic import TypeAdapter, ValidationError
 
 from raymega.checkpoint.format.keys import checkpoint_of
-from raymega.errors import Fault, StorageError
+from raymega.errors import StorageError, one_line
 from raymega.storage.store import Store
 
 LEASES = "lease/"
@@ -130,13 +130,11 @@ def read_grant(store: Store, epoch: int) -> LeaseGrant:
     try:
         return _ADAPTER.validate_json(store.get(grant_key(epoch)))
     except (KeyError, ValidationError) as error:
-        why = " ".join(str(error).split())
+        why = one_line(error)
         raise StorageError(
-            Fault(
-                fact=f"{store.uri}/{grant_key(epoch)} cannot be read ({why})",
-                rule="it says who drives the run, and which of its checkpoints count",
-                remedy="use the raymega that wrote it, or take another run.name",
-            )
+            fact=f"{store.uri}/{grant_key(epoch)} cannot be read ({why})",
+            rule="it says who drives the run, and which of its checkpoints count",
+            remedy="use the raymega that wrote it, or take another run.name",
         ) from error
 
 

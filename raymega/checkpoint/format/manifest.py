@@ -28,7 +28,7 @@ from raymega.checkpoint.format.keys import (
     is_manifest,
     manifest_key,
 )
-from raymega.errors import CheckpointError, Fault, raise_faults
+from raymega.errors import CheckpointError, Fault, one_line, raise_faults
 from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
@@ -125,18 +125,16 @@ def parse_manifest(text: str | bytes, *, key: str) -> Manifest:
         raise _damaged(key, f"is not a manifest ({error!r})") from error
     if version not in READABLE:
         raise UnknownVersionError(
-            Fault(
-                fact=f"{key} has version {version!r}",
-                rule=f"this build reads versions up to {VERSION}",
-                remedy="use the raymega that wrote it, or give the run another name",
-            )
+            fact=f"{key} has version {version!r}",
+            rule=f"this build reads versions up to {VERSION}",
+            remedy="use the raymega that wrote it, or give the run another name",
         )
     if crc32(body) != checksum:
         raise _damaged(key, "does not match its own checksum")
     try:
         return _ADAPTER.validate_json(body, strict=True)
     except ValidationError as error:
-        raise _damaged(key, " ".join(str(error).split())) from error
+        raise _damaged(key, one_line(error)) from error
 
 
 def commit(store: Store, manifest: Manifest) -> str:
@@ -153,12 +151,11 @@ def commit(store: Store, manifest: Manifest) -> str:
     except FileExistsError:
         # Equal bytes are an earlier try of this commit whose answer was lost.
         if store.get(manifest.key) != data:
-            fault = Fault(
+            raise CheckpointError(
                 fact=f"{manifest.key} exists already in {store.uri!r}",
                 rule="a manifest is never overwritten and the number of an attempt is used once",
                 remedy="look for a second driver of this run; start anew to get a higher number",
-            )
-            raise CheckpointError(fault) from None
+            ) from None
     return manifest.key
 
 
@@ -223,7 +220,7 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
             # An older checkpoint instead would silently drop the steps of a newer build.
             raise
         except CheckpointError as error:
-            broken += [fault for fault in error.faults if isinstance(fault, Fault)]
+            broken += error.faults
         else:
             return Restore(manifest=manifest, broken=tuple(broken))
     return Restore(manifest=None, broken=tuple(broken))
@@ -264,11 +261,9 @@ def _head_and_body(raw: bytes) -> tuple[dict[str, object], bytes]:
 
 def _damaged(key: str, fact: str) -> CheckpointError:
     return CheckpointError(
-        Fault(
-            fact=f"{key} {fact}",
-            rule="a checkpoint exists by an undamaged manifest",
-            remedy="restore from an older one; raymega checkpoint list shows them",
-        )
+        fact=f"{key} {fact}",
+        rule="a checkpoint exists by an undamaged manifest",
+        remedy="restore from an older one; raymega checkpoint list shows them",
     )
 
 

@@ -22,42 +22,16 @@ MAX_BOX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalBlock:
-    """Block of a global tensor that a rank holds.
+class TensorPart:
+    """Block of a global tensor.
 
     Attributes:
         tensor: Saved name, ``kind/name``.
         dtype: Element type, numpy's name.
         global_shape: Shape of the whole tensor.
-        box: Block of the tensor that this rank holds.
-        is_primary: Whether this rank saves the block, of all tp ranks and stages that hold it.
-        holders: Global ranks that hold the block and are primary: dp * cp ranks for a dense weight,
-            edp ranks for an expert, one rank for a sharded tensor.
-        replica: Index of this rank in ``holders``.
+        box: Place of the block in the tensor.
     """
 
-    tensor: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
-    is_primary: bool
-    holders: tuple[int, ...] = (0,)
-    replica: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WriteAssignment:
-    """Part of a local block that this rank writes.
-
-    Attributes:
-        local_block: Index of the local block.
-        tensor: Saved name, ``kind/name``.
-        dtype: Element type, numpy's name.
-        global_shape: Shape of the whole tensor.
-        box: Part of the tensor that is written.
-    """
-
-    local_block: int
     tensor: str
     dtype: str
     global_shape: tuple[int, ...]
@@ -65,8 +39,31 @@ class WriteAssignment:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the part in bytes."""
+        """Size of the block in bytes."""
         return self.box.num_elements * element_type(self.dtype).num_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalBlock(TensorPart):
+    """Block that a rank holds.
+
+    Attributes:
+        is_primary: Whether this rank saves the block, of all tp ranks and stages that hold it.
+        holders: Global ranks that hold the block and are primary: dp * cp ranks for a dense weight,
+            edp ranks for an expert, one rank for a sharded tensor.
+        replica: Index of this rank in ``holders``.
+    """
+
+    is_primary: bool = True
+    holders: tuple[int, ...] = (0,)
+    replica: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteAssignment(TensorPart):
+    """Part of a local block, the one of index ``local_block``, that this rank writes."""
+
+    local_block: int
 
 
 def share_boxes(

@@ -7,12 +7,13 @@ A start takes weights only: no moments and no position in the data. The job's ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.fields import by_path
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError, first_few
 from raymega.messages import SavedBox
@@ -53,11 +54,7 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
         store, manifest = open_checkpoint(uri)
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
-        return [
-            _fault(uri, each.fact, each.rule, each.remedy) if isinstance(each, Fault) else
-            _fault(uri, each, "it must name a checkpoint", "give another URI, or none")
-            for each in error.faults
-        ]  # fmt: skip
+        return [_fault(uri, each.fact, each.rule, each.remedy) for each in error.faults]
     if broken:
         return broken
     # Rules, names and shapes first; fields that no shape shows only when all of these are right.
@@ -72,34 +69,33 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
 
 def resume_faults(
     store: Store, model: ModelSection, *, micro_batch_size: int, fp8: str = "none"
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return the faults that keep a run of ``model`` from resuming at its newest whole checkpoint."""
     try:
         manifest = find_restore(store).manifest
     except RaymegaError:  # reported by the driver, which knows what the run has saved
-        return []
+        return
     if manifest is None or not manifest.boxes:
-        return []
+        return
     unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
     if not unlike:
-        return _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+        yield from _micro_batch_faults(manifest, model, micro_batch_size, fp8)
+        return
     # The tensors differ: name the fields of the model section that were changed.
-    saved, asked = manifest.job.get("model"), _by_path(model.model_dump(mode="json"))
-    before = _by_path(saved) if isinstance(saved, dict) else {}
+    saved, asked = manifest.job.get("model"), by_path(model.model_dump(mode="json"))
+    before = by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
-    return [
-        Fault(
-            fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
-            rule="a run resumes with the model that it began with",
-            remedy="set the model section back, or give another run.name; there "
-            "checkpoint.init_from takes what is common",
-        )
-    ]
+    yield Fault(
+        fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
+        rule="a run resumes with the model that it began with",
+        remedy="set the model section back, or give another run.name; there "
+        "checkpoint.init_from takes what is common",
+    )
 
 
 def _micro_batch_faults(
     manifest: Manifest, model: ModelSection, size: int, fp8: str
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return the fault of another micro-batch size, where the size changes what the run computes.
 
     It does where experts' capacity, their load balancing or a float8 scale are taken per micro-batch.
@@ -109,8 +105,8 @@ def _micro_batch_faults(
         _saved_field(manifest, "precision", "fp8", "none"),
     )
     if before == size:
-        return []
-    if model.moe.goes_by_micro_batch:
+        return
+    if model.moe.depends_on_micro_batch_size:
         what = (
             f"model.moe.load_balancing_type={model.moe.load_balancing_type} and model.moe.capacity_factor="
             f"{model.moe.capacity_factor:g} routing depends on the tokens"
@@ -118,16 +114,14 @@ def _micro_batch_faults(
     elif fp8 == fp8_before == "tensorwise":
         what = "precision.fp8=tensorwise each scale is of a tensor"
     else:
-        return []
-    return [
-        Fault(
-            fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
-            f"{manifest.step}",
-            rule=f"with {what} of one micro-batch, so another size would change the results",
-            remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
-            "checkpoint.init_from takes the weights",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"schedule.micro_batch_size={size}: the run has trained with {before} up to step "
+        f"{manifest.step}",
+        rule=f"with {what} of one micro-batch, so another size would change the results",
+        remedy=f"set schedule.micro_batch_size={before}, or give another run.name; there "
+        "checkpoint.init_from takes the weights",
+    )
 
 
 def _saved_field(manifest: Manifest, section: str, name: str, default: Any) -> Any:
@@ -236,20 +230,18 @@ def _tensor_faults(
     saved: Mapping[str, Shape],
     wanted: Mapping[str, Shape],
     upcycling: Upcycling,
-) -> list[Fault]:
+) -> Iterator[Fault]:
     # Two tensors of the checkpoint that the rules give one name.
     names = init_names(section, saved)
     met = Counter(names.values())
-    faults = [
-        _fault(
-            section.init_from,
-            f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
-            "a tensor has one source",
-            f"correct {RENAME}, or put one of them into {IGNORE}",
-        )
-        for new, count in met.items()
-        if count > 1
-    ]
+    for new, count in met.items():
+        if count > 1:
+            yield _fault(
+                section.init_from,
+                f"{' and '.join(old for old in names if names[old] == new)} are both {new} here",
+                "a tensor has one source",
+                f"correct {RENAME}, or put one of them into {IGNORE}",
+            )
     # Not compared by shape: initial values, routers of new experts, and both sides of upcycling.
     apart = {name for name in wanted if is_reinitialised(section, name)} | upcycling.routers
     apart |= {*upcycling.sources, *upcycling.sources.values()}
@@ -257,8 +249,7 @@ def _tensor_faults(
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
     if unlike:
-        faults.append(_other_model(section.init_from, f"holds {first_few(unlike)}"))
-    return faults
+        yield _other_model(section.init_from, f"holds {first_few(unlike)}")
 
 
 def _field_faults(
@@ -269,8 +260,8 @@ def _field_faults(
     A checkpoint that does not record its model section is accepted as it is.
     """
     made_with = manifest.job.get("model")
-    then = _by_path(made_with) if isinstance(made_with, dict) else {}
-    now = _by_path(model.model_dump(mode="json"))
+    then = by_path(made_with) if isinstance(made_with, dict) else {}
+    now = by_path(model.model_dump(mode="json"))
     # In a dense checkpoint the fields of experts had no effect.
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
@@ -289,15 +280,6 @@ def _field_faults(
         for field in get_args(FunctionField)
         if field in facts and field not in section.allow_changed
     ]
-
-
-def _by_path(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a section and of the sections inside it, by dotted path."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, Mapping)
-        found |= _by_path(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
 
 
 def _other_function(uri: str, field: str, fact: str) -> Fault:

@@ -14,7 +14,7 @@ from threading import Lock
 from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.errors import CheckpointError, Fault, RaymegaError, StorageError
+from raymega.errors import CheckpointError, RaymegaError, StorageError
 from raymega.storage.store import DelegatingStore, Store
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ class LocalCache:
         owners = {each: at for each in self._store.list(ROOT) if (at := checkpoint_of(each))}
         # A manifest means that this is a run's own store: delete nothing there.
         if any(map(is_manifest, owners)):
-            raise StorageError(_holds_checkpoints(self._store.uri))
+            raise StorageError(
+                fact=f"{self._store.uri!r} holds checkpoints of its own",
+                rule="a local tier holds data files only, and removes old ones",
+                remedy="give checkpoint.local_uri a folder of its own",
+            )
         stay = sorted(set(owners.values()) - {mine}, reverse=True)[: KEPT_NEAR - 1]
         for each, at in owners.items():
             if at != mine and at not in stay:
@@ -112,11 +116,3 @@ class CachedReader(DelegatingStore):
             log.warning("the local tier cannot be read: %s", error)
             return False
         return True
-
-
-def _holds_checkpoints(uri: str) -> Fault:
-    return Fault(
-        fact=f"{uri!r} holds checkpoints of its own",
-        rule="a local tier holds data files only, and removes old ones",
-        remedy="give checkpoint.local_uri a folder of its own",
-    )

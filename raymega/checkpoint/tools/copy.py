@@ -72,19 +72,16 @@ def copy_checkpoint(source: Store, manifest: Manifest, target: Store) -> Copied:
     )
 
 
-def _left_behind(manifest: Manifest, target: Store) -> list[Fault]:
+def _left_behind(manifest: Manifest, target: Store) -> Iterator[Fault]:
     """Return the fault of a target whose newest epoch does not accept this checkpoint."""
     grant = newest_grant(target)
-    if grant is None or is_valid_epoch(grant, manifest.key):
-        return []
-    return [
-        Fault(
+    if grant is not None and not is_valid_epoch(grant, manifest.key):
+        yield Fault(
             fact=f"{manifest.key} is not among the checkpoints of the run in {target.uri!r}, which is "
             f"at attempt {grant.epoch}",
             rule="a run does not count what comes from older attempts behind its back",
             remedy="copy it to a folder of its own, and start another run there or from it",
         )
-    ]
 
 
 def _bytes_of(

@@ -121,7 +121,7 @@ def _summarise(store: Store, key: str, *, is_deep: bool) -> CheckpointSummary:
     )
 
 
-def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Fault | str]:
+def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Fault]:
     # Sizes of the files; reads no data.
     broken = broken_files(store, manifest)
     yield from broken.values()
@@ -138,17 +138,14 @@ def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Faul
             yield from error.faults
 
 
-def absence_faults(uri: str) -> list[Fault]:
+def absence_faults(uri: str) -> Iterator[Fault]:
     """Return the fault of a URI at which nothing at all exists, most likely because of a typo."""
-    if is_anything_at(uri):
-        return []
-    return [
-        Fault(
+    if not is_anything_at(uri):
+        yield Fault(
             fact=f"there is nothing at {uri!r}",
             rule="it must be a folder that exists, or a prefix below which objects lie",
             remedy="give <checkpoint.uri>/<run.name> of a run",
         )
-    ]
 
 
 def runs_below(uri: str) -> list[str]:

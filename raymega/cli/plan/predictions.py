@@ -58,13 +58,10 @@ def show_prediction(found: RankedLayout, device: Accelerator) -> None:
     """Print the parts of the predicted step time and of the fullest rank's memory."""
     time, memory = found.time, found.memory
     # step time by part
-    parts = {
-        name.removesuffix("_s").replace("_", " "): value for name, value in asdict(time).items()
-    }
     print(f"\non {found.plan.grid.world_size} x {device.name}, predicted step")
     rows = [
         (name, seconds(value), f"{value / time.total_s:.1%}")
-        for name, value in parts.items()
+        for name, value in time.parts.items()
         # Parts that most jobs lack are left out when they are 0.
         if value or name not in ("sharing", "experts", "straggler")
     ]
@@ -144,7 +141,7 @@ def _binding(result: SearchResult, device: Accelerator) -> str:
 
 def _search_row(found: RankedLayout, device: Accelerator) -> tuple[object, ...]:
     job, time = found.plan.job, found.time
-    others = {name: value for name, value in asdict(time).items() if name != "compute_s"}
+    others = {name: value for name, value in time.parts.items() if name != "compute"}
     worst = max(others, key=lambda name: others[name])
     return (
         found.plan.grid.describe(), job.schedule.name, found.plan.placement.chunks,
@@ -152,7 +149,7 @@ def _search_row(found: RankedLayout, device: Accelerator) -> tuple[object, ...]:
         seconds(time.total_s), f"{found.tokens_per_s:,.0f}",
         f"{_mfu(found, device):.1%}",
         f"{found.memory.total_bytes / GIB:.1f}",
-        f"{worst.removesuffix('_s').replace('_', ' ')} {others[worst] / time.total_s:.1%}",
+        f"{worst} {others[worst] / time.total_s:.1%}",
     )  # fmt: skip
 
 

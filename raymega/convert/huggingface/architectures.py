@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raymega.config.fields import Section
@@ -32,137 +32,93 @@ def alike(*names: str) -> Renames:
     return dict(zip(names, names, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """An architecture of transformers, and the settings in which it could differ from raymega.
 
     Attributes:
         name: Name of the class with a language-model head.
-        defaults: Values of settings that a config.json may leave out.
         family: Value of ``model.family`` for the architecture.
+        defaults: Values of settings that a config.json may leave out.
         wanted: Settings with the only values that raymega reproduces; None stands for "left out".
     """
 
     name: str
-    defaults: Config
     family: str
-    wanted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    defaults: Config
+    wanted: Mapping[str, tuple[object, ...]]
 
 
 # Building blocks of the table below: shared restrictions and shared defaults.
-_SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False), "quantization_config": (None,)}
-_LLAMA_DEFAULTS = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
-_QWEN_DEFAULTS = {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768}
 _NO_WINDOW = {"use_sliding_window": (None, False)}
 _NO_BIAS = {"attention_bias": (None, False)}
-_QWEN_MOE_DEFAULTS = {
-    **_QWEN_DEFAULTS,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": (),
-    "norm_topk_prob": False,
-}
-_DEEPSEEK_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
-    "first_k_dense_replace": 0,
-    "routed_scaling_factor": 1.0,
-    "q_lora_rank": 0,
-}
+_SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False), "quantization_config": (None,)}
 # DeepSeek's norms of latents use an epsilon of 1e-6 whatever the config says, so it must say 1e-6.
 _LATENT = {**_SAME, **_NO_BIAS, "rms_norm_eps": (1e-6,)}
+_GPT2 = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "add_cross_attention": (None, False),
+    "quantization_config": (None,),
+}
+_GPT2_DEFAULTS = {
+    "activation_function": "gelu_new", "n_positions": 1024, "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True, "initializer_range": 0.02,
+}  # fmt: skip
+_LLAMA_DEFAULTS = {
+    "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+_MIXTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "router_jitter_noise": 0.0,
+}  # fmt: skip
+_QWEN_DEFAULTS = {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768}
+_QWEN_MOE_DEFAULTS = {
+    **_QWEN_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False,
+}  # fmt: skip
+_DEEPSEEK_DEFAULTS = {
+    **_LLAMA_DEFAULTS, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "q_lora_rank": 0,
+}  # fmt: skip
+_V2_METHODS = ("greedy", "group_limited_greedy")
 # Keys are the values of model_type in config.json.
 ARCHITECTURES = {
-    "gpt2": Architecture(
-        name="GPT2LMHeadModel",
-        family="gpt2",
-        defaults={
-            "activation_function": "gelu_new",
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
-        },
-        wanted={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (None, True),
-            "scale_attn_by_inverse_layer_idx": (None, False),
-            "add_cross_attention": (None, False),
-            "quantization_config": (None,),
-        },
-    ),
-    "llama": Architecture(
-        name="LlamaForCausalLM",
-        family="llama",
-        defaults=_LLAMA_DEFAULTS,
-        wanted={**_SAME, "attention_bias": (None, False)},
-    ),
-    "qwen2": Architecture(
-        name="Qwen2ForCausalLM",
-        family="qwen2",
-        defaults=_QWEN_DEFAULTS,
-        wanted={**_SAME, **_NO_WINDOW},
-    ),
+    "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _GPT2_DEFAULTS, _GPT2),
+    "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA_DEFAULTS, {**_SAME, **_NO_BIAS}),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _QWEN_DEFAULTS, {**_SAME, **_NO_WINDOW}),
     "qwen3": Architecture(
-        name="Qwen3ForCausalLM",
-        family="qwen3",
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-        wanted={**_SAME, **_NO_WINDOW, "attention_bias": (None, False)},
+        "Qwen3ForCausalLM", "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128},
+        {**_SAME, **_NO_WINDOW, **_NO_BIAS},
     ),
     "mixtral": Architecture(
-        name="MixtralForCausalLM",
-        defaults={
-            **_LLAMA_DEFAULTS,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "router_jitter_noise": 0.0,
-        },
-        wanted={**_SAME, "sliding_window": (None,)},
-        family="llama",
+        "MixtralForCausalLM", "llama", _MIXTRAL_DEFAULTS, {**_SAME, "sliding_window": (None,)},
     ),
     "qwen2_moe": Architecture(
-        name="Qwen2MoeForCausalLM",
-        defaults=_QWEN_MOE_DEFAULTS,
-        wanted={**_SAME, **_NO_WINDOW, "qkv_bias": (None, True)},
-        family="qwen2",
+        "Qwen2MoeForCausalLM", "qwen2", _QWEN_MOE_DEFAULTS,
+        {**_SAME, **_NO_WINDOW, "qkv_bias": (None, True)},
     ),
     "qwen3_moe": Architecture(
-        name="Qwen3MoeForCausalLM",
-        defaults=_QWEN_MOE_DEFAULTS,
-        wanted={**_SAME, **_NO_WINDOW, **_NO_BIAS},
-        family="qwen3",
+        "Qwen3MoeForCausalLM", "qwen3", _QWEN_MOE_DEFAULTS, {**_SAME, **_NO_WINDOW, **_NO_BIAS},
     ),
     "deepseek_v2": Architecture(
-        name="DeepseekV2ForCausalLM",
-        defaults={**_DEEPSEEK_DEFAULTS, "topk_method": "greedy"},
-        wanted={
-            **_LATENT,
-            "norm_topk_prob": (None, False),
-            "topk_method": ("greedy", "group_limited_greedy"),
-        },
-        family="llama",
+        "DeepseekV2ForCausalLM", "llama", {**_DEEPSEEK_DEFAULTS, "topk_method": "greedy"},
+        {**_LATENT, "norm_topk_prob": (None, False), "topk_method": _V2_METHODS},
     ),
     "deepseek_v3": Architecture(
-        name="DeepseekV3ForCausalLM",
-        defaults={**_DEEPSEEK_DEFAULTS, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-        wanted={**_LATENT, "rope_interleave": (None, True)},
-        family="llama",
+        "DeepseekV3ForCausalLM", "llama",
+        {**_DEEPSEEK_DEFAULTS, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        {**_LATENT, "rope_interleave": (None, True)},
     ),
-}
+}  # fmt: skip
 
 
 def architecture_of(model: ModelSection) -> str:
     """Return the ``model_type`` of the architecture nearest to ``model``, which may still differ."""
     # Latent attention: V3 has biased routing; a dense model with latents is V3 with dense blocks only.
     if model.mla.kv_lora_rank:
-        return (
-            "deepseek_v2" if model.moe.num_experts and not model.moe.expert_bias else "deepseek_v3"
-        )
+        is_v2 = model.moe.num_experts and not model.moe.expert_bias
+        return "deepseek_v2" if is_v2 else "deepseek_v3"
     # GPT-2 with experts has no architecture there; config_from refuses it by its settings.
     if model.moe.num_experts and model.family != "gpt2":
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")

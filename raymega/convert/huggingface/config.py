@@ -5,6 +5,7 @@ A setting that would change the network and that raymega does not know is refuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from raymega.convert.huggingface.moe_config import expert_config, expert_faults,
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.validation.registry import job_faults
 
+ADD_IT = "convert a model without it, or add the feature to raymega/model first"
+
 
 def model_from(config: Config) -> ModelSection:
     """Return the model section that builds the network of ``config``.
@@ -33,7 +36,12 @@ def model_from(config: Config) -> ModelSection:
         ConfigError: Settings cannot be expressed by a model section; all of them are named.
     """
     model = _section_of(config)
-    raise_faults(ConfigError, [_unbuilt(fault) for fault in _own_faults(model)])
+    # those for which a job file with this section would be refused on one rank
+    own = job_faults({**{f"model.{name}": value for name, value in model}, "parallel.tp": 1})
+    raise_faults(
+        ConfigError,
+        [replace(each, fact=f"config.json gives {each.fact}", remedy=ADD_IT) for each in own],
+    )
     return model
 
 
@@ -61,11 +69,6 @@ def _section_of(config: Config) -> ModelSection:
                 for at in error.errors()
             ]
         ) from error  # fmt: skip
-
-
-def _own_faults(model: ModelSection) -> list[Fault]:
-    """Return the faults for which a job file with this section would be refused on one rank."""
-    return job_faults({**{f"model.{name}": value for name, value in model}, "parallel.tp": 1})
 
 
 def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
@@ -219,16 +222,13 @@ def _llama_values(config: Config) -> dict[str, Any]:
     }
 
 
-def _latent_config(model: ModelSection) -> dict[str, Any]:
-    return {
+def _llama_config(model: ModelSection) -> dict[str, Any]:
+    latents = {
         **model.mla.model_dump(),
         "q_lora_rank": model.mla.q_lora_rank or None,
         "head_dim": model.mla.qk_rope_head_dim,
         "num_nextn_predict_layers": model.num_nextn_predict_layers,
     }
-
-
-def _llama_config(model: ModelSection) -> dict[str, Any]:
     return {
         **theirs(_LLAMA, model),
         "num_key_value_heads": model.kv_heads,
@@ -236,7 +236,7 @@ def _llama_config(model: ModelSection) -> dict[str, Any]:
         "hidden_act": "silu",
         **_rope_config(model),
         **expert_config(model),
-        **(_latent_config(model) if model.mla.kv_lora_rank else {}),
+        **(latents if model.mla.kv_lora_rank else {}),
     }
 
 
@@ -278,31 +278,26 @@ def _rope_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
-def _difference_faults(config: Config, architecture: Architecture) -> list[Fault]:
+def _difference_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
     # Settings that every architecture may have.
-    faults = [
-        _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
-        for key, values in architecture.wanted.items()
-        if config.get(key) not in values
-    ]
+    for key, values in architecture.wanted.items():
+        if config.get(key) not in values:
+            yield _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
     layers = set(config.get("layer_types") or ()) - {"full_attention"}
     if layers:
-        faults.append(
-            _unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
-        )
+        yield _unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
     if architecture.name == "GPT2LMHeadModel":
-        return faults
+        return
     # RoPE and experts, which GPT-2 does not have.
     rope = _rope_of(config)
     if rope["rope_type"] not in _ROPES:
         rule = "RoPE is 'default', 'llama3' or 'yarn'"
-        faults.append(_unlike(f"rope_type={rope['rope_type']!r}", rule))
+        yield _unlike(f"rope_type={rope['rope_type']!r}", rule)
     if rope["rope_type"] == "yarn":
-        faults += _yarn_faults(rope, has_latents="kv_lora_rank" in config)
-    faults += expert_faults(config, _unlike)
+        yield from _yarn_faults(rope, has_latents="kv_lora_rank" in config)
+    yield from expert_faults(config, _unlike)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        faults.append(_unlike("partial_rotary_factor", "RoPE turns whole heads"))
-    return faults
+        yield _unlike("partial_rotary_factor", "RoPE turns whole heads")
 
 
 def _yarn_faults(rope: Config, *, has_latents: bool) -> list[Fault]:
@@ -324,19 +319,7 @@ def _names(values: tuple[object, ...]) -> str:
 
 
 def _unlike(fact: str, rule: str) -> Fault:
-    return Fault(
-        fact=f"config.json has {fact}",
-        rule=rule,
-        remedy="convert a model without it, or add the feature to raymega/model first",
-    )
-
-
-def _unbuilt(fault: Fault) -> Fault:
-    return replace(
-        fault,
-        fact=f"config.json gives {fault.fact}",
-        remedy="convert a model without it, or add the feature to raymega/model first",
-    )
+    return Fault(fact=f"config.json has {fact}", rule=rule, remedy=ADD_IT)
 
 
 def _unknown(config: Config) -> Fault:

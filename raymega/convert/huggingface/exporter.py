@@ -110,11 +110,11 @@ def _notes(model: ModelSection) -> tuple[str, ...]:
     )
 
 
-def _dtype_faults(dtype: str) -> list[Fault]:
+def _dtype_faults(dtype: str) -> Iterator[Fault]:
     if dtype in DTYPES:
-        return []
+        return
     rule = f"it is one of {', '.join(DTYPES)}"
-    return [Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")]
+    yield Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")
 
 
 def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:
@@ -164,7 +164,11 @@ def _values(
             rows, source = recast(rows, source, "float64") / tensor.divisor, "float64"
         values = recast(rows, source, target)
         if target == "float16" and not np.isfinite(values).all():
-            raise CheckpointError(_too_large(tensor))
+            raise CheckpointError(
+                fact=f"{tensor.name} has values that are not finite in float16",
+                rule="float16 ends at 65504",
+                remedy="export with --dtype bfloat16 or float32",
+            )
         yield values.T if tensor.is_transposed else values
 
 
@@ -173,11 +177,3 @@ def _write_beside(folder: Path, config: dict[str, Any], carried: Mapping[str, by
         (folder / name).write_bytes(content)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-
-
-def _too_large(tensor: HfTensor) -> Fault:
-    return Fault(
-        fact=f"{tensor.name} has values that are not finite in float16",
-        rule="float16 ends at 65504",
-        remedy="export with --dtype bfloat16 or float32",
-    )

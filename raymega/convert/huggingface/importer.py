@@ -7,7 +7,7 @@ fails later. Memory: one tensor in its old and its new form.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,46 +183,39 @@ def _other_copy(name: str, original: str) -> Fault:
     )
 
 
-def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> list[Fault]:
+def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> Iterator[Fault]:
     # A tied head beside its table, missing and surplus tensors, then shapes.
     wanted = {tensor.name: tensor for tensor in hf_tensors(model)}
     found = dict(entries)
-    faults = []
     if HEAD in found and model.tie_word_embeddings:
-        faults += _tied_head_faults(found.pop(HEAD), found, model)
-    faults += _count_faults(
+        yield from _tied_head_faults(found.pop(HEAD), found, model)
+    yield from _count_faults(
         sorted(wanted.keys() - found.keys()), "lack", "take them from one place"
     )
-    faults += _count_faults(
+    yield from _count_faults(
         sorted(found.keys() - wanted.keys()), "have, beside the model's,", "look for another config"
     )
     for name in sorted(wanted.keys() & found.keys()):
         if found[name].shape != wanted[name].shape:
-            faults.append(
-                Fault(
-                    fact=f"{name} is {found[name].shape} in {found[name].file.name}",
-                    rule=f"by config.json it is {wanted[name].shape}",
-                    remedy="take config.json from the same place as the weights",
-                )
+            yield Fault(
+                fact=f"{name} is {found[name].shape} in {found[name].file.name}",
+                rule=f"by config.json it is {wanted[name].shape}",
+                remedy="take config.json from the same place as the weights",
             )
-    return faults
 
 
-def _count_faults(names: list[str], verb: str, remedy: str) -> list[Fault]:
-    if not names:
-        return []
-    return [
-        Fault(
+def _count_faults(names: list[str], verb: str, remedy: str) -> Iterator[Fault]:
+    if names:
+        yield Fault(
             fact=f"the weights {verb} {first_few(names)}",
             rule="a model's tensors must be exactly those of its config.json",
             remedy=remedy,
         )
-    ]
 
 
 def _tied_head_faults(
     head: WeightEntry, entries: Mapping[str, WeightEntry], model: ModelSection
-) -> list[Fault]:
+) -> Iterator[Fault]:
     """Return the fault of a tied head that is stored and differs from the token table."""
     table = entries.get(hf_tensors(model)[0].name)
     if table is None or (
@@ -230,14 +223,12 @@ def _tied_head_faults(
         and head.shape == table.shape
         and np.array_equal(head.read(), table.read())
     ):
-        return []
-    return [
-        Fault(
-            fact=f"{HEAD} differs from the token table",
-            rule="config.json has tie_word_embeddings=true, which makes them one",
-            remedy="set tie_word_embeddings to false in config.json, or remove the tensor",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"{HEAD} differs from the token table",
+        rule="config.json has tie_word_embeddings=true, which makes them one",
+        remedy="set tie_word_embeddings to false in config.json, or remove the tensor",
+    )
 
 
 def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:

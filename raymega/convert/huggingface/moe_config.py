@@ -5,7 +5,8 @@ Every architecture has its own names for the same few settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from raymega.config.schema import ModelSection
@@ -43,31 +44,19 @@ def expert_values(config: Config) -> dict[str, Any]:
 
 def expert_config(model: ModelSection) -> dict[str, Any]:
     """Return the settings of config.json for ``model.moe``; empty for a dense model."""
-    kind = architecture_of(model)
-    write = _WRITERS.get(kind)
-    if write is None:
-        return {}
-    return {"num_experts_per_tok": model.moe.top_k, **write(model)}
+    write = _WRITERS.get(architecture_of(model))
+    return {"num_experts_per_tok": model.moe.top_k, **write(model)} if write else {}
 
 
-def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> list[Fault]:
+def expert_faults(config: Config, unlike: Callable[[str, str], Fault]) -> Iterator[Fault]:
     """Return the fault of a pattern of dense blocks that the model section cannot express."""
     # Ours: the first blocks are dense, or every n-th block has experts; not both.
     dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     is_front = list(dense) == list(range(len(dense)))
-    if not dense or (is_front and every == 1):
-        return []
-    fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
-    return [
-        unlike(
-            fact,
-            "blocks with experts are all those after the dense ones at the front, or every n-th block",
-        )
-    ]
-
-
-def _mixtral_values(config: Config) -> dict[str, Any]:
-    return ours(_MIXTRAL, config)
+    if dense and not (is_front and every == 1):
+        fact = f"mlp_only_layers={list(dense)} with decoder_sparse_step={every}"
+        rule = "blocks with experts are all those after the dense ones at the front, or every n-th block"
+        yield unlike(fact, rule)
 
 
 def _qwen_values(config: Config) -> dict[str, Any]:
@@ -109,18 +98,14 @@ def _deepseek_values(config: Config) -> dict[str, Any]:
     }
 
 
-def _mixtral_config(model: ModelSection) -> dict[str, Any]:
-    return theirs(_MIXTRAL, model.moe)
-
-
-def _qwen2_config(model: ModelSection) -> dict[str, Any]:
-    return _qwen3_config(model) | theirs(alike("shared_expert_intermediate_size"), model.moe)
-
-
 def _qwen3_config(model: ModelSection) -> dict[str, Any]:
     dense = list(range(model.moe.first_k_dense_replace))
     width = model.expert_width
     return theirs(_QWEN, model.moe) | {"mlp_only_layers": dense, "moe_intermediate_size": width}
+
+
+def _qwen2_config(model: ModelSection) -> dict[str, Any]:
+    return _qwen3_config(model) | theirs(alike("shared_expert_intermediate_size"), model.moe)
 
 
 def _deepseek_v2_config(model: ModelSection) -> dict[str, Any]:
@@ -138,15 +123,15 @@ def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
-_READERS = {
-    "mixtral": _mixtral_values,
+_READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "mixtral": partial(ours, _MIXTRAL),
     "qwen2_moe": _qwen_values,
     "qwen3_moe": _qwen_values,
     "deepseek_v2": _deepseek_values,
     "deepseek_v3": _deepseek_values,
 }
-_WRITERS = {
-    "mixtral": _mixtral_config,
+_WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
+    "mixtral": lambda model: theirs(_MIXTRAL, model.moe),
     "qwen2_moe": _qwen2_config,
     "qwen3_moe": _qwen3_config,
     "deepseek_v2": _deepseek_v2_config,

@@ -26,6 +26,17 @@ ROUTER = "moe.router"
 FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
 MOST_FURTHER = 16
 
+_GPT2_OUTER: Mapping[str, tuple[str, ...]] = {
+    "transformer.wte": ("embedding.tokens",),
+    "transformer.wpe": ("embedding.positions",),
+    "transformer.ln_f": ("final_norm",),
+    "lm_head": ("head",),
+}
+_LLAMA_OUTER: Mapping[str, tuple[str, ...]] = {
+    "model.embed_tokens": ("embedding.tokens",),
+    "model.norm": ("final_norm",),
+    "lm_head": ("head",),
+}
 _GPT2 = {
     "ln_1": ("attention_norm",),
     "attn.c_attn": ("attention.q", "attention.k", "attention.v"),
@@ -106,7 +117,9 @@ class HfTensor:
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
     """Return every tensor of ``model`` as Hugging Face has it, in layer order, without a tied head."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
-    names = dict(_gpt2_outer() if model.family == "gpt2" else _llama_outer())
+    names: dict[str, tuple[str, ...]] = dict(
+        _GPT2_OUTER if model.family == "gpt2" else _LLAMA_OUTER
+    )
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
     # Tables of names cover all families: only tensors that this model has are kept.
@@ -182,23 +195,6 @@ def _hf_tensor(
         num_rows=model.vocab_size if parts[0] in TABLES else sum(t.shape[0] for t in tensors),
         divisor=model.width_ratio if is_last_norm else 1.0,
     )
-
-
-def _gpt2_outer() -> dict[str, tuple[str, ...]]:
-    return {
-        "transformer.wte": ("embedding.tokens",),
-        "transformer.wpe": ("embedding.positions",),
-        "transformer.ln_f": ("final_norm",),
-        "lm_head": ("head",),
-    }
-
-
-def _llama_outer() -> dict[str, tuple[str, ...]]:
-    return {
-        "model.embed_tokens": ("embedding.tokens",),
-        "model.norm": ("final_norm",),
-        "lm_head": ("head",),
-    }
 
 
 def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:

@@ -28,11 +28,11 @@ from raymega.convert.torch_dcp.names import (
     STEP,
     Dialect,
     dialect_faults,
-    is_turned,
+    is_reordered,
     padded_rows,
     path_of,
+    reorder_rope_rows,
     state_faults,
-    turn_pairs,
 )
 from raymega.convert.torch_dcp.writer import DcpNewTensor, write_dcp
 from raymega.errors import CheckpointError, ConfigError, raise_faults
@@ -119,7 +119,7 @@ class _Tensors:
         whole = Box.whole((real, *rest))
         blocks: list[tuple[Box, Callable[[], Array]]] = []
         # Rows are reordered in the whole tensor; other tensors are copied box by box.
-        if is_turned(name, self._dialect):
+        if is_reordered(name, self._dialect):
             blocks.append((whole, partial(self._turned, boxes)))
         else:
             for saved in boxes:
@@ -136,7 +136,7 @@ class _Tensors:
 
     def _turned(self, boxes: Sequence[SavedBox]) -> Array:
         values = self._checkpoint.read_bits_of(boxes)
-        return turn_pairs(values, self._head_width, to_ours=False)
+        return reorder_rope_rows(values, self._head_width, to_ours=False)
 
     def _count(self, name: str) -> DcpNewTensor:
         """Return the count of updates beside a tensor's first moment, a float32 as torch has it."""

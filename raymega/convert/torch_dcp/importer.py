@@ -27,10 +27,10 @@ from raymega.convert.torch_dcp.names import (
     Dialect,
     Meaning,
     dialect_faults,
-    is_turned,
+    is_reordered,
     meaning_of,
     padded_rows,
-    turn_pairs,
+    reorder_rope_rows,
 )
 from raymega.convert.torch_dcp.reader import DcpBlock, DcpFolder, DcpTensor, open_dcp
 from raymega.errors import ConfigError, Fault, first_few, raise_faults
@@ -111,7 +111,7 @@ def dcp_import(folder: Path, uri: str, reading: Reading, *, created: str) -> Dcp
     # The options, completed by what an export of ours left in the folder.
     beside = _read_beside(folder)
     reading = replace(reading, model=reading.model or _carried_model(beside))
-    faults = dialect_faults(reading.names, reading.model)
+    faults = [*dialect_faults(reading.names, reading.model)]
     raise_faults(ConfigError, faults + rename_faults("--rename", reading.rename))
     # Sort the entries, and check them against the rules and the model.
     held = open_dcp(folder)
@@ -151,11 +151,9 @@ def _read_beside(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         cause = repr(error)
     raise ConfigError(
-        Fault(
-            fact=f"{str(path)!r} cannot be read: {cause}",
-            rule="an export leaves position, job and grid there",
-            remedy="take it away to import the tensors alone, with --step and --samples",
-        )
+        fact=f"{str(path)!r} cannot be read: {cause}",
+        rule="an export leaves position, job and grid there",
+        remedy="take it away to import the tensors alone, with --step and --samples",
     )
 
 
@@ -209,7 +207,7 @@ def _order_faults(taken: Sequence[_Entry], names: str) -> Iterator[Fault]:
     ours = [
         entry.tensor.name
         for entry in taken
-        if is_turned(entry.meaning.saved_name, DIALECTS[names])
+        if is_reordered(entry.meaning.saved_name, DIALECTS[names])
         and meaning_of(entry.tensor.name, ()).weight == entry.meaning.weight
     ]
     if ours:
@@ -322,7 +320,7 @@ def _sources(
     dtype = _dtype(tensor)
     # The folder's blocks, or one block with the rows of q or k reordered; then padded rows of zeros.
     blocks = {block.box: partial(_read, block, dtype) for block in tensor.blocks}
-    if is_turned(saved, dialect) and reading.model is not None:
+    if is_reordered(saved, dialect) and reading.model is not None:
         whole = Box.whole(tensor.shape)
         blocks = {whole: partial(_turned, tensor, dtype, reading.model.head_width)}
     if num_padded:
@@ -344,7 +342,7 @@ def _turned(tensor: DcpTensor, dtype: str, head_width: int) -> Array:
     whole = Box.whole(tensor.shape)
     for block in tensor.blocks:
         values[block.box.within(whole)] = _read(block, dtype)
-    return turn_pairs(values, head_width, to_ours=True)
+    return reorder_rope_rows(values, head_width, to_ours=True)
 
 
 def _dtype(tensor: DcpTensor) -> str:

@@ -7,7 +7,7 @@ Weights keep their names, below ``model.`` or at the top; optimizer state is nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,7 @@ _TITAN_RULES = (
     "layers.*.feed_forward.w1=layers.*.mlp.gate", "layers.*.feed_forward.w3=layers.*.mlp.up",
     "layers.*.feed_forward.w2=layers.*.mlp.down", "layers.*.ffn_norm=layers.*.mlp_norm",
 )  # fmt: skip
-_TURNED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
+_ROTATED = re.compile(r"layers\.\d+\.attention\.(q|k)\.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Dialect:
     Attributes:
         renames: Rules from its names to ours.
         path: Keys of the nested dict above the weights.
-        has_turned_pairs: Whether RoPE rotates features 2i and 2i + 1 of a head instead of i and
+        has_interleaved_rope: Whether RoPE rotates features 2i and 2i + 1 of a head instead of i and
             i + width / 2, so that rows of q and k have another order.
         has_padding: Whether token tables have our padded rows.
         families: Values of ``model.family`` for which the conventions are known; all when empty.
@@ -59,7 +59,7 @@ class Dialect:
 
     renames: tuple[Rename, ...] = ()
     path: tuple[str, ...] = ("model",)
-    has_turned_pairs: bool = False
+    has_interleaved_rope: bool = False
     has_padding: bool = True
     families: tuple[str, ...] = ()
 
@@ -67,7 +67,7 @@ class Dialect:
 DIALECTS = {
     "raymega": Dialect(),
     "torchtitan": Dialect(
-        renames=make_renames(_TITAN_RULES), path=(), has_turned_pairs=True, has_padding=False,
+        renames=make_renames(_TITAN_RULES), path=(), has_interleaved_rope=True, has_padding=False,
         families=("llama",),
     ),
 }  # fmt: skip
@@ -115,22 +115,19 @@ def path_of(saved: str, dialect: Dialect) -> tuple[str, ...]:
     return ("optimizer", "state", theirs, _KIND_OF[kind])
 
 
-def state_faults(kinds: Iterable[str]) -> list[Fault]:
+def state_faults(kinds: Iterable[str]) -> Iterator[Fault]:
     """Return the fault of state that torch has no slot for, such as 8-bit codes and their scales."""
     unknown = sorted(set(kinds) - {WEIGHTS, *_KIND_OF})
-    if not unknown:
-        return []
-    return [
-        Fault(
+    if unknown:
+        yield Fault(
             fact=f"the checkpoint holds {', '.join(unknown)}",
             rule=f"known to torch are {', '.join(_KIND_OF)}",
             remedy="continue the run for a step from these weights with optimizer.state_dtype=master, by "
             "checkpoint.init_from, or export to Hugging Face, which takes weights alone",
         )
-    ]
 
 
-def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
+def reorder_rope_rows(values: Array, head_width: int, *, to_ours: bool) -> Array:
     """Return the rows of q or k, [heads * head_width, ...], in the order of the other RoPE."""
     # By their numbers, our order is: the even features of a head first, then the odd ones.
     pairs = (
@@ -143,10 +140,10 @@ def turn_pairs(values: Array, head_width: int, *, to_ours: bool) -> Array:
     return heads[:, order].reshape(values.shape)
 
 
-def is_turned(saved: str, dialect: Dialect) -> bool:
+def is_reordered(saved: str, dialect: Dialect) -> bool:
     """Return whether the rows of a tensor have another order in ``dialect``: the weights of q and k."""
     # families admits only llama, which has neither biases nor norms of q and k.
-    return dialect.has_turned_pairs and _TURNED.fullmatch(saved.partition("/")[2]) is not None
+    return dialect.has_interleaved_rope and _ROTATED.fullmatch(saved.partition("/")[2]) is not None
 
 
 def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
@@ -158,18 +155,17 @@ def padded_rows(model: ModelSection, dialect: Dialect) -> dict[str, int]:
     }
 
 
-def dialect_faults(names: str, model: ModelSection | None) -> list[Fault]:
+def dialect_faults(names: str, model: ModelSection | None) -> Iterator[Fault]:
     """Return the fault of an unknown dialect, or of one that is not known for this model."""
     if names not in DIALECTS:
         rule = f"known are {', '.join(DIALECTS)}"
-        return [Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")]
+        yield Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")
+        return
     families = DIALECTS[names].families
     if not families or (model is not None and model.family in families):
-        return []
-    return [
-        Fault(
-            fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",
-            rule=f"names, order of rows and padding there are known for {', '.join(families)}",
-            remedy="give the model by --job JOB.yaml" if model is None else "use --rename",
-        )
-    ]
+        return
+    yield Fault(
+        fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",
+        rule=f"names, order of rows and padding there are known for {', '.join(families)}",
+        remedy="give the model by --job JOB.yaml" if model is None else "use --rename",
+    )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 
 ELEMENTS = (
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -100,7 +100,7 @@ class Index(Values):
         return isinstance(other, Index) and self.key == other.key
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Strided:
     """A tensor in a file, as a strided view of a storage.
 
@@ -125,11 +125,7 @@ def _rebuild_tensor(
     storage: tuple[str, str, int], first: int, shape: tuple[int, ...], strides: tuple[int, ...],
     *_: object,
 ) -> Strided:  # fmt: skip
-    key, dtype, num_elements = storage
-    return Strided(
-        storage=key, dtype=dtype, num_elements=num_elements, first=first, shape=shape,
-        strides=strides,
-    )  # fmt: skip
+    return Strided(*storage, first, shape, strides)
 
 
 def _text(*parts: str) -> str:
@@ -188,12 +184,10 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in self._admitted:
             return self._admitted[module, name]
         raise ConfigError(
-            Fault(
-                fact=f"{self._source} is a pickle that names {module}.{name}",
-                rule="of a torch checkpoint only these are read: "
-                + ", ".join(".".join(at) for at in self._admitted if at[1] not in ELEMENTS),
-                remedy="take a checkpoint from where you trust it; nothing of this one has run",
-            )
+            fact=f"{self._source} is a pickle that names {module}.{name}",
+            rule="of a torch checkpoint only these are read: "
+            + ", ".join(".".join(at) for at in self._admitted if at[1] not in ELEMENTS),
+            remedy="take a checkpoint from where you trust it; nothing of this one has run",
         )
 
     def persistent_load(self, pid: Any) -> tuple[str, str, int]:  # hook of pickle.Unpickler
@@ -225,11 +219,9 @@ def read_tensor(stream: IO[bytes], *, source: str) -> Strided:
 def malformed(source: str, fact: str) -> ConfigError:
     """Return the error for a file that is not as torch writes it."""
     return ConfigError(
-        Fault(
-            fact=f"{source} {fact}",
-            rule="a folder is read as torch.distributed.checkpoint's file system writer made it",
-            remedy="save it again with torch.distributed.checkpoint.save(..., checkpoint_id=DIR)",
-        )
+        fact=f"{source} {fact}",
+        rule="a folder is read as torch.distributed.checkpoint's file system writer made it",
+        remedy="save it again with torch.distributed.checkpoint.save(..., checkpoint_id=DIR)",
     )
 
 

@@ -25,7 +25,7 @@ from raymega.convert.torch_dcp.pickle_reader import (
     read_metadata,
     read_tensor,
 )
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 from raymega.messages import Box
 
 METADATA = ".metadata"
@@ -116,11 +116,9 @@ def open_dcp(folder: Path) -> DcpFolder:
             whole = read_metadata(stream, source=source)
     except OSError as error:
         raise ConfigError(
-            Fault(
-                fact=f"{source!r} cannot be read: {error.strerror}",
-                rule="it says what a torch checkpoint holds, and is written last",
-                remedy="give the folder that torch.distributed.checkpoint.save was told",
-            )
+            fact=f"{source!r} cannot be read: {error.strerror}",
+            rule="it says what a torch checkpoint holds, and is written last",
+            remedy="give the folder that torch.distributed.checkpoint.save was told",
         ) from error
     try:
         entries = dict(whole.state_dict_metadata)

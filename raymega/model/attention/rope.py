@@ -178,7 +178,7 @@ def _yarn_scale(model: ModelSection, mscale: float) -> float:
 
 def _frequencies(model: ModelSection) -> Tensor:
     """Return the angle per position of each feature pair, [K/2] float64."""
-    width = model.turned_width
+    width = model.rope_width
     plain = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     if model.rope_scaling == "none":
         return plain
@@ -199,7 +199,7 @@ def _kept_by_yarn(model: ModelSection) -> Tensor:
     It is 1 up to the pair that turns ``rope_beta_fast`` times within the original length, and 0 from
     the pair that turns ``rope_beta_slow`` times.
     """
-    width = model.turned_width
+    width = model.rope_width
 
     def pair(rotations: float) -> float:
         wave = model.rope_original_positions / (rotations * 2 * pi)

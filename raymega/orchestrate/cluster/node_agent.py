@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from types import FrameType
 
-from raymega.errors import Fault, RaymegaError
+from raymega.errors import RaymegaError
 from raymega.orchestrate.cluster.preemption_notices import Ask, Notice
 from raymega.ray_private import gcs_client
 
@@ -127,11 +127,9 @@ def drain_node(address: str, node_id: str, notice: Notice) -> None:
     is_accepted, why = client.drain_node(node_id, reason, notice.reason, deadline_ms)
     if not is_accepted:
         raise RaymegaError(
-            Fault(
-                fact=f"Ray refuses to drain node {node_id!r}: {why}",
-                rule="the node must be one of the cluster's that lives",
-                remedy="give --node-id, or the --address of the cluster that this machine is in",
-            )
+            fact=f"Ray refuses to drain node {node_id!r}: {why}",
+            rule="the node must be one of the cluster's that lives",
+            remedy="give --node-id, or the --address of the cluster that this machine is in",
         )
 
 
@@ -147,11 +145,9 @@ def find_node(address: str) -> str:
     alive = [n.node_id.hex() for n in nodes if n.state == 0 and n.node_manager_address == mine]
     if len(alive) != 1:
         raise RaymegaError(
-            Fault(
-                fact=f"{len(alive)} living Ray nodes have this machine's address {mine}",
-                rule="the agent must know which node goes",
-                remedy="give --node-id",
-            )
+            fact=f"{len(alive)} living Ray nodes have this machine's address {mine}",
+            rule="the agent must know which node goes",
+            remedy="give --node-id",
         )
     return str(alive[0])
 

@@ -100,12 +100,7 @@ def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
     if cluster.device != "auto":
         return cluster.device
     has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
-    return "cuda" if has_gpus or _are_gpus_declared() else "cpu"
-
-
-def _are_gpus_declared() -> bool:
-    """Return whether Ray knows of a node type with GPUs; not every autoscaler declares its types."""
-    return declared_resources().get("GPU", 0) >= 1
+    return "cuda" if has_gpus or declared_resources().get("GPU", 0) >= 1 else "cpu"
 
 
 def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:

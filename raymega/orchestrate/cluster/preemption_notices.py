@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError
 
 Provider = Literal["aws", "gcp", "none"]
 ADDRESSES = {"aws": "http://169.254.169.254", "gcp": "http://metadata.google.internal"}
@@ -54,7 +54,11 @@ def choose_provider(name: str) -> Provider:
     if name in known:
         return known[name]
     if name != "auto":
-        raise ConfigError(_unknown(name))
+        raise ConfigError(
+            fact=f"--provider {name!r}",
+            rule="it must be auto, aws, gcp or none",
+            remedy="on Kubernetes give none: there the notice is a SIGTERM",
+        )
     # auto: the first metadata service that answers
     if AwsNotices(ADDRESSES["aws"]).is_there():
         return "aws"
@@ -99,14 +103,6 @@ def _ask_gcp(address: str) -> Notice | None:
     if status != 200 or text.strip().upper() != "TRUE":
         return None
     return Notice(seconds=GCP_NOTICE_S, reason="Google preempts this instance")
-
-
-def _unknown(name: str) -> Fault:
-    return Fault(
-        fact=f"--provider {name!r}",
-        rule="it must be auto, aws, gcp or none",
-        remedy="on Kubernetes give none: there the notice is a SIGTERM",
-    )
 
 
 def _call(url: str, headers: dict[str, str], *, method: str = "GET") -> tuple[int, str]:

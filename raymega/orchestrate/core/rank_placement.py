@@ -103,7 +103,11 @@ def assign_ranks(
     queue: list[int] = []
     for node_id, workers in _by_node(locations):
         if len(workers) % block:
-            raise InternalError(_broken_block(node_id, len(workers), block))
+            raise InternalError(
+                fact=f"node {node_id} holds {len(workers)} workers",
+                rule=f"it must hold a multiple of {block}, for a tp group may not span nodes",
+                remedy="reserve each tp group as one bundle",
+            )
         queue += workers
     ranks = [rank for group in grid.groups("tp") for rank in group]
     rank_of = dict(zip(queue, ranks, strict=True))
@@ -218,12 +222,4 @@ def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
         rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}; "
         f"there is room for {total}",
         remedy="add nodes, lower cluster.cpus_per_worker, or use a smaller grid",
-    )
-
-
-def _broken_block(node_id: str, num_workers: int, block: int) -> Fault:
-    return Fault(
-        fact=f"node {node_id} holds {num_workers} workers",
-        rule=f"it must hold a multiple of {block}, for a tp group may not span nodes",
-        remedy="reserve each tp group as one bundle",
     )

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from raymega.errors import Fault, WorkerError
+from raymega.errors import WorkerError
 from raymega.messages import Entered
 from raymega.orchestrate.core.rank_placement import WorkerLocation
-from raymega.orchestrate.diagnostics.checks import measure
+from raymega.orchestrate.diagnostics.measurement import measure
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.fit import Measurement, fit_device
@@ -35,7 +35,7 @@ def calibrate_cluster(plan: RunPlan, base: Accelerator, *, name: str) -> Acceler
     """
     reports, homes, fault = measure(plan, CALIBRATION_ENTRY)
     if fault is not None:
-        raise WorkerError(fault if isinstance(fault, Fault) else str(fault))
+        raise WorkerError(fault)
     return fit_device(base, list(measurements(reports, homes)), name=name)
 
 

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 from uuid import uuid4
@@ -16,8 +14,8 @@ from uuid import uuid4
 import ray
 
 from raymega.config.schema import ClusterSection
-from raymega.errors import CapacityError, Fault
-from raymega.messages import Entered, Report
+from raymega.errors import CapacityError, one_line
+from raymega.messages import Entered
 from raymega.orchestrate.cluster.node_inventory import list_nodes
 from raymega.orchestrate.cluster.node_probes import (
     NodeFacts,
@@ -31,8 +29,8 @@ from raymega.orchestrate.cluster.node_probes import (
     version_fault,
 )
 from raymega.orchestrate.core.rank_placement import WorkerLocation, block_size, place_ranks
-from raymega.orchestrate.core.worker_group_api import AttemptSpec
-from raymega.orchestrate.workers.single_run import run_entry
+from raymega.orchestrate.diagnostics.measurement import measure
+from raymega.orchestrate.workers.single_run import MAX_CAUSE_LENGTH
 from raymega.plan.hardware.lookup import nvlink_bytes_per_s
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.registry import open_store
@@ -101,7 +99,7 @@ def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
         try:
             place_ranks(nodes, plan.grid, block=block_size(plan.grid, plan.job.parallel))
         except CapacityError as error:
-            yield _problem("resources", error.faults[0], values)
+            yield _problem("resources", values, **asdict(error.faults[0]))
             return
         fact += f"; grid {plan.grid.describe()} fits"
     yield CheckFinding(check="resources", status="ok", fact=fact, values=values)
@@ -114,12 +112,16 @@ def check_versions(
     is_clean = True
     for node, found in facts.items():
         if isinstance(found, Exception):
-            fault: Fault | None = _silence(names[node], found)
-        else:
-            fault = version_fault(own, names[node], found.versions)
-        if fault is not None:
             is_clean = False
-            yield _problem("versions", fault)
+            yield _problem(
+                "versions",
+                fact=f"node {names[node]} did not answer: {one_line(found, MAX_CAUSE_LENGTH)}",
+                rule=f"a task that imports raymega must run on it within {NODE_TIMEOUT_S:g} s",
+                remedy="install raymega on the node, or submit with a working folder that holds it",
+            )
+        elif fault := version_fault(own, names[node], found.versions):
+            is_clean = False
+            yield _problem("versions", **asdict(fault))
     if is_clean:
         fact = ", ".join(f"{name} {number}" for name, number in own.items())
         yield CheckFinding(check="versions", status="ok", fact=f"{fact} everywhere", values=own)
@@ -131,21 +133,31 @@ def check_gpus(
     """Check that GPUs have one model and one driver version, and each node as many as Ray was told."""
     known = {node: found for node, found in facts.items() if isinstance(found, NodeFacts)}
     told = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    faults = [  # fewer GPUs than Ray offers
-        _gpu_count(names[node], told[node], len(found.gpus))
-        for node, found in known.items()
-        if told.get(node, 0) > len(found.gpus)
-    ]
+    lacking = {n: found for n, found in known.items() if told.get(n, 0) > len(found.gpus)}
+    for node, found in lacking.items():
+        yield _problem(
+            "gpus",
+            fact=f"node {names[node]}: nvidia-smi shows {len(found.gpus)} GPUs",
+            rule=f"Ray offers {told[node]} there",
+            remedy="look at dmesg for a fallen GPU (Xid), correct --num-gpus, or replace the node",
+        )
     kinds = {gpu for found in known.values() for gpu in found.gpus}
     drivers = {found.driver for found in known.values() if found.driver}
-    if len(kinds) > 1 or len(drivers) > 1:
-        faults.append(_mixture(kinds, drivers))
-    yield from (_problem("gpus", fault) for fault in faults)
-    if not faults and kinds:
+    are_mixed = len(kinds) > 1 or len(drivers) > 1
+    if are_mixed:
+        yield _problem(
+            "gpus",
+            fact=f"GPUs are {', '.join(sorted(kinds))}, drivers {', '.join(sorted(drivers))}",
+            rule="a step is as slow as its slowest GPU, and NCCL wants one driver everywhere",
+            remedy="use one node type and one image",
+        )
+    if lacking or are_mixed:
+        return
+    if kinds:
         number = sum(len(found.gpus) for found in known.values())
         fact = f"{number} x {', '.join(kinds)}, driver {', '.join(drivers)}"
         yield CheckFinding(check="gpus", status="ok", fact=fact, values={"gpus": number})
-    elif not faults:
+    else:
         yield CheckFinding(check="gpus", status="skipped", fact="no node has a GPU")
 
 
@@ -156,7 +168,14 @@ def check_clocks(
     known = {node: skew for node, skew in skews.items() if isinstance(skew, Skew)}
     far = {n: s for n, s in known.items() if abs(s.ahead_s) - s.error_s > MAX_SKEW_S}
     for node, skew in far.items():
-        yield _problem("clocks", _skew_fault(names[node], skew), {"ahead_s": skew.ahead_s})
+        yield _problem(
+            "clocks",
+            {"ahead_s": skew.ahead_s},
+            fact=f"the clock of node {names[node]} is {skew.ahead_s:+.1f} s off "
+            f"(+-{skew.error_s:.1f})",
+            rule=f"at most {MAX_SKEW_S:g} s, or logs do not line up and stores refuse signatures",
+            remedy="run chrony or systemd-timesyncd on the node",
+        )
     if not far and known:
         largest = max(abs(skew.ahead_s) for skew in known.values())
         fact = f"clocks differ by at most {largest:.3f} s"
@@ -177,7 +196,12 @@ def check_store(ids: Sequence[str], names: Mapping[str, str], uri: str) -> Itera
             ids, sees_object, uri, keys[ids[0]], timeout_s=NODE_TIMEOUT_S
         ).items():
             if seen is False:
-                yield _problem("store", _not_shared(names[node], names[ids[0]], uri))
+                yield _problem(
+                    "store",
+                    fact=f"node {names[node]} does not see what node {names[ids[0]]} wrote to {uri}",
+                    rule="all nodes must share the run's store",
+                    remedy="use an object store, or mount the same file system on every node",
+                )
     finally:
         on_nodes(ids, _delete, uri, list(keys.values()), timeout_s=NODE_TIMEOUT_S)
 
@@ -199,7 +223,7 @@ def check_bandwidth(
     except CapacityError as error:
         timings, homes, fault = [], {}, error.faults[0]
     if fault is not None:
-        yield _problem("bandwidth", fault)
+        yield _problem("bandwidth", **asdict(fault))
     yield from judge_bandwidth(timings, links=_links(homes, gpus or {}))
 
 
@@ -237,7 +261,14 @@ def judge_bandwidth(
         yield CheckFinding(check="bandwidth", status="ok", fact=fact, values=values)
         for ranks, speed in speeds.items():
             if speed < SLOW_SHARE * middle:
-                yield _problem("bandwidth", _slow(name, ranks, speed, middle), values)
+                yield _problem(
+                    "bandwidth",
+                    values,
+                    fact=f"{name} group of ranks {ranks} moves {speed / 1e9:.3f} GB/s",
+                    rule=f"the median of its axis is {middle / 1e9:.3f} GB/s",
+                    remedy="look for a node on another switch, a network card that is down, or a "
+                    "busy node",
+                )
 
 
 def _gpu_names(facts: Mapping[str, NodeFacts | Exception]) -> dict[str, str]:
@@ -263,98 +294,35 @@ def _common_link(groups: Iterable[str], links: Mapping[int, tuple[str, float]]) 
     return min(found, default=0.0)
 
 
-def measure(
-    plan: RunPlan, entry: str
-) -> tuple[list[Entered], Mapping[int, WorkerLocation], Fault | str | None]:
-    """Run ``entry`` in ``plan``'s workers; return timings, ranks' locations, and why timings are missing.
-
-    Raises:
-        CapacityError: The cluster has no room for the workers.
-    """
-    timings: list[Entered] = []
-
-    def keep(report: Report) -> None:
-        if isinstance(report, Entered):
-            timings.append(report)
-
-    spec = AttemptSpec(plan_json=plan.to_json(), run_uri="", attempt=0, restore="")
-    log_dir = Path(tempfile.gettempdir()) / "raymega-doctor"
-    done = run_entry(plan, spec, entry, log_dir=log_dir, on_report=keep)
-    return timings, done.locations, done.fault
-
-
 def _delete(uri: str, keys: Sequence[str]) -> None:
     store = open_store(uri)
     for key in keys:
         store.delete(key)
 
 
-def _problem(
-    check: str, fault: Fault | str, values: Mapping[str, Any] | None = None
-) -> CheckFinding:
-    if isinstance(fault, str):
-        return CheckFinding(check=check, status="problem", fact=fault, values=values or {})
-    fact = f"{fault.fact}; {fault.rule}"
-    return CheckFinding(
-        check=check, status="problem", fact=fact, remedy=fault.remedy, values=values or {}
-    )
-
-
 def _store_finding(name: str, uri: str, found: tuple[float, float] | Exception) -> CheckFinding:
     if isinstance(found, Exception):
-        rule = "every node must be able to write and read the run's store"
-        remedy = "correct checkpoint.uri, permissions or the node's role"
-        fact = f"node {name}: {uri}: {' '.join(str(found).split())[:300]}"
-        return _problem("store", Fault(fact=fact, rule=rule, remedy=remedy))
+        return _problem(
+            "store",
+            fact=f"node {name}: {uri}: {one_line(found, MAX_CAUSE_LENGTH)}",
+            rule="every node must be able to write and read the run's store",
+            remedy="correct checkpoint.uri, permissions or the node's role",
+        )
     write, read = (STORE_BYTES / max(seconds, 1e-9) for seconds in found)
     fact = f"node {name} writes {write / 1e6:.0f} MB/s and reads {read / 1e6:.0f} MB/s at {uri}"
     values = {"node": name, "write_bytes_per_s": write, "read_bytes_per_s": read}
     return CheckFinding(check="store", status="ok", fact=fact, values=values)
 
 
-def _silence(name: str, found: Exception) -> Fault:
-    return Fault(
-        fact=f"node {name} did not answer: {' '.join(str(found).split())[:300]}",
-        rule=f"a task that imports raymega must run on it within {NODE_TIMEOUT_S:g} s",
-        remedy="install raymega on the node, or submit with a working folder that holds it",
-    )
-
-
-def _gpu_count(name: str, told: int, seen: int) -> Fault:
-    return Fault(
-        fact=f"node {name}: nvidia-smi shows {seen} GPUs",
-        rule=f"Ray offers {told} there",
-        remedy="look at dmesg for a fallen GPU (Xid), correct --num-gpus, or replace the node",
-    )
-
-
-def _mixture(kinds: set[str], drivers: set[str]) -> Fault:
-    return Fault(
-        fact=f"GPUs are {', '.join(sorted(kinds))}, drivers {', '.join(sorted(drivers))}",
-        rule="a step is as slow as its slowest GPU, and NCCL wants one driver everywhere",
-        remedy="use one node type and one image",
-    )
-
-
-def _skew_fault(name: str, skew: Skew) -> Fault:
-    return Fault(
-        fact=f"the clock of node {name} is {skew.ahead_s:+.1f} s off (+-{skew.error_s:.1f})",
-        rule=f"at most {MAX_SKEW_S:g} s, or logs do not line up and stores refuse signatures",
-        remedy="run chrony or systemd-timesyncd on the node",
-    )
-
-
-def _not_shared(name: str, writer: str, uri: str) -> Fault:
-    return Fault(
-        fact=f"node {name} does not see what node {writer} wrote to {uri}",
-        rule="all nodes must share the run's store",
-        remedy="use an object store, or mount the same file system on every node",
-    )
-
-
-def _slow(axis: str, ranks: str, speed: float, middle: float) -> Fault:
-    return Fault(
-        fact=f"{axis} group of ranks {ranks} moves {speed / 1e9:.3f} GB/s",
-        rule=f"the median of its axis is {middle / 1e9:.3f} GB/s",
-        remedy="look for a node on another switch, a network card that is down, or a busy node",
+def _problem(
+    check: str,
+    values: Mapping[str, Any] | None = None,
+    *,
+    fact: str,
+    rule: str,
+    remedy: str,
+) -> CheckFinding:
+    fact = f"{fact}; {rule}"
+    return CheckFinding(
+        check=check, status="problem", fact=fact, remedy=remedy, values=values or {}
     )

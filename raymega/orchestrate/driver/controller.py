@@ -6,19 +6,13 @@ actions out. Every wait has a timeout.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from math import inf
 
 from raymega.errors import CapacityError, RaymegaError
 from raymega.events import RunFinished
 from raymega.messages import Requests
-from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import RunState, State
-from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.driver.run_context import TICK_S, RunContext
-from raymega.orchestrate.run_store.lease import Lease
-from raymega.plan.run_plan import RunPlan
-from raymega.tracking.sink import Sink
 
 LOADING_PATIENCE = 3
 """Multiple of elastic.replan_after_s to wait for processes that are starting on live nodes.
@@ -32,35 +26,11 @@ AT_WORK = (State.STARTING, State.RUNNING, State.STOPPING, State.RESIZING)
 class Controller:
     """The driver of one run: ``run`` executes it to its end, ``tick`` makes one step."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        *,
-        lease: Lease,
-        group: WorkerGroup,
-        sink: Sink,
-        clock: Clock,
-        executor: Executor,
-    ) -> None:
-        """Read the run's journal and find its newest state; nothing is started or written.
-
-        Args:
-            plan: Plan of the run on the job's own grid.
-            lease: Lease on the run, with its store; this driver holds it, and another thread renews it.
-            group: Workers; released when the run ends.
-            sink: Receiver of every event; must not raise and not block.
-            clock: Clock for deadlines and durations.
-            executor: Executor with one thread for writes to the store; it is not shut down here.
-
-        Raises:
-            ConfigError: The store holds a run of this name with another model, seed or data.
-            CheckpointError: The run has checkpoints, and none can be restored.
-        """
-        self._job, self._lease, self._group = plan.job, lease, group
-        self._context = RunContext(
-            plan, lease=lease, group=group, sink=sink, clock=clock, executor=executor
-        )
-        self._clock, self._stop_asked_s = clock, inf  # no stop was asked for yet
+    def __init__(self, context: RunContext) -> None:
+        """Drive the run of ``context``; nothing is started or written."""
+        self._context, self._job, self._lease = context, context.job, context.lease
+        self._group, self._clock = context.group, context.clock
+        self._stop_asked_s = inf  # no stop was asked for yet
         self._handlers = {
             State.SCHEDULING: self._schedule,
             State.STARTING: self._wait_for_start,

@@ -132,8 +132,8 @@ class HangDetector:
         has heard no rank and must not count its own delay.
         """
         newest_s = max(self._answered_s.values(), default=now_s)
-        is_nobody_heard = now_s - newest_s >= limit_s
-        until_s = now_s if is_nobody_heard else min(now_s, newest_s + ANSWER_EVERY_S)
+        are_all_silent = now_s - newest_s >= limit_s
+        until_s = now_s if are_all_silent else min(now_s, newest_s + ANSWER_EVERY_S)
         ages = {rank: until_s - at_s for rank, at_s in self._answered_s.items()}
         return {rank: age_s for rank, age_s in ages.items() if age_s >= limit_s}
 

@@ -61,14 +61,13 @@ class Stragglers:
 
         ``work_s`` is each rank's work in the step, in seconds.
         """
-        slow = {rank: ratio for rank, ratio in ratios(work_s, self._grid) if self._is_slow(ratio)}
+        slow = {
+            rank: ratio for rank, ratio in ratios(work_s, self._grid) if 0 < self._ratio < ratio
+        }
         self._samples = {rank: self._samples.get(rank, 0) + 1 for rank in slow}
         return [
             (rank, slow[rank]) for rank, samples in self._samples.items() if samples == NUM_SAMPLES
         ]
-
-    def _is_slow(self, ratio: float) -> bool:
-        return 0 < self._ratio < ratio
 
 
 def ratios(work_s: Mapping[int, float], grid: Grid) -> Iterator[tuple[int, float]]:

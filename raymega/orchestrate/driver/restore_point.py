@@ -197,16 +197,12 @@ def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
             first, end = values.pop("samples")
             found.append(Rollback(samples=(first, end), **values))
         except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(_unreadable_rollback(store, key, error)) from error
+            raise StorageError(
+                fact=f"{store.uri}/{key} cannot be read ({error})",
+                rule="it says which samples the run passes over",
+                remedy="repair it, or take another run.name",
+            ) from error
     return tuple(found)
-
-
-def _unreadable_rollback(store: Store, key: str, error: Exception) -> Fault:
-    return Fault(
-        fact=f"{store.uri}/{key} cannot be read ({error})",
-        rule="it says which samples the run passes over",
-        remedy="repair it, or take another run.name",
-    )
 
 
 def nothing_readable(record: RunRecord, store: Store) -> Fault:

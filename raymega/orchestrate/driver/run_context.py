@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
-from raymega.errors import Fault, LeaseError, PreemptedError, RaymegaError
+from raymega.errors import LeaseError, RaymegaError
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
@@ -38,7 +38,7 @@ from raymega.orchestrate.core.failure_policy import (
     policy_of,
     unsaved,
 )
-from raymega.orchestrate.core.state import RunState, State
+from raymega.orchestrate.core.state import State
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup, WorkerStatus
 from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
@@ -46,7 +46,7 @@ from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
 from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
-from raymega.orchestrate.run_store.journal import Journal, RunRecord
+from raymega.orchestrate.run_store.journal import Journal, stopped
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.names import check_names
@@ -64,6 +64,8 @@ STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "
 
 class RunContext:
     """The run of one driver; called from the control loop's thread only.
+
+    ``job``, ``lease``, ``group`` and ``clock`` are as given.
 
     Attributes:
         state: State of the run, with its attempt and steps.
@@ -86,10 +88,23 @@ class RunContext:
         clock: Clock,
         executor: Executor,
     ) -> None:
-        """Read the journal and find the newest state; nothing is started or written. Args as Controller's."""
-        self._job, self._lease = plan.job, lease
-        self._store, self._group, self._sink = lease.store, group, sink
-        self._clock, self._executor = clock, executor
+        """Read the run's journal and find its newest state; nothing is started or written.
+
+        Args:
+            plan: Plan of the run on the job's own grid.
+            lease: Lease on the run, with its store; this driver holds it, and another thread renews it.
+            group: Workers; released when the run ends.
+            sink: Receiver of every event; must not raise and not block.
+            clock: Clock for deadlines and durations.
+            executor: Executor with one thread for writes to the store; it is not shut down here.
+
+        Raises:
+            ConfigError: The store holds a run of this name with another model, seed or data.
+            CheckpointError: The run has checkpoints, and none can be restored.
+        """
+        self.job, self.lease = plan.job, lease
+        self._store, self.group, self._sink = lease.store, group, sink
+        self.clock, self._executor = clock, executor
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
         # what earlier drivers left: workers, failures, and the state to start from
         past = self._journal.past
@@ -108,7 +123,7 @@ class RunContext:
     @property
     def seconds_here(self) -> float:
         """Seconds since the present state was entered."""
-        return self._clock.monotonic() - self.state.since_s
+        return self.clock.monotonic() - self.state.since_s
 
     @property
     def is_done(self) -> bool:
@@ -118,7 +133,7 @@ class RunContext:
     @property
     def bad_end(self) -> Failure | None:
         """Failure of workers that are done although the last step is not saved; None otherwise."""
-        if not self.is_done or self.state.saved_step >= self._job.run.steps:
+        if not self.is_done or self.state.saved_step >= self.job.run.steps:
             return None
         return unsaved(step=self.attempt.step, saved_step=self.state.saved_step)
 
@@ -132,22 +147,22 @@ class RunContext:
                 uri=self._store.uri,
                 is_resumed=record.num_attempts > 0,
                 step=self.state.saved_step,
-                total_steps=self._job.run.steps,
-                job=self._job.model_dump(mode="json"),
+                total_steps=self.job.run.steps,
+                job=self.job.model_dump(mode="json"),
             )
         )
 
     def move(self, to: State, reason: str) -> None:
         """Enter the state ``to`` and write the transition to the journal."""
         log.debug("%s -> %s: %s", self.state.state, to, reason)
-        self.state = self.state.move(to, now_s=self._clock.monotonic(), reason=reason)
+        self.state = self.state.move(to, now_s=self.clock.monotonic(), reason=reason)
         self._journal.note(self.state)
 
     def change_grid(self, plan: RunPlan) -> None:
         """Use ``plan`` and its grid for the next attempt."""
         was = self.grids.now.grid
         self.grids.now = plan
-        self._group.use(plan)
+        self.group.use(plan)
         change = f"{was.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
         log.warning("re-planned from %s", change)
         self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
@@ -156,7 +171,7 @@ class RunContext:
         """Begin the next attempt: take its number, record it, emit the event and start the workers."""
         self.recovery_log.passed("reserve")
         # the number is granted in the store before anything can be written under it
-        self.state = replace(self.state, attempt=self._lease.begin_attempt())
+        self.state = replace(self.state, attempt=self.lease.begin_attempt())
         self.move(State.STARTING, self.state.reason)
         start, spares = self._restore.start, self._num_spares()
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
@@ -175,7 +190,7 @@ class RunContext:
                 reason=self.state.reason,
             )
         )
-        self._group.start(
+        self.group.start(
             AttemptSpec(
                 plan_json=self.grids.now.to_json(),
                 run_uri=self._store.uri,
@@ -193,7 +208,7 @@ class RunContext:
             world_size=plan.grid.world_size,
             first_step=self.state.step,
             elastic=plan.job.elastic,
-            now_s=self._clock.monotonic(),
+            now_s=self.clock.monotonic(),
             steps_s=self.grids.steps_s(),
         )
         self.committer = CheckpointCommitter(
@@ -201,22 +216,22 @@ class RunContext:
             attempt=self.state.attempt,
             store=self._store,
             executor=self._executor,
-            clock=self._clock,
+            clock=self.clock,
         )
         self._ranks = RankReports(plan)
         self._is_announced = False
 
     def poll_reports(self) -> Failure | None:
         """Handle reports, commits and overdue progress; return the failure if the attempt is lost."""
-        reports = self._group.poll(TICK_S)
+        reports = self.group.poll(TICK_S)
         self._announce_workers()
         for report in reports:
-            self.attempt.observe(report, self._clock.monotonic())
+            self.attempt.observe(report, self.clock.monotonic())
             self._take(report)
         self._take_outcomes()
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         if (silent := self.attempt.probe_due(now_s)) is not None:
-            self._group.probe(silent)
+            self.group.probe(silent)
         return self.attempt.failure(now_s)
 
     def handle_failure(self, failure: Failure) -> None:
@@ -236,7 +251,7 @@ class RunContext:
         if decision.action is Action.GIVE_UP:
             self.error = give_up_error(failure, decision.reason)
             self.move(State.FAILED, failure.cause)
-        elif self.state.state is State.STOPPING and not self._job.elastic.snapshot_every:
+        elif self.state.state is State.STOPPING and not self.job.elastic.snapshot_every:
             self.move(State.PREEMPTED, f"the last save was lost: {failure.cause}")
         else:
             if decision.action is Action.ROLL_BACK:
@@ -247,13 +262,13 @@ class RunContext:
         """End the attempt on all ranks, and go back to the newest checkpoint or snapshot."""
         # PHASES of recovery_log: abort, then find
         self._journal.record_state(self.state)
-        self._group.release(keep_warm=True)
+        self.group.release(keep_warm=True)
         self.recovery_log.passed("abort")
         self.committer.wait(DRAIN_S)
         self._take_outcomes()
         self._find_state()
         self.recovery_log.passed("find")
-        if self.grids.can_be_full(self._group.ready()):
+        if self.grids.can_be_full(self.group.ready()):
             self.change_grid(self.grids.full)
         self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
 
@@ -264,7 +279,7 @@ class RunContext:
 
     def end(self) -> RunFinished:
         """Release everything, write the journal's end, and return and emit the final event."""
-        self._group.release(keep_warm=False)
+        self.group.release(keep_warm=False)
         self.committer.wait(DRAIN_S)
         try:
             self._take_outcomes()
@@ -297,7 +312,7 @@ class RunContext:
             raise stopped(self._journal.record, self.state)
 
     def _announce_workers(self) -> None:
-        members = self._group.members()
+        members = self.group.members()
         if members and not self._is_announced:
             self._is_announced = True
             ranks = sorted(members)
@@ -325,8 +340,8 @@ class RunContext:
         step_s = report.metrics.get("train/step_time_s", 0.0)
         self.grids.add_step(step_s)
         if report.metrics.get("checkpoint/snapshot_step"):  # this attempt has a whole snapshot
-            self._group.snapshot_manager.settle()
-        own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self._lease.age_s}
+            self.group.snapshot_manager.settle()
+        own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self.lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
         recovered = self.recovery_log.add_step(report.step, seconds=step_s)
         if recovered is not None:
@@ -345,8 +360,8 @@ class RunContext:
                     log.warning("the save of step %d failed: %s", outcome.step, outcome.reason)
                     self._tell(outcome)
                 case Superseded():
-                    self._lease.renew()  # reads who holds the run now, for the error
-                    self._lease.refuse_if_lost()
+                    self.lease.renew()  # reads who holds the run now, for the error
+                    self.lease.refuse_if_lost()
 
     def _note(self, failure: Failure, decision: str) -> None:
         self._tell(
@@ -378,15 +393,4 @@ class RunContext:
         self.state = replace(self.state, step=self._restore.start.step, saved_step=saved_step)
 
     def _num_spares(self) -> int:
-        return max(0, len(self._group.ready()) - self.grids.now.grid.world_size)
-
-
-def stopped(record: RunRecord, state: RunState) -> PreemptedError:
-    """Return the error of a run that was stopped by request and can be continued."""
-    fault = Fault(
-        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
-        f"saved ({state.reason})",
-        rule="a run that is stopped can be continued",
-        remedy="start the same job again",
-    )
-    return PreemptedError(fault)
+        return max(0, len(self.group.ready()) - self.grids.now.grid.world_size)

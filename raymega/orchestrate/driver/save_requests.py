@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from uuid import uuid4
 
-from raymega.errors import ConfigError, Fault, RaymegaError, StorageError
+from raymega.errors import ConfigError, RaymegaError, StorageError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.run_store.journal import RunRecord, read_record
@@ -100,7 +100,7 @@ def ask_for_save(
         ConfigError: No driver runs there.
         StorageError: No answer came within ``timeout_s`` seconds, or the run ended first.
     """
-    _live_record(store)
+    _refuse_if_over(store)
     name = f"{uuid4().hex}.json"
     deadline_s = time.monotonic() + timeout_s
     store.put(REQUESTS + name, [b"{}"], overwrite=False)
@@ -111,43 +111,37 @@ def ask_for_save(
             with suppress(KeyError):
                 return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
             if record is None or State(record.status).is_end:
-                raise StorageError(_ended(store, record))
+                raise _ended(store, record)
             sleep(ASK_EVERY_S)
-        raise StorageError(_late(store, timeout_s))
+        raise StorageError(
+            fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
+            rule="its driver looks for requests every few seconds, and answers when the checkpoint of "
+            "the step under way is committed",
+            remedy="see whether its driver lives; a longer --timeout covers longer steps and saves",
+        )
     # a request that was given up must not cause a save later
     finally:
         for key in (REQUESTS + name, ANSWERS + name):
             store.delete(key)
 
 
-def _live_record(store: Store) -> RunRecord:
+def _refuse_if_over(store: Store) -> None:
     record = read_record(store)
     if record is not None and not State(record.status).is_end:
-        return record
+        return
     stands = f"is {record.status} at step {record.step}" if record else "was never begun"
     raise ConfigError(
-        Fault(
-            fact=f"the run in {store.uri!r} {stands}",
-            rule="only a run that is at work can save",
-            remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
-            "checkpoint list` shows what it has saved",
-        )
+        fact=f"the run in {store.uri!r} {stands}",
+        rule="only a run that is at work can save",
+        remedy="give <checkpoint.uri>/<run.name> of a run whose driver lives; `raymega "
+        "checkpoint list` shows what it has saved",
     )
 
 
-def _ended(store: Store, record: RunRecord | None) -> Fault:
+def _ended(store: Store, record: RunRecord | None) -> StorageError:
     stands = f"is {record.status} at step {record.step}" if record else "is gone"
-    return Fault(
+    return StorageError(
         fact=f"the run in {store.uri!r} {stands}, and has not answered",
         rule="a request is answered by the driver of a run at work",
         remedy="`raymega checkpoint list` shows whether its last save is enough",
-    )
-
-
-def _late(store: Store, timeout_s: float) -> Fault:
-    return Fault(
-        fact=f"the run in {store.uri!r} has not answered for {timeout_s:g} s",
-        rule="its driver looks for requests every few seconds, and answers when the checkpoint of "
-        "the step under way is committed",
-        remedy="see whether its driver lives; a longer --timeout covers longer steps and saves",
     )

@@ -20,7 +20,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, PreemptedError, StorageError
+from raymega.errors import ConfigError, Fault, PreemptedError, StorageError, one_line
 from raymega.orchestrate.jobs.submission import Submission, make_submission, next_attempt
 from raymega.session import set_environment
 
@@ -67,7 +67,12 @@ def submit_job(
     # one driver a run: refuse early, before the working folder is shipped
     running = client.live_submission(job.run.name)
     if running:
-        raise ConfigError(_running_fault(job.run.name, running, client.address))
+        raise ConfigError(
+            fact=f"run {job.run.name!r} is already at work as job {running!r}",
+            rule="a run has one driver at a time",
+            remedy=f"watch it with `ray job logs --address {client.address} --follow {running}`, stop it "
+            f"with `ray job stop --address {client.address} {running}`, or take another run.name",
+        )
     submission = make_submission(
         job,
         job_file=job_file,
@@ -88,7 +93,11 @@ def stop_job(job: Job, *, client: JobsClient) -> int:
     """
     running = client.live_submission(job.run.name)
     if not running:
-        raise ConfigError(_idle_fault(job.run.name, client.address))
+        raise ConfigError(
+            fact=f"no job of run {job.run.name!r} is at work on {client.address}",
+            rule="only a job that was submitted and has not ended can be stopped",
+            remedy=f"look at `ray job list --address {client.address}`",
+        )
     client.stop(running)
     return client.wait(running)
 
@@ -123,7 +132,7 @@ class JobsClient:
         except (ConnectionError, RuntimeError, AuthenticationError) as error:
             raise ConfigError(_refusal(address, error)) from error
         if cluster_ray != ray.__version__:
-            raise ConfigError(_version_fault(str(cluster_ray)))
+            raise _other_version(str(cluster_ray))
 
     def submission_ids(self) -> list[str]:
         """Return the ids of all submissions that the cluster remembers."""
@@ -157,7 +166,11 @@ class JobsClient:
         except RuntimeError as error:
             # Ray's server tells the two cases apart by text only
             if "already exists" in str(error):
-                raise ConfigError(_taken(submission.submission_id)) from error
+                raise ConfigError(
+                    fact=f"the cluster has a job {submission.submission_id!r} since a moment ago",
+                    rule="an attempt of a run is submitted once",
+                    remedy="somebody else submitted the same run; follow that job, or take another run.name",
+                ) from error
             raise StorageError(_not_taken(submission.submission_id, error)) from error
 
     def submit_beside(self, run: str, *, submission_id: str, entrypoint: str) -> None:
@@ -209,7 +222,11 @@ class JobsClient:
                 deadline_s = time.monotonic() + AWAY_TIMEOUT_S
             except (OSError, RuntimeError) as error:
                 if time.monotonic() > deadline_s:
-                    raise StorageError(_lost(self.address, submission_id)) from error
+                    raise StorageError(
+                        fact=f"{self.address} has not answered for {AWAY_TIMEOUT_S:g} s",
+                        rule=f"the end of {submission_id!r} is read from it",
+                        remedy="the job may be running: look at the head, then submit the same job again",
+                    ) from error
             time.sleep(POLL_S)
 
     async def _tail(self, submission_id: str, write: Callable[[str], None]) -> None:
@@ -228,24 +245,6 @@ class JobsClient:
         if details.driver_exit_code is None:
             log.error("the driver did not run: %s", details.message)
         return max(details.driver_exit_code or 1, 1)
-
-
-def _running_fault(run: str, submission_id: str, address: str) -> Fault:
-    """Return the fault of a submission for a run that has a live job."""
-    return Fault(
-        fact=f"run {run!r} is already at work as job {submission_id!r}",
-        rule="a run has one driver at a time",
-        remedy=f"watch it with `ray job logs --address {address} --follow {submission_id}`, stop it "
-        f"with `ray job stop --address {address} {submission_id}`, or take another run.name",
-    )
-
-
-def _idle_fault(run: str, address: str) -> Fault:
-    return Fault(
-        fact=f"no job of run {run!r} is at work on {address}",
-        rule="only a job that was submitted and has not ended can be stopped",
-        remedy=f"look at `ray job list --address {address}`",
-    )
 
 
 def _address_fault(address: str) -> Fault:
@@ -278,33 +277,17 @@ def _refusal(address: str, error: Exception) -> Fault:
     )
 
 
-def _version_fault(cluster_ray: str) -> Fault:
-    return Fault(
+def _other_version(cluster_ray: str) -> ConfigError:
+    return ConfigError(
         fact=f"the cluster runs ray {cluster_ray}, this machine ray {ray.__version__}",
         rule="the driver that plans here and the one that runs there must agree",
         remedy=f"install ray=={cluster_ray} here, or bring the cluster to {ray.__version__}",
     )
 
 
-def _taken(submission_id: str) -> Fault:
-    return Fault(
-        fact=f"the cluster has a job {submission_id!r} since a moment ago",
-        rule="an attempt of a run is submitted once",
-        remedy="somebody else submitted the same run; follow that job, or take another run.name",
-    )
-
-
 def _not_taken(submission_id: str, error: Exception) -> Fault:
     return Fault(
-        fact=f"the job server did not take {submission_id!r}: {' '.join(str(error).split())[:300]}",
+        fact=f"the job server did not take {submission_id!r}: {one_line(error, 300)}",
         rule="it must store the working folder and the job",
         remedy="look at the head's dashboard.log; a full disk is a frequent cause",
-    )
-
-
-def _lost(address: str, submission_id: str) -> Fault:
-    return Fault(
-        fact=f"{address} has not answered for {AWAY_TIMEOUT_S:g} s",
-        rule=f"the end of {submission_id!r} is read from it",
-        remedy="the job may be running: look at the head, then submit the same job again",
     )

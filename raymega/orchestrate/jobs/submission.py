@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -179,22 +179,20 @@ def credential_faults(values: Mapping[str, Any]) -> list[Fault]:
     ]
 
 
-def working_dir_faults(root: Path) -> list[Fault]:
+def working_dir_faults(root: Path) -> Iterator[Fault]:
     """Return a fault that names the largest entries if the folder is too large to ship."""
     sizes = shipped_sizes(root)
     total = sum(sizes.values())
     if total <= MAX_WORKING_DIR_BYTES:
-        return []
+        return
     largest = sorted(sizes, key=lambda name: -sizes[name])[:NUM_NAMED]
     named = ", ".join(f"{name} ({_mib(sizes[name])})" for name in largest)
-    return [
-        Fault(
-            fact=f"working folder {str(root)!r} holds {_mib(total)}, most of it in {named}",
-            rule=f"Ray ships at most {_mib(MAX_WORKING_DIR_BYTES)}, less what .gitignore and "
-            ".rayignore name",
-            remedy="add data, checkpoints and results to .rayignore, or use another --working-dir",
-        )
-    ]
+    yield Fault(
+        fact=f"working folder {str(root)!r} holds {_mib(total)}, most of it in {named}",
+        rule=f"Ray ships at most {_mib(MAX_WORKING_DIR_BYTES)}, less what .gitignore and "
+        ".rayignore name",
+        remedy="add data, checkpoints and results to .rayignore, or use another --working-dir",
+    )
 
 
 def shipped_sizes(root: Path) -> dict[str, int]:
@@ -216,16 +214,13 @@ def _command(root: Path) -> list[str]:
     return ["python", SCRIPT] if (root / SCRIPT).is_file() else ["raymega", "train"]
 
 
-def _job_file_faults(job_file: Path, root: Path) -> list[Fault]:
-    if job_file.resolve().is_relative_to(root):
-        return []
-    return [
-        Fault(
+def _job_file_faults(job_file: Path, root: Path) -> Iterator[Fault]:
+    if not job_file.resolve().is_relative_to(root):
+        yield Fault(
             fact=f"job file {str(job_file)!r} lies outside the working folder {str(root)!r}",
             rule="the nodes see only what the working folder holds",
             remedy="move it there, or give its folder as --working-dir",
         )
-    ]
 
 
 def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
-from raymega.errors import CapacityError, Fault, InternalError
+from raymega.errors import CapacityError, Fault, InternalError, one_line
 from raymega.messages import Replicas, Report, Requests, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
@@ -84,7 +84,11 @@ class RayTrainGroup:
         Raises:
             InternalError: The method was called.
         """
-        raise InternalError(_fixed_fault(plan.grid.describe(), self._plan.grid.describe()))
+        raise InternalError(
+            fact=f"grid {plan.grid.describe()} was asked of a host with grid {self._plan.grid.describe()}",
+            rule="under cluster.host=ray_train the grid stays",
+            remedy="set cluster.host=ray",
+        )
 
     def ready(self) -> tuple[WorkerLocation, ...]:
         """Return no processes: none exists outside an attempt."""
@@ -107,8 +111,7 @@ class RayTrainGroup:
         except CapacityError as error:
             if not self._can_grow:
                 raise
-            fault = error.faults[0]
-            return fault if isinstance(fault, Fault) else None
+            return error.faults[0]
         return None
 
     def start(self, spec: AttemptSpec) -> None:
@@ -187,7 +190,7 @@ class RayTrainGroup:
         try:
             trainer.fit()
         except Exception as error:  # noqa: BLE001 - the thread's edge: it becomes a report
-            self._end = " ".join(str(error).split())[:MAX_CAUSE_LENGTH]
+            self._end = one_line(error, MAX_CAUSE_LENGTH)
 
     def _assigned(self) -> None:
         """Assign ranks by the workers' locations, not by Train's order, and send the start messages."""
@@ -204,7 +207,11 @@ class RayTrainGroup:
         try:
             assigned_ranks = assign_ranks(locations, grid, block=self._block)
         except InternalError as error:
-            raise CapacityError(_parted_fault(str(error))) from error
+            raise CapacityError(
+                fact=f"Ray Train has parted a tp group ({error!s})",
+                rule="a tp group may not span nodes, and Train places workers one by one",
+                remedy="set cluster.host=ray, which reserves each tp group as one bundle",
+            ) from error
         # the worker of rank 0 hosts the rendezvous
         host = next(
             i for i, assigned in zip(indices, assigned_ranks, strict=True) if assigned.rank == 0
@@ -223,19 +230,3 @@ class RayTrainGroup:
 
     def _ask(self, ref: ray.ObjectRef[Any], timeout_s: float) -> Any:
         return ray.get(ref, timeout=timeout_s + ANSWER_MARGIN_S)
-
-
-def _fixed_fault(asked: str, has: str) -> Fault:
-    return Fault(
-        fact=f"grid {asked} was asked of a host with grid {has}",
-        rule="under cluster.host=ray_train the grid stays",
-        remedy="set cluster.host=ray",
-    )
-
-
-def _parted_fault(cause: str) -> Fault:
-    return Fault(
-        fact=f"Ray Train has parted a tp group ({cause})",
-        rule="a tp group may not span nodes, and Train places workers one by one",
-        remedy="set cluster.host=ray, which reserves each tp group as one bundle",
-    )

@@ -22,7 +22,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
+from raymega.errors import (
+    ConfigError,
+    Fault,
+    PreemptedError,
+    RaymegaError,
+    StorageError,
+    raise_faults,
+)
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import Failure
 from raymega.orchestrate.core.state import RunState, State
@@ -306,4 +313,14 @@ def _unreadable(store: Store, why: str) -> Fault:
         fact=f"{store.uri}/{RECORD_KEY} cannot be read ({why})",
         rule=f"it must be a run's record of version {VERSION}",
         remedy="use the raymega that wrote it, or take another run.name",
+    )
+
+
+def stopped(record: RunRecord, state: RunState) -> PreemptedError:
+    """Return the error of a run that was stopped by request and can be continued."""
+    return PreemptedError(
+        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
+        f"saved ({state.reason})",
+        rule="a run that is stopped can be continued",
+        remedy="start the same job again",
     )

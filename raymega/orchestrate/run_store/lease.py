@@ -270,7 +270,13 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
         LeaseError: Another driver holds the run and renews its lease.
     """
     if not supports_conditional_put(lease.store):
-        raise ConfigError(_unfenced(lease.store))
+        raise ConfigError(
+            fact=f"{lease.store.uri} lets an object be created twice",
+            rule="a run has one driver at a time, which a create-only put decides; here two drivers would "
+            "both train, and write over each other's checkpoints",
+            remedy="set checkpoint.uri to a folder that all nodes see, to S3, or to a service that honours "
+            "If-None-Match, such as Ceph or MinIO of today",
+        )
     lease.acquire()
     # a thread of its own, so that a busy control loop does not lose the lease
     is_over = Event()
@@ -288,16 +294,6 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
         is_over.set()
         thread.join(pause_s)
         lease.release()
-
-
-def _unfenced(store: Store) -> Fault:
-    return Fault(
-        fact=f"{store.uri} lets an object be created twice",
-        rule="a run has one driver at a time, which a create-only put decides; here two drivers would "
-        "both train, and write over each other's checkpoints",
-        remedy="set checkpoint.uri to a folder that all nodes see, to S3, or to a service that honours "
-        "If-None-Match, such as Ceph or MinIO of today",
-    )
 
 
 def supports_conditional_put(store: Store) -> bool:

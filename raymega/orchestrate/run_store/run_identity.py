@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from raymega.config.fields import by_path
 from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
 from raymega.data.checks import dataset_identity
 from raymega.errors import Fault
@@ -19,9 +20,9 @@ KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fault]:
     """Return a fault for each field of ``job`` that differs from the ``identity`` of run ``name``."""
-    then, now = dict(_flatten(identity)), dict(_flatten(identity_of(job)))
+    then, now = by_path(identity), by_path(identity_of(job))
     # a field that the record lacks is newer than the record, which was begun with its default
-    then = dict(_flatten(_DEFAULTS)) | then
+    then = by_path(_DEFAULTS) | then
     return [
         Fault(
             fact=f"{path}={now[path]!r}",
@@ -59,29 +60,18 @@ _DEFAULTS: dict[str, Any] = {
 """Default of each optional field, in JSON's types, for records of versions that lacked the field."""
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def precision_faults(saved: Mapping[str, Any], job: Job) -> list[Fault]:
+def precision_faults(saved: Mapping[str, Any], job: Job) -> Iterator[Fault]:
     """Return a fault if the checkpoint's master weights are wider than the job's, else none."""
     # a checkpoint without a known dtype is not refused
     before = saved.get("precision", {}).get("dtype")
     now = job.precision.dtype
-    if before not in DTYPE_BYTES or _master_bytes(before) <= _master_bytes(now):
-        return []
-    return [
-        Fault(
+    if before in DTYPE_BYTES and _master_bytes(before) > _master_bytes(now):
+        yield Fault(
             fact=f"precision.dtype={now!r}",
             rule=f"the run's checkpoint was written with {before!r}, whose masters are wider, and a "
             "run does not drop digits by itself",
             remedy=f"set precision.dtype={before}, or take another run.name",
         )
-    ]
 
 
 def _master_bytes(dtype: str) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from raymega.errors import one_line
 from raymega.messages import Report, WorkerFailed
-from raymega.orchestrate.core.worker_group_api import ProcessStatus, ThreadStatus, WorkerStatus
+from raymega.orchestrate.core.worker_group_api import ProcessStatus, WorkerStatus
 from raymega.orchestrate.workers.placement_slots import WorkerSlot
 from raymega.orchestrate.workers.thread_status import STOPPED, process_state
 from raymega.orchestrate.workers.worker_actor import last_words
@@ -122,7 +123,7 @@ class HangProbe:
             if not (slot.assigned and slot.location):
                 continue
             if slot.rank not in silent:
-                self._calls.submit(slot, "thread_status", on_result=_on_thread_status)
+                self._calls.submit(slot, "thread_status", on_result=lambda _, status: [status])
                 continue
             self._ask_about(slot, slots, silent)
 
@@ -151,10 +152,6 @@ class HangProbe:
 def nothing(_slot: WorkerSlot, _answer: object) -> Reports:
     """Handle an answer without content: return no reports."""
     return []
-
-
-def _on_thread_status(_slot: WorkerSlot, standing: ThreadStatus) -> Reports:
-    return [standing]
 
 
 def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
@@ -188,6 +185,6 @@ def _broken_call(rank: int, error: Exception) -> WorkerFailed:
 
 def death_cause(error: RayActorError) -> str:
     """Return Ray's cause of an actor's death, without the ids before it and the general advice after it."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)
     return detail.partition(" Some common causes")[0].rstrip(".")[:MAX_CAUSE_LENGTH]

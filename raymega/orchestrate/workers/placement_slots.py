@@ -258,6 +258,7 @@ class WorkerSlots:
         for group in _groups(self.slots):
             remove_placement_group(group)
         self.slots = []
+        self._replaced.clear()  # the next slots are counted from 0 again
 
     def not_free(self, grid: Grid, *, block: int) -> Fault:
         """Return a fault that says why the slots are not held yet: free resources and those needed."""

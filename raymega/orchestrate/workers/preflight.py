@@ -17,7 +17,7 @@ from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
 from raymega.data.remote_dataset import is_remote
 from raymega.data.synthetic import SYNTHETIC_PATH
-from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
+from raymega.errors import ConfigError, Fault, RaymegaError, one_line, raise_faults
 from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.storage.registry import local_path, open_store
@@ -173,9 +173,12 @@ class Preflight:
             faults += _answer_faults(asked.nodes[node], check, result)
         # whether the driver sees what the nodes wrote
         if check.store_uri:
-            wrote = [node for node, result in asked.results.items() if _has_written(result)]
+            results = asked.results.items()
+            wrote = [node for node, its in results if not its.sees_driver and not its.writes]
             unseen = self._unseen(check, wrote)
-            faults += [_unseen_by_driver(asked.nodes[n], check, why) for n, why in unseen.items()]
+            for node, why in unseen.items():
+                wrote_to = f"what node {asked.nodes[node]} wrote to {check.store_uri} ({why})"
+                faults.append(_not_shared(f"the driver does not see {wrote_to}"))
             self._tidy(check, wrote)
         return faults
 
@@ -216,13 +219,12 @@ def _cause_of(look: Callable[..., None], *args: object) -> str:
     try:
         look(*args)
     except RaymegaError as error:
-        fault = error.faults[0]
-        cause = fault.fact if isinstance(fault, Fault) else fault
+        cause = error.faults[0].fact
     except OSError as error:
         cause = str(error)
     else:
         return ""
-    return " ".join(cause.split())[:MAX_CAUSE_LENGTH]
+    return one_line(cause, MAX_CAUSE_LENGTH)
 
 
 def _find(store: Store, key: str) -> None:
@@ -245,10 +247,6 @@ def _look_at_data(check: PreflightCheck) -> None:
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 
-def _has_written(result: PreflightResult) -> bool:
-    return not result.sees_driver and not result.writes
-
-
 def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) -> Iterator[Fault]:
     if result.sees_driver:
         yield _not_shared(
@@ -269,12 +267,6 @@ def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) ->
             remedy="put the dataset on an object store or a file system that all nodes share, or "
             "copy it to the same path on each node",
         )
-
-
-def _unseen_by_driver(name: str, check: PreflightCheck, why: str) -> Fault:
-    return _not_shared(
-        f"the driver does not see what node {name} wrote to {check.store_uri} ({why})"
-    )
 
 
 def _not_shared(fact: str) -> Fault:

@@ -136,9 +136,7 @@ class RayWorkerGroup:
             return None
         self._fill_later()
         self._listen(timeout_s)
-        if isinstance(lacking, Fault):
-            return lacking
-        return self._slots.not_free(self._plan.grid, block=self._block)
+        return lacking or self._slots.not_free(self._plan.grid, block=self._block)
 
     def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""

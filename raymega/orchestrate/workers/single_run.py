@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.errors import Fault
+from raymega.errors import Fault, one_line
 from raymega.messages import Report, WorkerDied, WorkerFailed, WorkerFinished
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import AttemptSpec
@@ -15,6 +15,8 @@ from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan
 
 POLL_S = 1.0
+MAX_CAUSE_LENGTH = 300
+"""Characters of an error that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class EntryRun:
     """
 
     locations: Mapping[int, WorkerLocation]
-    fault: Fault | str | None
+    fault: Fault | None
     exit_code: int = 1
 
 
@@ -90,7 +92,7 @@ def _silent(limit_s: float, log_dir: Path) -> Fault:
 def _broken(report: WorkerFailed | WorkerDied, log_dir: Path) -> Fault:
     cause = report.message if isinstance(report, WorkerFailed) else report.cause
     return Fault(
-        fact=f"rank {report.rank} failed: {' '.join(cause.split())[:300]}",
+        fact=f"rank {report.rank} failed: {one_line(cause, MAX_CAUSE_LENGTH)}",
         rule="every rank must start, meet the others and finish",
         remedy=f"look at {log_dir} on its node; check NCCL_SOCKET_IFNAME and the firewall",
     )

@@ -20,7 +20,7 @@ from typing import Protocol, cast
 
 import ray
 
-from raymega.errors import CommunicationError, Fault, LeaseError
+from raymega.errors import CommunicationError, LeaseError
 from raymega.events import StepFinished
 from raymega.messages import (
     Channel,
@@ -109,7 +109,11 @@ class Worker:
             LeaseError: This process has already served a newer attempt.
         """
         if self._is_older(start.attempt):
-            raise LeaseError(_stale_fault(start.attempt, self._attempt))
+            raise LeaseError(
+                fact=f"attempt {start.attempt} was to start in a process that serves attempt {self._attempt}",
+                rule="the number of an attempt is its epoch, and a worker obeys the newest",
+                remedy="look for a second driver of this run",
+            )
         self._attempt = start.attempt
         _write_output_to(Path(log_path), start)
         # a new queue: late reports of the attempt before stay in the old one
@@ -247,14 +251,6 @@ def worker_location() -> WorkerLocation:
         gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
         domain=str(labels.get(DOMAIN_LABEL, "")),
         accelerator=str(labels.get(ACCELERATOR_LABEL, "")),
-    )
-
-
-def _stale_fault(attempt: int, serving: int) -> Fault:
-    return Fault(
-        fact=f"attempt {attempt} was to start in a process that serves attempt {serving}",
-        rule="the number of an attempt is its epoch, and a worker obeys the newest",
-        remedy="look for a second driver of this run",
     )
 
 

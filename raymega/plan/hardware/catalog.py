@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raymega.errors import Fault, PlanError
+from raymega.errors import PlanError
 
 GIB = 2**30
 
@@ -219,9 +219,7 @@ def accelerator(name: str, *, field: str = "--gpu") -> Accelerator:
     if name in CATALOGUE:
         return CATALOGUE[name]
     raise PlanError(
-        Fault(
-            fact=f"{field} {name}",
-            rule=f"the catalogue has {', '.join(CATALOGUE)}",
-            remedy="use one of these",
-        )
+        fact=f"{field} {name}",
+        rule=f"the catalogue has {', '.join(CATALOGUE)}",
+        remedy="use one of these",
     )

@@ -5,6 +5,7 @@ The module reads and validates; ``raymega.plan.hardware.catalog`` has the figure
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from raymega.config.fields import Positive, PositiveFloat, Section
 from raymega.config.load import read_yaml
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, one_line, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
 
 SUFFIXES = (".yaml", ".yml")
@@ -74,9 +75,7 @@ def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
         return accelerator(text, field=field)
     path = Path(text)
     figures = _figures(path, field)
-    faults = _name_faults(path, figures)
-    if faults:
-        raise ConfigError(*faults)
+    raise_faults(ConfigError, _name_faults(path, figures))
     base = CATALOGUE[figures.like]
     shares = figures.fitted.model_dump(exclude_none=True)
     if "attention_share" in shares:  # of the kernel that the user has, whichever it is
@@ -92,11 +91,9 @@ def _figures(path: Path, field: str) -> AcceleratorFigures:
         return AcceleratorFigures.model_validate(raw)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
-            Fault(
-                fact=f"{field} {path}: {' '.join(str(error).split())}",
-                rule="an accelerator that the catalogue lacks is a YAML file that can be read",
-                remedy="write one as docs/planner.md shows",
-            )
+            fact=f"{field} {path}: {one_line(error)}",
+            rule="an accelerator that the catalogue lacks is a YAML file that can be read",
+            remedy="write one as docs/planner.md shows",
         ) from error
     except ValidationError as error:
         known = ", ".join(AcceleratorFigures.model_fields)
@@ -113,25 +110,19 @@ def _figures(path: Path, field: str) -> AcceleratorFigures:
         ) from error
 
 
-def _name_faults(path: Path, figures: AcceleratorFigures) -> list[Fault]:
+def _name_faults(path: Path, figures: AcceleratorFigures) -> Iterator[Fault]:
     names = ", ".join(CATALOGUE)
-    faults = []
     # the device that the file refers to
     if figures.like not in CATALOGUE:
-        faults.append(
-            Fault(
-                fact=f"{path}: like={figures.like!r}",
-                rule=f"what the file leaves out is that of a device of the catalogue: {names}",
-                remedy="name the nearest of them",
-            )
+        yield Fault(
+            fact=f"{path}: like={figures.like!r}",
+            rule=f"what the file leaves out is that of a device of the catalogue: {names}",
+            remedy="name the nearest of them",
         )
     # its own name
     if figures.name in CATALOGUE:
-        faults.append(
-            Fault(
-                fact=f"{path}: name={figures.name!r}",
-                rule="the catalogue has a device of that name, with its own expected error",
-                remedy=f"take another name, such as {figures.name}-mine",
-            )
+        yield Fault(
+            fact=f"{path}: name={figures.name!r}",
+            rule="the catalogue has a device of that name, with its own expected error",
+            remedy=f"take another name, such as {figures.name}-mine",
         )
-    return faults

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf, lcm
 
-from raymega.errors import Fault, PlanError
+from raymega.errors import PlanError
 from raymega.plan.packing.cost import PackCost, pairs_of
 from raymega.plan.packing.rebalance import Rebalancer
 
@@ -327,7 +327,8 @@ def _evened(
     rounds: Sequence[Round], lengths: Sequence[int], limits: PackLimits, cost: PackCost
 ) -> tuple[Round, ...]:
     """Exchange documents of single ranks until ranks end together."""
-    lists = [[_pack_at(packs, rank) for packs in rounds] for rank in range(limits.num_ranks)]
+    at_rank = [[pack for pack in packs for _ in range(pack.size)] for packs in rounds]
+    lists = list(zip(*at_rank, strict=True))
     # The number of micro-batches after which a rank shares no pack any more.
     shared = [
         max((i + 1 for i, pack in enumerate(mine) if pack.size > 1), default=0) for mine in lists
@@ -354,10 +355,6 @@ def _evened(
                 single.add(document, lengths[document])
             made[index][at] = _pack_of(single, rank, single.seconds(limits, cost), limits)
     return tuple(tuple(packs) for packs in made)
-
-
-def _pack_at(packs: Round, rank: int) -> Pack:
-    return next(pack for pack in packs if pack.first_rank <= rank < pack.first_rank + pack.size)
 
 
 def _starts(rounds: Sequence[Round], shared: Sequence[int]) -> list[float]:
@@ -389,9 +386,7 @@ def _check(lengths: Sequence[int], limits: PackLimits) -> None:
     if longest <= room:
         return
     raise PlanError(
-        Fault(
-            fact=f"a document of {longest} tokens",
-            rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
-            remedy="use a shorter data.seq_len, or more ranks in dp * cp",
-        )
+        fact=f"a document of {longest} tokens",
+        rule=f"{limits.num_ranks} ranks of {limits.max_tokens} tokens each hold {room} together",
+        remedy="use a shorter data.seq_len, or more ranks in dp * cp",
     )

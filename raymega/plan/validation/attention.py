@@ -14,7 +14,7 @@ MAX_ATTENTION_BYTES = 2 << 30
 """Most bytes of one layer's attention weights under dropout: a few such layers fill a GPU."""
 
 
-@reads("model.hidden_size", "model.num_heads", "model.head_dim", "model.family", "model.mla")
+@reads("model.hidden_size num_heads head_dim family mla")
 def head_width_faults(
     width: int, heads: int, features: int | str, family: str, mla: MlaSection
 ) -> Iterator[Fault]:
@@ -43,12 +43,7 @@ def head_width_faults(
 
 
 @reads(
-    "model.rope_scaling",
-    "model.family",
-    "model.rope_low_freq_factor",
-    "model.rope_high_freq_factor",
-    "model.rope_beta_slow",
-    "model.rope_beta_fast",
+    "model.rope_scaling family rope_low_freq_factor rope_high_freq_factor rope_beta_slow rope_beta_fast"
 )
 def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[Fault]:
     """Check that the family has RoPE, and that the bounds of its scaling are in order.
@@ -77,7 +72,7 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
     )
 
 
-@reads("model.mla", "model.family", "model.num_kv_heads", "model.head_dim")
+@reads("model.mla family num_kv_heads head_dim")
 def mla_faults(
     mla: MlaSection, family: str, kv_heads: int | str, head_dim: int | str
 ) -> Iterator[Fault]:
@@ -130,7 +125,7 @@ def mla_faults(
     yield from broken_rows(rows)
 
 
-@reads("model.mla", "model.rope_scaling", "model.rope_mscale_all_dim")
+@reads("model.mla rope_scaling rope_mscale_all_dim")
 def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator[Fault]:
     """Check that YaRN's factor on whole scores is set only with latent attention."""
     if not weight or (mla.kv_lora_rank and scaling == "yarn"):
@@ -143,7 +138,7 @@ def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator
     )
 
 
-@reads("model.num_nextn_predict_layers", "data.seq_len")
+@reads("model.num_nextn_predict_layers, data.seq_len")
 def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
     """Check that a row has the furthest token that the model predicts."""
     if depth >= seq_len:
@@ -154,7 +149,7 @@ def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
         )
 
 
-@reads("data.seq_len", "model.max_positions")
+@reads("data.seq_len, model.max_positions")
 def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
     """Check that a sequence has no more positions than the model."""
     if seq_len > longest:
@@ -165,7 +160,7 @@ def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
         )
 
 
-@reads("data.packing", "model.attention_dropout")
+@reads("data.packing, model.attention_dropout")
 def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
     """Check that attention weights are dropped only in rows without packed documents."""
     if rate and packing != "none":
@@ -178,13 +173,8 @@ def packed_dropout_faults(packing: str, rate: float) -> Iterator[Fault]:
 
 
 @reads(
-    "model.attention_dropout",
-    "data.seq_len",
-    "model.num_heads",
-    "parallel.tp",
-    "parallel.cp",
-    "schedule.micro_batch_size",
-    "precision.dtype",
+    "model.attention_dropout, data.seq_len, model.num_heads, parallel.tp cp, "
+    "schedule.micro_batch_size, precision.dtype"
 )
 def weight_faults(
     rate: float, seq_len: int, heads: int, tp: int, cp: int, micro_batch_size: int, dtype: str

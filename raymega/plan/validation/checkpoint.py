@@ -12,7 +12,7 @@ from raymega.plan.validation.rule import reads
 MAX_ELEMENT_BYTES = 8
 
 
-@reads("checkpoint.keep_best", "checkpoint.every", "run.eval_every", "run.eval_samples")
+@reads("checkpoint.keep_best every, run.eval_every eval_samples")
 def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) -> Iterator[Fault]:
     """Check that every saved step is evaluated, where the best checkpoints are kept."""
     if not best or (every and eval_every and every % eval_every == 0 and eval_samples):
@@ -31,7 +31,7 @@ def keep_best_faults(best: int, every: int, eval_every: int, eval_samples: int) 
     yield Fault(fact=f"checkpoint.keep_best={best}", rule=rule, remedy=remedy)
 
 
-@reads("checkpoint.buffer_bytes", "model.hidden_size", "model.ffn_hidden_size")
+@reads("checkpoint.buffer_bytes, model.hidden_size ffn_hidden_size")
 def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> Iterator[Fault]:
     """Check that the buffer holds a row of the widest tensor, in float64."""
     # A save cuts tensors only between rows.
@@ -45,7 +45,7 @@ def buffer_faults(buffer_bytes: int, width: int, ffn_hidden_size: int) -> Iterat
         )
 
 
-@reads("checkpoint.init_from", UPCYCLE, RENAME, REINIT, IGNORE, CHANGED)
+@reads("checkpoint.init_from init_upcycle init_rename reinit init_ignore allow_changed")
 def init_from_faults(init_from: str, is_upcycled: bool, *rules: tuple[str, ...]) -> Iterator[Fault]:
     """Check the syntax of rules on names, and that there is a checkpoint to apply them to."""
     given = dict(zip((RENAME, REINIT, IGNORE, CHANGED), rules, strict=True))

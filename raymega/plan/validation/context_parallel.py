@@ -12,7 +12,7 @@ from raymega.plan.validation.rule import broken_rows, reads
 DYNAMIC = "parallel.dynamic_cp=true with "
 
 
-@reads("parallel.tp", "parallel.cp", "data.seq_len", "parallel.sequence_parallel")
+@reads("parallel.tp cp, data.seq_len, parallel.sequence_parallel")
 def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fault]:
     """Check that 2 cp chunks divide a sequence, and that tp divides them under sequence parallelism."""
     if cp > 1 and seq_len % (2 * cp):
@@ -39,7 +39,7 @@ def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fa
         )
 
 
-@reads("data.packing", "parallel.cp", "data.document_multiple", "parallel.dynamic_cp")
+@reads("data.packing, parallel.cp, data.document_multiple, parallel.dynamic_cp")
 def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> Iterator[Fault]:
     """Check that 2 cp chunks divide each packed document."""
     if packing == "none" or cp == 1 or is_dynamic or multiple % (2 * cp) == 0:
@@ -54,13 +54,8 @@ def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> I
 
 
 @reads(
-    "parallel.dynamic_cp",
-    "data.packing",
-    "parallel.cp",
-    "parallel.dp",
-    "parallel.cp_method",
-    "schedule.micro_batch_size",
-    "tracking.activations_every",
+    "parallel.dynamic_cp, data.packing, parallel.cp dp cp_method, schedule.micro_batch_size, "
+    "tracking.activations_every"
 )
 def dynamic_faults(
     is_dynamic: bool,
@@ -111,7 +106,7 @@ def dynamic_faults(
     yield from broken_rows(rows)
 
 
-@reads("model.moe", "parallel.dynamic_cp", "parallel.moe_token_dispatcher_type")
+@reads("model.moe, parallel.dynamic_cp moe_token_dispatcher_type")
 def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iterator[Fault]:
     """Check that routing does not depend on the micro-batch, which differs between layouts.
 
@@ -142,7 +137,7 @@ def dynamic_moe_faults(moe: MoeSection, is_dynamic: bool, dispatch: str) -> Iter
     yield from broken_rows(rows)
 
 
-@reads("precision.fp8", "parallel.dynamic_cp")
+@reads("precision.fp8, parallel.dynamic_cp")
 def dynamic_fp8_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
     """Check that fp8 scales do not depend on the micro-batch, which differs between layouts."""
     if is_dynamic and fp8 == "tensorwise":
@@ -154,14 +149,7 @@ def dynamic_fp8_faults(fp8: str, is_dynamic: bool) -> Iterator[Fault]:
         )
 
 
-@reads(
-    "parallel.dynamic_cp",
-    "parallel.cp",
-    "parallel.tp",
-    "data.seq_len",
-    "parallel.sequence_parallel",
-    "model.moe",
-)
+@reads("parallel.dynamic_cp cp tp, data.seq_len, parallel.sequence_parallel, model.moe")
 def dynamic_length_faults(
     is_dynamic: bool, cp: int, tp: int, seq_len: int, is_cut: bool, moe: MoeSection
 ) -> Iterator[Fault]:
@@ -181,14 +169,7 @@ def dynamic_length_faults(
     )
 
 
-@reads(
-    "parallel.cp",
-    "parallel.cp_method",
-    "parallel.hierarchical_cp_size",
-    "parallel.tp",
-    "model.num_heads",
-    "model.num_kv_heads",
-)
+@reads("parallel.cp cp_method hierarchical_cp_size tp, model.num_heads num_kv_heads")
 def exchange_faults(
     cp: int, method: str, inner: int, tp: int, heads: int, kv_heads: int | str
 ) -> Iterator[Fault]:
@@ -229,7 +210,7 @@ def exchange_faults(
         )
 
 
-@reads("model.attention_dropout", "parallel.cp", "parallel.cp_method")
+@reads("model.attention_dropout, parallel.cp cp_method")
 def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
     """Check that ranks see whole rows where attention weights are dropped: no fused kernel does it."""
     if rate and cp > 1 and method != "all_to_all":

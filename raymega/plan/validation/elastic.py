@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import prod
 
 from raymega.errors import Fault
-from raymega.plan.validation.rule import Rule, fields, reads
+from raymega.plan.validation.rule import Rule, reads
 
 
-@reads("cluster.host", "elastic.spares", "elastic.snapshot_every")
+@reads("cluster.host, elastic.spares snapshot_every")
 def host_faults(host: str, spares: int, snapshot_every: int) -> Iterator[Fault]:
     """Check that the host keeps processes, where spares or snapshots need them."""
     asked = {"elastic.spares": spares, "elastic.snapshot_every": snapshot_every}
@@ -22,7 +22,7 @@ def host_faults(host: str, spares: int, snapshot_every: int) -> Iterator[Fault]:
             )
 
 
-@reads("elastic.spares", "parallel.tp", "parallel.is_tp_across_nodes_allowed")
+@reads("elastic.spares, parallel.tp is_tp_across_nodes_allowed")
 def spares_faults(spares: int, tp: int, is_tp_across_nodes_allowed: bool) -> Iterator[Fault]:
     """Check that spares replace whole tp groups, unless such a group may span nodes."""
     if spares % tp and not is_tp_across_nodes_allowed:
@@ -34,7 +34,7 @@ def spares_faults(spares: int, tp: int, is_tp_across_nodes_allowed: bool) -> Ite
         )
 
 
-@reads("elastic.min_workers", "parallel.tp", "parallel.cp", "parallel.dp", "parallel.pp")
+@reads("elastic.min_workers, parallel.tp cp dp pp")
 def min_workers_faults(least: int | str, *degrees: int) -> Iterator[Fault]:
     """Check that the least number of workers is not above that of the job's grid."""
     world_size = prod(degrees)
@@ -62,11 +62,11 @@ def _ratio_rule(field: str) -> Rule:
 
 # One rule a field: a rule gets its values without their names.
 RATIO_RULES = tuple(
-    map(_ratio_rule, fields("elastic", "spike_loss spike_grad_norm straggler_ratio"))
+    _ratio_rule(f"elastic.{name}") for name in ("spike_loss", "spike_grad_norm", "straggler_ratio")
 )
 
 
-@reads("elastic.hang_timeout_min_s", "elastic.hang_timeout_max_s")
+@reads("elastic.hang_timeout_min_s hang_timeout_max_s")
 def hang_faults(least_s: float, most_s: float) -> Iterator[Fault]:
     """Check that the bounds of the hang timeout are in order."""
     if least_s > most_s:

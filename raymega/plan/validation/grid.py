@@ -8,10 +8,10 @@ from math import gcd
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 from raymega.plan.grid import AXES
-from raymega.plan.validation.rule import divisors, fields, reads
+from raymega.plan.validation.rule import divisors, reads
 
 
-@reads(*fields("parallel", "order tp cp dp ep etp"))
+@reads("parallel.order tp cp dp ep etp")
 def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Iterator[Fault]:
     """Check that etp * ep divides the ranks of a pipeline stage, and that the order names every axis."""
     ranks, sharers = tp * cp * dp, etp * ep
@@ -30,7 +30,7 @@ def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Ite
         )
 
 
-@reads("cluster.num_workers", *fields("parallel", "tp cp dp pp"))
+@reads("cluster.num_workers, parallel.tp cp dp pp")
 def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> Iterator[Fault]:
     """Check that the grid has as many ranks as the job has workers."""
     world_size = tp * cp * dp * pp
@@ -48,10 +48,7 @@ def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> 
     )
 
 
-@reads(
-    *fields("parallel", "sharding data_parallel_shard_degree dp cp tp ep etp"),
-    "model.moe",
-)
+@reads("parallel.sharding data_parallel_shard_degree dp cp tp ep etp, model.moe")
 def sharding_group_faults(
     sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
 ) -> Iterator[Fault]:

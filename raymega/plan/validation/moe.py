@@ -11,7 +11,7 @@ from raymega.plan.validation.rule import divisors, reads
 from raymega.schedule.table import can_pair
 
 
-@reads("model.moe", "model.num_layers")
+@reads("model.moe num_layers")
 def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
     """Check the section by itself: values that contradict each other, and those without effect."""
     if not moe.num_experts:
@@ -24,7 +24,7 @@ def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
     yield from _balance_faults(moe)
 
 
-@reads("model.moe", "parallel.tp", "parallel.cp", "data.seq_len", "schedule.micro_batch_size")
+@reads("model.moe, parallel.tp cp, data.seq_len, schedule.micro_batch_size")
 def expert_token_faults(
     moe: MoeSection, tp: int, cp: int, seq_len: int, rows: int
 ) -> Iterator[Fault]:
@@ -41,7 +41,7 @@ def expert_token_faults(
     )
 
 
-@reads("model.moe", "model.ffn_hidden_size", "parallel.ep", "parallel.etp")
+@reads("model.moe ffn_hidden_size, parallel.ep etp")
 def expert_place_faults(
     moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int
 ) -> Iterator[Fault]:
@@ -75,11 +75,7 @@ def expert_place_faults(
 
 
 @reads(
-    "parallel.overlap_moe_expert_parallel_comm",
-    "parallel.sharding",
-    "schedule.name",
-    "parallel.pp",
-    "schedule.chunks",
+    "parallel.overlap_moe_expert_parallel_comm sharding, schedule.name, parallel.pp, schedule.chunks"
 )
 def overlap_faults(
     is_overlapped: bool, sharding: str, schedule: str, pp: int, chunks: int

@@ -8,7 +8,7 @@ from typing import Any
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
-from raymega.plan.validation.rule import fields, reads
+from raymega.plan.validation.rule import reads
 from raymega.plan.validation.unused_fields import default_of
 from raymega.schedule.order import make_sizes
 from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
@@ -18,10 +18,10 @@ SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches"
               "wgrad_activation_fraction")  # fmt: skip
 MAX_LISTED = 100_000
 """Most layers of a model and stages of a pipeline: above any real job, and quick to enumerate."""
-PIPELINE = ("schedule.name", "parallel.pp", "schedule.chunks")
+PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 
-@reads("parallel.pp", "model.num_layers", "parallel.stages")
+@reads("parallel.pp, model.num_layers, parallel.stages")
 def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
     """Check the number of layers, and that there is at least one for each rank."""
     if layers > MAX_LISTED:
@@ -38,7 +38,7 @@ def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
         )
 
 
-@reads(*PIPELINE, *fields("schedule", " ".join(SCHEDULING)))
+@reads(f"{PIPELINE}, schedule.{' '.join(SCHEDULING)}")
 def sizes_faults(
     name: str, pp: int, chunks: int, group_size: int | str, *others: int | float | str
 ) -> Iterator[Fault]:
@@ -57,7 +57,7 @@ def sizes_faults(
     yield from unused_size_faults(name, chunks=chunks, given=given)
 
 
-@reads(*PIPELINE, "model.num_layers", *fields("parallel", " ".join(PLACING)))
+@reads(f"{PIPELINE}, model.num_layers, parallel.{' '.join(PLACING)}")
 def stage_faults(
     name: str, pp: int, chunks: int, layers: int, *placing: str | int | bool
 ) -> Iterator[Fault]:
@@ -77,7 +77,7 @@ def stage_faults(
     by_field: dict[str, Any] = dict(zip(PLACING, placing, strict=True))
     parallel = ParallelSection(**by_field)
     placement = make_placement(name, pp=pp, chunks=chunks)
-    faults = placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)
+    faults = [*placement_faults(parallel, num_layers=layers, num_stages=placement.num_stages)]
     if faults or (pp > layers and parallel.stages in KINDS):
         yield from faults
         return

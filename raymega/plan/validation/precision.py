@@ -8,7 +8,7 @@ from raymega.errors import Fault
 from raymega.plan.validation.rule import divisors, reads
 
 
-@reads("precision.fp8", "precision.dtype")
+@reads("precision.fp8 dtype")
 def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
     """Check that fp8 is not combined with float16, whose loss scale changes during a run."""
     if fp8 != "none" and dtype == "float16":
@@ -20,7 +20,7 @@ def fp8_dtype_faults(fp8: str, dtype: str) -> Iterator[Fault]:
         )
 
 
-@reads("precision.fp8", "precision.fp8_end_blocks", "model.num_layers")
+@reads("precision.fp8 fp8_end_blocks, model.num_layers")
 def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fault]:
     """Check that the blocks kept in the compute dtype leave some for fp8."""
     if fp8 != "none" and 2 * end_blocks >= num_layers:
@@ -32,7 +32,7 @@ def fp8_block_faults(fp8: str, end_blocks: int, num_layers: int) -> Iterator[Fau
         )
 
 
-@reads("precision.fp8", "parallel.tp", "model.num_heads", "model.num_kv_heads")
+@reads("precision.fp8, parallel.tp, model.num_heads num_kv_heads")
 def fp8_head_faults(fp8: str, tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
     """Check that no two tp ranks share a key head under fp8.
 
@@ -49,7 +49,7 @@ def fp8_head_faults(fp8: str, tp: int, heads: int, kv_heads: int | str) -> Itera
     )
 
 
-@reads("precision.loss_scale", "precision.min_loss_scale")
+@reads("precision.loss_scale min_loss_scale")
 def loss_scale_faults(first: float, smallest: float) -> Iterator[Fault]:
     """Check that the loss scale does not start below its minimum."""
     if smallest > first:

@@ -25,18 +25,15 @@ class Rule:
         return list(self.check(*values, **named))
 
 
-def reads(*paths: str) -> Callable[[Check], Rule]:
+def reads(sections: str) -> Callable[[Check], Rule]:
     """Return a decorator that makes a generator of faults a rule; ``registry.py`` must list the rule.
 
     Args:
-        paths: Dotted paths of the fields that the function gets as arguments, such as ``parallel.cp``.
+        sections: Fields that the function gets as arguments, by section: ``parallel.tp cp, model.num_heads``.
     """
+    parts = (part.split(".") for part in sections.split(", "))
+    paths = tuple(f"{section}.{name}" for section, names in parts for name in names.split())
     return lambda check: Rule(paths, check)
-
-
-def fields(section: str, names: str) -> tuple[str, ...]:
-    """Return the dotted paths of several fields of a section; blanks separate ``names``."""
-    return tuple(f"{section}.{name}" for name in names.split())
 
 
 def broken_rows(rows: Iterable[FaultRow]) -> list[Fault]:

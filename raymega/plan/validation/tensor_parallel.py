@@ -10,7 +10,7 @@ from raymega.errors import Fault
 from raymega.plan.validation.rule import divisors, reads
 
 
-@reads("parallel.tp", "model.num_heads")
+@reads("parallel.tp, model.num_heads")
 def head_faults(tp: int, heads: int) -> Iterator[Fault]:
     """Check that tp divides the query heads."""
     if heads % tp:
@@ -21,7 +21,7 @@ def head_faults(tp: int, heads: int) -> Iterator[Fault]:
         )
 
 
-@reads("parallel.tp", "model.ffn_hidden_size", "model.moe", "model.num_layers")
+@reads("parallel.tp, model.ffn_hidden_size moe num_layers")
 def cut_width_faults(
     tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
 ) -> Iterator[Fault]:
@@ -40,7 +40,7 @@ def cut_width_faults(
             )
 
 
-@reads("parallel.tp", "model.num_heads", "model.num_kv_heads")
+@reads("parallel.tp, model.num_heads num_kv_heads")
 def kv_head_faults(tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
     """Check that ranks hold whole key and value heads, or that several share one."""
     if kv_heads == "num_heads":
@@ -61,7 +61,7 @@ def kv_head_faults(tp: int, heads: int, kv_heads: int | str) -> Iterator[Fault]:
         )
 
 
-@reads("parallel.tp", "model.vocab_size", "model.make_vocab_size_divisible_by")
+@reads("parallel.tp, model.vocab_size make_vocab_size_divisible_by")
 def vocabulary_faults(tp: int, vocab_size: int, multiple: int) -> Iterator[Fault]:
     """Check that tp divides the rows of the padded vocabulary."""
     rows = -(-vocab_size // multiple) * multiple

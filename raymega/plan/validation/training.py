@@ -10,7 +10,7 @@ from raymega.errors import Fault
 from raymega.plan.validation.rule import reads
 
 
-@reads("optimizer.lr_warmup_steps", "optimizer.lr_decay_steps")
+@reads("optimizer.lr_warmup_steps lr_decay_steps")
 def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
     """Check that the warm-up ends before the decay does."""
     # With decay at run.steps, a run shorter than its warm-up is legal: it only warms up.
@@ -22,13 +22,7 @@ def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
         )
 
 
-@reads(
-    "optimizer.lr_schedule",
-    "optimizer.lr_warmup_steps",
-    "optimizer.lr_cooldown_steps",
-    "optimizer.lr_decay_steps",
-    "run.steps",
-)
+@reads("optimizer.lr_schedule lr_warmup_steps lr_cooldown_steps lr_decay_steps, run.steps")
 def lr_schedule_faults(
     name: str, warmup: int, cooldown: int, decay: int | str, steps: int
 ) -> Iterator[Fault]:
@@ -65,7 +59,7 @@ def lr_schedule_faults(
     )
 
 
-@reads("data.batch_ramp", "data.global_batch_size")
+@reads("data.batch_ramp global_batch_size")
 def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> Iterator[Fault]:
     """Check that the ramp's stages are in order, and that their batches grow to the global batch."""
     # ends of the stages
@@ -89,7 +83,7 @@ def batch_ramp_faults(ramp: Sequence[BatchStage], global_batch_size: int) -> Ite
             )
 
 
-@reads("data.packing", "data.seq_len", "data.document_multiple")
+@reads("data.packing seq_len document_multiple")
 def packing_faults(packing: str, seq_len: int, multiple: int) -> Iterator[Fault]:
     """Check that a row is a multiple of what its documents are padded to."""
     if packing == "none" and multiple > 1:
@@ -107,7 +101,7 @@ def packing_faults(packing: str, seq_len: int, multiple: int) -> Iterator[Fault]
         )
 
 
-@reads("memory.recompute", "memory.recompute_parts")
+@reads("memory.recompute recompute_parts")
 def recompute_faults(recompute: str, parts: Sequence[str]) -> Iterator[Fault]:
     """Check that selective recompute names a part."""
     if recompute == "selective" and not parts:

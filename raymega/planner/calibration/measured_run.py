@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, one_line
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
@@ -71,7 +71,7 @@ def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         found = tuple(_layouts(records))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_no_run(run, " ".join(str(error).split()))) from error
+        raise ConfigError(_no_run(run, one_line(error))) from error
     if not found:
         raise ConfigError(_no_run(run, f"no layout has more than {LEFT_OUT} steps"))
     return found

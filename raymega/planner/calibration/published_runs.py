@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, PlanError
+from raymega.errors import ConfigError, Fault, PlanError, one_line
 from raymega.plan.flops import flops_per_token
 from raymega.plan.fp8_layers import ALL_IN_EIGHT, NONE_IN_EIGHT, Fp8Coverage
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -28,7 +28,8 @@ COLUMNS = (
     "tflops_per_gpu", "iter_s", "note",
 )  # fmt: skip
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-OPEN_RECOMPUTES = ("none", "full")
+OPEN_RECOMPUTES: tuple[str, ...] = ("none", "full")
+"""Values of recompute to try where a row does not state it."""
 SCHEDULES = {"ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
 DEFAULT_VOCAB = 51200
 DROPOUT = 0.1
@@ -40,8 +41,9 @@ COUNTS_WHOLE_SQUARE = ("MoE-Parallel-Folding", "NeMo docs performance_long_seque
 """Sources without a step time that count attention's FLOPs without a causal mask, as Megatron-LM
 did."""
 PRINTS_FAILURES = ("MoE-Parallel-Folding",)
-MICRO_BATCHES = {"MoE-Parallel-Folding": 1}
-"""Sequences of a micro-batch where a source's table does not state them, from its authors'
+"""Sources that print runs out of memory, and so did not fall back on full recompute."""
+ONE_SEQUENCE = ("MoE-Parallel-Folding",)
+"""Sources whose micro-batches have one sequence where their table does not state it, from the authors'
 benchmark files (Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf)."""
 CAPACITY_FACTOR = 1.0
 """Capacity factor of the runs with experts: tokens above an expert's share are dropped."""
@@ -123,7 +125,7 @@ def published_run(row: Row) -> PublishedRun:
         try:
             candidates = tuple(_with_dropout(make_plan(job), row) for job in _jobs(row))
         except (PlanError, ValueError) as error:
-            skipped = " ".join(str(error).split())
+            skipped = one_line(error)
     return PublishedRun(
         source=row["source"],
         model=row["model"],
@@ -154,9 +156,8 @@ def _derived_s(row: Row, candidates: tuple[RunPlan, ...]) -> float:
 
 
 def _not_expressible(row: Row) -> str:
-    lacking = [
-        name for name in ("layers", "hidden", "heads", "seq", "n_gpus", "gbs") if not row[name]
-    ]
+    needed = ("layers", "hidden", "heads", "seq", "n_gpus", "gbs")
+    lacking = [name for name in needed if not row[name]]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
     if not _gpu(row):
@@ -182,11 +183,17 @@ def _is_fully_sharded(row: Row) -> bool:
 def _jobs(row: Row) -> Iterator[Job]:
     """Yield each job that the row may describe."""
     sequences = _number(row, "gbs") / _dp(row)
-    stated = _number(row, "mbs") or _by_source(MICRO_BATCHES, row)
+    stated = _number(row, "mbs")
+    if not stated and row["source"].startswith(ONE_SEQUENCE):
+        stated = 1
     if not stated and _is_torchtitan(row):
         stated = sequences // _number(row, "pp", 1)  # pipeline_parallel_microbatches is pp then
     sizes = (int(stated),) if stated else MICRO_BATCH_SIZES
-    recomputes = (_recompute(row),) if row["recompute"] else _open_recomputes(row)
+    recomputes = OPEN_RECOMPUTES
+    if row["recompute"]:
+        recomputes = (row["recompute"].split("(")[0].split()[0],)
+    elif row["source"].startswith(PRINTS_FAILURES):
+        recomputes = ("none",)
     layers, pp = int(_number(row, "layers")), int(_number(row, "pp", 1))
     chunks: tuple[int, ...] = (int(_number(row, "vpp", 1)),)
     if not row["vpp"] and layers % pp == 0 and pp > 1:
@@ -196,14 +203,6 @@ def _jobs(row: Row) -> Iterator[Job]:
     for size, recompute, v in product(sizes, recomputes, chunks):
         if size <= sequences:
             yield _job(row, micro_batch_size=size, recompute=recompute, chunks=v)
-
-
-def _open_recomputes(row: Row) -> tuple[str, ...]:
-    """Return the values of recompute to try where a row does not state it.
-
-    A source that prints runs out of memory did not fall back on full recompute.
-    """
-    return ("none",) if row["source"].startswith(PRINTS_FAILURES) else OPEN_RECOMPUTES
 
 
 def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job:
@@ -254,10 +253,6 @@ def _job(row: Row, *, micro_batch_size: int, recompute: str, chunks: int) -> Job
         "precision": {"dtype": "bfloat16"},
     }
     return Job.model_validate(values)
-
-
-def _by_source(figures: Mapping[str, int], row: Row) -> int:
-    return next((n for source, n in figures.items() if row["source"].startswith(source)), 0)
 
 
 def _expert_width(row: Row) -> int:
@@ -318,10 +313,6 @@ def _with_dropout(plan: RunPlan, row: Row) -> RunPlan:
     return replace(plan, job=plan.job.with_values(model=rates))
 
 
-def _recompute(row: Row) -> str:
-    return row["recompute"].split("(")[0].split()[0]
-
-
 def _software(row: Row) -> Software:
     """Return the traits of the row's system, by its number format.
 
@@ -363,11 +354,9 @@ def _number(row: Row, name: str, default: float = 0.0) -> float:
         return float(row[name]) if row[name] else default
     except ValueError:
         raise ConfigError(
-            Fault(
-                fact=f"{row['model']}: {name}={row[name]!r}",
-                rule="it must be a number, or empty where the source does not say",
-                remedy="correct that cell of the table",
-            )
+            fact=f"{row['model']}: {name}={row[name]!r}",
+            rule="it must be a number, or empty where the source does not say",
+            remedy="correct that cell of the table",
         ) from None
 
 

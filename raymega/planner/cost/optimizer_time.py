@@ -26,7 +26,7 @@ from raymega.planner.kernels.collective_time import (
 )
 
 
-class _Transfer(NamedTuple):
+class Transfer(NamedTuple):
     """Collective on Muon's matrices.
 
     Attributes:
@@ -49,14 +49,6 @@ def update_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float
     return _muon_s(job, held, grid, device) + _maxima_s(job, held, grid, device)
 
 
-def exchanged_bytes(job: Job, held: Elements, grid: Grid) -> float:
-    """Return the mean bytes that a rank sends to assemble Muon's matrices and to return them."""
-    return sum(
-        each.times * each.num_bytes * (each.size - 1) / each.size
-        for each in _transfers(job, held, grid)
-    )
-
-
 def newton_schulz_flops(model: ModelSection, layer: int, num_steps: int) -> float:
     """Return the FLOPs of Newton-Schulz on all matrices of a block.
 
@@ -75,13 +67,13 @@ def _muon_s(job: Job, held: Elements, grid: Grid, device: Accelerator) -> float:
     if job.optimizer.name != "muon":
         return 0.0
     moved = 0.0
-    for each in _transfers(job, held, grid):
+    for each in transfers(job, held, grid):
         span = make_span(device, size=each.size, stride=each.stride)
         moved += each.times * each.seconds(device, span, each.num_bytes)
     return moved + _orthogonal_s(job, grid, device)
 
 
-def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
+def transfers(job: Job, held: Elements, grid: Grid) -> Iterator[Transfer]:
     """Yield the collectives on dense matrices inside blocks, and on those of experts.
 
     Ranks of a cut send their parts to the owners and get them back. Ranks that share the state
@@ -101,11 +93,11 @@ def _transfers(job: Job, held: Elements, grid: Grid) -> Iterator[_Transfer]:
         ranks = dp_shard_ranks(job.parallel, replicas) if is_shared_out else replicas
         part = elements / ranks * _wide(job)
         # To the owners and back: two exchanges.
-        yield _Transfer(exchange_s, cut, 1, part, 2)
+        yield Transfer(exchange_s, cut, 1, part, 2)
         if is_shared_out:
-            yield _Transfer(exchange_s, ranks, stride, part, 2)
+            yield Transfer(exchange_s, ranks, stride, part, 2)
         else:
-            yield _Transfer(gather_s, ranks, stride, part * ranks, 1)
+            yield Transfer(gather_s, ranks, stride, part * ranks, 1)
 
 
 def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:

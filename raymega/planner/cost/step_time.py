@@ -8,7 +8,7 @@ The module combines stages to a pipeline, and adds what happens once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 
 from raymega.config.schema import Job
@@ -26,9 +26,9 @@ from raymega.planner.kernels.collective_time import gather_s, make_span, message
 from raymega.planner.kernels.kernel_time import host_s, memory_s
 from raymega.planner.kernels.system_traits import RAYMEGA, Software
 
-OPTIMIZER_BYTES = 34
-"""Bytes read and written for one parameter: gradient, master and two moments are read; all but the
-gradient, and the weight, are written."""
+OPTIMIZER_BYTES = 28 + 6
+"""Bytes read and written for one parameter. The fused update reads gradient, master and two moments, and
+writes all but the gradient; the rounding then reads the master again and writes the weight."""
 BEGINS_LATE = ("zb_h2", "zb_v")
 """Schedules whose bubble has the late start of later ranks. Steps in a row share it where no rank
 waits for the update."""
@@ -63,6 +63,11 @@ class StepTime:
     sharing_s: float = 0.0
     experts_s: float = 0.0
     straggler_s: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part by its name in words, such as ``tensor parallel``."""
+        return {name[:-2].replace("_", " "): seconds for name, seconds in asdict(self).items()}
 
     @property
     def total_s(self) -> float:

@@ -6,7 +6,7 @@ The module checks what such a file must state, and keeps the fields that the fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raymega.config.load import ParsedJob
@@ -61,25 +61,19 @@ def planned_for(values: Mapping[str, Any]) -> Accelerator:
     return find_accelerator("cpu" if name == BY_DEVICE else name, field="cluster.accelerator")
 
 
-def auto_faults(values: Mapping[str, Any]) -> list[Fault]:
+def auto_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Return the faults of a job with ``parallel.layout=auto`` that omits what a choice needs."""
-    faults = []
     if values.get("cluster.num_workers") == "grid":
-        faults.append(
-            Fault(
-                fact="parallel.layout=auto with cluster.num_workers=grid",
-                rule="a layout is chosen for a number of workers, and the grid is what is to be chosen",
-                remedy="set cluster.num_workers, such as 8",
-            )
+        yield Fault(
+            fact="parallel.layout=auto with cluster.num_workers=grid",
+            rule="a layout is chosen for a number of workers, and the grid is what is to be chosen",
+            remedy="set cluster.num_workers, such as 8",
         )
     device = values.get("cluster.device")
     if values.get("cluster.accelerator") == BY_DEVICE and device not in (None, "cpu"):
-        faults.append(
-            Fault(
-                fact=f"parallel.layout=auto with cluster.accelerator=device and cluster.device={device}",
-                rule="times and memory are a device's, and what the cluster has is known only when it runs",
-                remedy=f"set cluster.accelerator to one of {', '.join(CATALOGUE)} or to a YAML file, or "
-                "cluster.device=cpu",
-            )
+        yield Fault(
+            fact=f"parallel.layout=auto with cluster.accelerator=device and cluster.device={device}",
+            rule="times and memory are a device's, and what the cluster has is known only when it runs",
+            remedy=f"set cluster.accelerator to one of {', '.join(CATALOGUE)} or to a YAML file, or "
+            "cluster.device=cpu",
         )
-    return faults

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection, ScheduleSection
-from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID
 from raymega.plan.validation.unused_fields import settled
@@ -73,7 +73,7 @@ class Space:
     @property
     def _held(self) -> frozenset[str]:
         """Fixed fields, with the micro-batch size where another one would change the run's result."""
-        is_held = goes_by_micro_batch(self.job)
+        is_held = depends_on_micro_batch_size(self.job)
         return self.fixed | {MICRO_BATCH_SIZE} if is_held else self.fixed
 
     def mine(self, path: str) -> Any:
@@ -148,12 +148,11 @@ def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[
         job = settled(base.with_values(parallel=cut, memory={"recompute": recompute}))
         for sharding in _shardings(space, degrees):
             # Layers are split by cost where there is a pipeline.
-            parts = {
-                is_piped: job.parallel.model_copy(
-                    update={**sharding, "stages": _stages(space, is_piped=is_piped)}
-                )
-                for is_piped in (False, True)
-            }
+            parts = [
+                job.parallel.model_copy(update={**sharding, "stages": stages})
+                for kind in ("even", "auto")
+                for stages in space.options("parallel.stages", (kind,))
+            ]
             for schedule in schedules:
                 parallel = parts[degrees["pp"] * schedule.chunks > 1]
                 yield job.model_copy(update={"parallel": parallel, "schedule": schedule})
@@ -164,12 +163,10 @@ def _schedules(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Sch
     pp = degrees["pp"]
     sequences = -(-base.data.global_batch_size // degrees["dp"])
     names = ORDERS if pp > 1 else ORDERS[:1]
+    most_chunks = min(MOST_CHUNKS, base.model.num_layers // pp) if pp > 1 else 1
     axes = (
         space.options(MICRO_BATCH_SIZE, [b for b in MICRO_BATCH_SIZES if b <= sequences]),
-        space.options(
-            "schedule.chunks",
-            [v for v in range(1, MOST_CHUNKS + 1) if v == 1 or _cuts(base, pp, v)],
-        ),
+        space.options("schedule.chunks", range(1, max(1, most_chunks) + 1)),
         space.options("schedule.name", names),
     )
     is_named = "schedule.name" in space.fixed
@@ -188,10 +185,6 @@ def _is_worth_asking(name: str, chunks: int) -> bool:
     return kind.least_chunks <= chunks <= kind.most_chunks and (name != "gpipe" or chunks == 1)
 
 
-def _stages(space: Space, *, is_piped: bool) -> Any:
-    return space.options("parallel.stages", ("auto" if is_piped else "even",))[0]
-
-
 def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield levels of sharding, over all replicas or over the replicas of one node.
 
@@ -204,10 +197,6 @@ def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]
         groups = ("all", inside) if is_hybrid else ("all",)
         for group in space.options("parallel.data_parallel_shard_degree", groups):
             yield {"sharding": level, "data_parallel_shard_degree": group}
-
-
-def _cuts(job: Job, pp: int, chunks: int) -> bool:
-    return pp > 1 and pp * chunks <= job.model.num_layers
 
 
 def divisors(number: int) -> list[int]:

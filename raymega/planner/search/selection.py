@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.errors import Fault, PlanError
+from raymega.errors import PlanError
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.planner.calibration.accuracy import expected_error
@@ -84,7 +84,11 @@ def best_grid(
     )
     best = tuple(found for found in result.best if fits(found.plan.grid))
     if not best:
-        raise PlanError(_nowhere(job, num_workers, len(result.best)))
+        raise PlanError(
+            fact=f"{num_workers} workers for {job.run.name}: none of the {len(result.best)} fastest grids",
+            rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
+            remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
+        )
     return Choice(
         job=best[0].plan.job,
         found=best[0],
@@ -98,14 +102,6 @@ def _for_workers(job: Job, num_workers: int) -> Job:
     if job.cluster.num_workers == "grid":
         return job
     return job.with_values(cluster={"num_workers": num_workers})
-
-
-def _nowhere(job: Job, num_workers: int, tried: int) -> Fault:
-    return Fault(
-        fact=f"{num_workers} workers for {job.run.name}: none of the {tried} fastest grids",
-        rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
-        remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
-    )
 
 
 def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) -> Iterator[str]:

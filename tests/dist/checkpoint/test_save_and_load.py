@@ -12,12 +12,12 @@ from raymega.config.schema import OptimizerSection
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.collectives import barrier
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
-from raymega.plan.stages import even_stages
 from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.local import PARTIAL_FOLDER, LocalStore
 from raymega.storage.registry import open_store
 from tests.support.params import make_optimizer
 from tests.support.ranks import RankFailureError, run_grid, run_ranks
+from tests.support.stages import even_stages
 from tests.unit.checkpoint.support import (
     MODELS,
     STATE,

@@ -11,7 +11,6 @@ from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import read_plan
 from raymega.planner.cost.context_cost import shape_cost
-from raymega.planner.cost.optimizer_time import exchanged_bytes
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE, overlap
 from raymega.train.build import build_parts
 from raymega.train.forward_backward import evaluate
@@ -19,6 +18,7 @@ from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
+from tests.support.traffic import exchanged_bytes
 
 pytestmark = pytest.mark.dist
 

@@ -5,6 +5,7 @@ import pytest
 
 from raymega import api
 from raymega.chaos import command
+from raymega.chaos.experiment import DrillOptions
 from raymega.chaos.faults import (
     DRAWN,
     KINDS,
@@ -68,7 +69,7 @@ def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     monkeypatch.setattr(command, "missing", lambda: "making network namespaces takes root")
     given = {"faults": "", "mtbf_s": 0.0, "kinds": "", "seconds": 0.0, "seed": 1, "nodes": 3}
     given |= {"hold_s": 3.0, "return_s": 9.0, "timeout_s": 60.0, "out": tmp_path / "out"}
-    options = command.DrillOptions(**(given | asked))
+    options = DrillOptions(**(given | asked))
     job = api.load_job(VERIFY, ("tracking.mlflow_uri=off",))
     with pytest.raises(ConfigError, match=r"takes root.*or use freeze-node"):
         command.drill(VERIFY, (), job, options)
@@ -83,7 +84,7 @@ def test_nodes_have_whole_cpus_for_workers_that_ask_for_a_tenth_of_one(monkeypat
         raise InterruptedError
 
     monkeypatch.setattr(command, "sandbox", no_sandbox)
-    options = command.DrillOptions(
+    options = DrillOptions(
         faults="kill-worker@5", mtbf_s=0.0, kinds="", seconds=0.0, seed=1, nodes=3,
         hold_s=3.0, return_s=9.0, timeout_s=60.0, out=tmp_path / "out",
     )  # fmt: skip

@@ -16,12 +16,12 @@ from raymega.parallel.core.buckets import Sharing, make_buckets
 from raymega.parallel.core.shard_spec import ShardSpec, make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.grid import Grid
-from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import GlobalTensor, stage_tensors
 from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.retry import RetryPolicy
 from tests.support.blocks import blocks_of
 from tests.support.memory_store import MemoryStore
+from tests.support.stages import even_stages
 
 KINDS = ("model", "adam.exp_avg", "adam.exp_avg_sq")
 FUSED = (("attention.q.", "attention.k.", "attention.v."), ("mlp.gate.", "mlp.up."))

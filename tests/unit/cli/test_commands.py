@@ -107,7 +107,7 @@ def test_plan_tells_what_each_phase_of_a_ramp_costs():
     assert "steps 1 to 2, from sample 0: 4 sequences, 2 micro-batches; bubble 0.500" in text
 
 
-def test_plan_counts_the_activations_of_the_dearest_step(monkeypatch):
+def test_plan_counts_the_largest_activations_of_a_step(monkeypatch):
     """A schedule may hold more with fewer micro-batches; here one that does."""
     monkeypatch.setattr(
         "raymega.cli.plan.text._activation_bytes_of",

@@ -7,7 +7,6 @@ import promql_parser
 import pytest
 
 from dashboards import generate
-from raymega.errors import InternalError
 from raymega.tracking.names import METRICS
 from tests.support.servers.prometheus import DASHBOARD, dashboard_queries, metric_names
 
@@ -44,7 +43,7 @@ def test_every_metric_of_the_models_parts_has_a_panel_with_a_line_a_part():
 
 
 def test_undeclared_metric_makes_no_panel():
-    with pytest.raises(InternalError, match="train/lost"):
+    with pytest.raises(KeyError, match="train/lost"):
         generate.curve("Lost", "train/lost")
 
 

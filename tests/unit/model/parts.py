@@ -8,8 +8,8 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
-from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import model_tensors
+from tests.support.stages import even_stages
 
 CPU = torch.device("cpu")
 

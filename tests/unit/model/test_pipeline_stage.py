@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import model_tensors, stage_tensors
 from tests.support.references import plain_models
+from tests.support.stages import even_stages
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import make_group, make_stage_modules, make_stream, run_stages
 

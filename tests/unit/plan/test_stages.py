@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import PlanError
-from raymega.plan.stages import even_stages, layer_counts, placement_faults
+from raymega.plan.stages import layer_counts, placement_faults
 from tests.support.jobs import make_test_plan
+from tests.support.stages import even_stages
 
 
 def _counts(num_layers, num_stages, *, loss_cost=0.0, **fields):
     parallel = ParallelSection(**fields)
-    assert placement_faults(parallel, num_layers=num_layers, num_stages=num_stages) == []
+    assert not list(placement_faults(parallel, num_layers=num_layers, num_stages=num_stages))
     return layer_counts(parallel, num_layers=num_layers, num_stages=num_stages, loss_cost=loss_cost)
 
 
@@ -78,10 +79,10 @@ def test_what_is_set_by_hand_stays(layers, stages, by_hand, end, embedding, loss
 
 @given(layers=st.integers(2, 40), stages=st.integers(2, 8), cost=st.floats(0, 10))
 def test_no_other_last_stage_is_cheaper_than_autos(layers, stages, cost):
-    def dearest(counts):
+    def cost_of(counts):
         return max(max(counts[:-1]), counts[-1] + cost)
 
-    found = dearest(_counts(layers, stages, stages="auto", loss_cost=cost))
+    found = cost_of(_counts(layers, stages, stages="auto", loss_cost=cost))
     for last in range(layers + 1):
         others = -(-(layers - last) // (stages - 1))
         assert found <= max(others, last + cost) + 1e-9

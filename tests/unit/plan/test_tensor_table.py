@@ -9,11 +9,11 @@ from raymega.config.schema import ModelSection
 from raymega.messages import Box
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.memory.state_bytes import count_parameters, rank_state
-from raymega.plan.stages import even_stages
 from raymega.plan.tensor_table import layer_tensors, model_tensors, stage_tensors
 from raymega.train.build import build_parts
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.params import ALONE
+from tests.support.stages import even_stages
 
 
 def _model(**changes) -> ModelSection:

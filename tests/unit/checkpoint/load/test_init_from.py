@@ -220,8 +220,8 @@ def test_other_micro_batches_are_refused_where_routing_goes_by_them(imported):
         _changed(imported.model, moe=MoeSection(load_balancing_type=balance))
         for balance in ("global", "micro_batch")
     )
-    assert resume_faults(store, by_token, micro_batch_size=4) == []
-    assert resume_faults(store, by_micro, micro_batch_size=2) == []
+    assert not list(resume_faults(store, by_token, micro_batch_size=4))
+    assert not list(resume_faults(store, by_micro, micro_batch_size=2))
     (fault,) = resume_faults(store, by_micro, micro_batch_size=4)
     assert "schedule.micro_batch_size=4: the run has trained with 2 up to step 0" in fault.fact
     assert "set schedule.micro_batch_size=2" in fault.remedy
@@ -232,8 +232,8 @@ def test_other_micro_batches_are_refused_where_scales_are_of_their_tensors(impor
     store.delete(manifest.key)
     sections = {"schedule": {"micro_batch_size": 2}, "precision": {"fp8": "tensorwise"}}
     commit(store, replace(manifest, job=manifest.job | sections))
-    assert resume_faults(store, imported.model, micro_batch_size=4, fp8="rowwise") == []
-    assert resume_faults(store, imported.model, micro_batch_size=2, fp8="tensorwise") == []
+    assert not list(resume_faults(store, imported.model, micro_batch_size=4, fp8="rowwise"))
+    assert not list(resume_faults(store, imported.model, micro_batch_size=2, fp8="tensorwise"))
     (fault,) = resume_faults(store, imported.model, micro_batch_size=4, fp8="tensorwise")
     assert (
         "with precision.fp8=tensorwise each scale is of a tensor of one micro-batch" in fault.rule

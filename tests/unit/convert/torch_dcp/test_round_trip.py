@@ -22,7 +22,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.torch_dcp import writer
 from raymega.convert.torch_dcp.exporter import dcp_export
 from raymega.convert.torch_dcp.importer import BESIDE, Reading, dcp_import
-from raymega.convert.torch_dcp.names import turn_pairs
+from raymega.convert.torch_dcp.names import reorder_rope_rows
 from raymega.convert.torch_dcp.reader import open_dcp
 from raymega.errors import ConfigError
 from raymega.plan.tensor_table import model_tensors
@@ -220,9 +220,9 @@ def test_names_rows_and_padding_of_torchtitan(tmp_path):
 
 def test_pairs_of_rope_turn_and_turn_back():
     rows = np.arange(24).reshape(12, 2)
-    ours = turn_pairs(rows, 6, to_ours=True)
+    ours = reorder_rope_rows(rows, 6, to_ours=True)
     assert ours[:6, 0].tolist() == [0, 4, 8, 2, 6, 10]
-    assert (turn_pairs(ours, 6, to_ours=False) == rows).all()
+    assert (reorder_rope_rows(ours, 6, to_ours=False) == rows).all()
 
 
 @pytest.mark.parametrize(

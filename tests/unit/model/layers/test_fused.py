@@ -11,9 +11,9 @@ from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.core import compile
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import run_deferred
-from raymega.plan.stages import even_stages
 from tests.support.references.plain_models import draw_batch, make_model
 from tests.support.saved_tensor_bytes import SavedBytes
+from tests.support.stages import even_stages
 from tests.unit.model.parts import CPU, make_stream
 
 ROUNDING = 1e-12

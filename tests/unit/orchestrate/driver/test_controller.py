@@ -39,6 +39,7 @@ from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.driver.attempt_monitor import PROGRESS_MARGIN_S
 from raymega.orchestrate.driver.controller import Controller
+from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.run_store.journal import read_history, read_record
 from tests.support.fakes import (
     FakeClock,
@@ -79,12 +80,14 @@ class World:
         )
         self.lease = take_lease(self.store, self.clock)
         self.controller = Controller(
-            plan,
-            lease=self.lease,
-            group=self.group,
-            sink=self.sink,
-            clock=self.clock,
-            executor=self.executor,
+            RunContext(
+                plan,
+                lease=self.lease,
+                group=self.group,
+                sink=self.sink,
+                clock=self.clock,
+                executor=self.executor,
+            )
         )
         return self.controller
 

@@ -190,7 +190,7 @@ def test_ignored_files_are_not_shipped_and_large_ones_are_named(project, monkeyp
         (project / name).write_bytes(bytes(5000))
     sizes = shipped_sizes(project)
     assert set(sizes) == {".gitignore", ".rayignore", "big", "jobs"} and sizes["big"] == 5000
-    assert working_dir_faults(project) == []
+    assert not list(working_dir_faults(project))
     monkeypatch.setattr(submission, "MAX_WORKING_DIR_BYTES", 5000)
     (fault,) = working_dir_faults(project)
     assert "in big (" in fault.fact and ".rayignore" in fault.remedy

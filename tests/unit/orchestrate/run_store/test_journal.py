@@ -160,4 +160,4 @@ def test_entry_that_cannot_be_read_is_passed_over(store):
 )
 def test_run_does_not_drop_digits_of_its_masters(saved, now, is_refused):
     job = make_test_plan(f"precision.dtype={now}").job
-    assert bool(precision_faults({"precision": {"dtype": saved}}, job)) is is_refused
+    assert bool([*precision_faults({"precision": {"dtype": saved}}, job)]) is is_refused

@@ -55,6 +55,16 @@ def test_ranks_on_a_node_that_leaves_are_named_and_their_slots_asked_for_once_in
     assert slots.drain(2) is None
 
 
+def test_slots_of_a_later_request_get_spares_too(slots, monkeypatch):
+    for name in ("kill", "remove_placement_group"):  # Ray does not run here
+        monkeypatch.setattr(f"raymega.orchestrate.workers.placement_slots.{name}", id)
+    for _ in range(2):
+        slots.slots = [slot(0, rank=0, node="leaves")]
+        slots.drain(1)
+        slots.release()
+    assert slots.asked == [1, 1]
+
+
 def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):
     now = SimpleNamespace(monotonic=lambda: NOW_S)
     monkeypatch.setattr("raymega.orchestrate.workers.placement_slots.time", now)

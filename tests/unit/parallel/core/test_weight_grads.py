@@ -5,9 +5,9 @@ import torch
 
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.core.weight_grads import ComputedTerm, DeferredGrad, run_deferred
-from raymega.plan.stages import even_stages
 from tests.support.params import make_buffer
 from tests.support.references.plain_models import draw_batch, make_model
+from tests.support.stages import even_stages
 from tests.unit.model.parts import make_stream
 
 

@@ -109,7 +109,7 @@ def test_weights_are_dropped_on_whole_rows_only():
         ),
     ],
 )
-def test_what_goes_by_micro_batches_is_refused_under_dynamic_context_parallelism(
+def test_what_depends_on_micro_batches_is_refused_under_dynamic_context_parallelism(
     fields, dispatch, told
 ):
     moe = MoeSection(num_experts=8, **fields)

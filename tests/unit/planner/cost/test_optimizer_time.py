@@ -4,9 +4,10 @@ import pytest
 
 from raymega.plan.hardware.catalog import accelerator
 from raymega.plan.memory.state_bytes import rank_elements
-from raymega.planner.cost.optimizer_time import exchanged_bytes, newton_schulz_flops, update_s
+from raymega.planner.cost.optimizer_time import newton_schulz_flops, update_s
 from raymega.planner.cost.step_time import step_time
 from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.traffic import exchanged_bytes
 
 LARGE = (
     "model.hidden_size=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.ffn_hidden_size=14336",
