@@ -208,6 +208,29 @@ def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
     return rank
 
 
+def early_receives(trace: Path) -> int:
+    """Return how many receives a step queues before its first product: each holds multiprocessors until it is sent."""
+    kinds = [line.split("\t") for line in trace.read_text().splitlines()]
+    first = next((n for n, fields in enumerate(kinds) if "gemm" in fields), len(kinds))
+    return sum("recv" in fields for fields in kinds[:first])
+
+
+def communicators_unused(folder: Path) -> int:
+    """Return how many communicators were made at the start and not used in the two steps."""
+    made = {
+        line.split("\t")[2]
+        for line in (folder / "open.tsv").read_text().splitlines()
+        if "\tcommunicator\t" in line
+    }
+    used = {
+        line.split("\t")[8]
+        for name in ("step", "recorded")
+        for line in (folder / f"{name}.tsv").read_text().splitlines()
+        if "\tnccl\t" in line
+    }
+    return len(made - used)
+
+
 def keep_books(name: str, folder: Path) -> dict[str, Any]:
     """Run rank 0 of a layout, and of one with twice its layers; return what was counted."""
     plan = make_plan(parse_mapping(job_of(name)).job())
@@ -248,6 +271,8 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "collectives": step["collectives"],
         "mallocs": step["mallocs"],
         "communicators": opening["communicators"],
+        "communicators_unused": communicators_unused(folder),
+        "early_receives": early_receives(folder / "step.tsv"),
         "num_micro_batches": plan.batch.num_micro_batches,
         "build_peak_bytes": build_peak,
         "state_bytes": state,
