@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_leaves
 import raymega.parallel.expert_parallel.dispatcher as dispatcher
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.nccl_warmup import open_communicators
-from raymega.plan.cp_layout import inner_ranks
+from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.train import step as train_step
 from raymega.train.build import TrainingComponents, build_parts
@@ -174,7 +173,7 @@ class Rank:
         self.state = outcome.state
 
 
-def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
+def open_alone(plan: RunPlan, device: torch.device) -> Groups:
     """Open the world and its communicators without the other ranks: an NCCL that sends nothing needs no answer."""
     size = plan.grid.world_size
     if size > 1:
@@ -187,20 +186,13 @@ def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
             timeout_s=60,
             device=device,
         )
-    groups = world.build_groups(
-        plan.grid,
-        RANK,
-        timeout_s=60,
-        hierarchical_cp_size=inner_ranks(plan.job.parallel),
-        is_nested=plan.job.parallel.dynamic_cp,
-        sharers=data_parallel_shard_size(plan.job.parallel),
-    )
+    groups = groups_of_plan(plan, RANK, timeout_s=60)
     if size > 1:
         open_communicators(groups, device)
     return groups
 
 
-def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
+def build(plan: RunPlan, groups: Groups, device: torch.device) -> Rank:
     """Assemble rank 0 and do the step after which memory is steady."""
     parts = build_parts(plan, rank=RANK, groups=groups, device=device)
     rank = Rank(parts, first_state(plan.job.precision))
