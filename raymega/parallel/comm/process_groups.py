@@ -210,7 +210,7 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
     etp = make("etp", grid.expert_group("etp", rank), LAYERS)
     # Its own: tokens on their way to experts must not wait behind sums of gradients.
     ep = make("ep", grid.expert_group("ep", rank), "ep")
-    # sums of gradients and gathers of weights go on beside the layers
+    # sums of gradients and gathers of weights overlap with the layers
     replicas = make("replicas", grid.group(("cp", "dp"), rank), SUMS)
     edp = make("edp", grid.expert_group("edp", rank), SUMS)
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []

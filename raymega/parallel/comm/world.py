@@ -39,7 +39,7 @@ class _World:
 
     Attributes:
         connections: Sockets that it opened.
-        cause: Why it was aborted; empty if it was not.
+        cause: Cause of its abort; empty if it was not aborted.
         is_over: Set when it is closed or aborted.
         lock: Held by a thread that aborts, so that others return when it is done.
     """
@@ -160,7 +160,7 @@ def raise_if_aborted(what: str) -> None:
     if _world.cause:
         raise CommunicationError(
             Fault(
-                fact=f"the world was aborted while {what} was read: {_world.cause}",
+                fact=f"the world was aborted during a read of {what}: {_world.cause}",
                 rule="a reduced number counts only if every rank took part",
                 remedy="look at the rank that failed first; if all are only slow, raise "
                 "elastic.collective_timeout_s",

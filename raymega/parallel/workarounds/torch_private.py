@@ -55,4 +55,4 @@ def nccl_errors() -> Iterator[tuple[str, str]]:
     for group in list(c10d._world.pg_map):
         error = group._get_backend(torch.device("cuda")).get_error()
         if error != ErrorType.SUCCESS:
-            yield group.group_desc, error.name
+            yield group.group_desc.replace("default_pg", "world"), error.name

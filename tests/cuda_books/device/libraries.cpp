@@ -103,12 +103,16 @@ EXPORT int ncclCommInitRank(void** handle, int ranks, Id, int rank) { return ope
 EXPORT int ncclCommInitRankConfig(void** handle, int ranks, Id, int rank, void*) { return open(handle, ranks, rank); }
 EXPORT int ncclCommInitRankScalable(void** handle, int ranks, int rank, int, void*, void*) { return open(handle, ranks, rank); }
 EXPORT int ncclCommSplit(void* whole, int, int rank, void** handle, void*) { return open(handle, ranks_of(whole), rank); }
-EXPORT int ncclCommGetAsyncError(void*, int* error) { return *error = 0, 0; }
+// A peer is lost: its messages never come, and every communicator says so (6 is ncclRemoteError).
+static std::atomic<bool> is_peer_lost{false};
+EXPORT void books_lose_peer() { is_peer_lost = books::hangs = true; }
+EXPORT int ncclCommGetAsyncError(void*, int* error) { return *error = is_peer_lost ? 6 : 0, 0; }
+// An abort ends the kernels, and leaves what is in their buffers.
+EXPORT int ncclCommAbort(void*) { return books::hangs = false, 0; }
 EXPORT int ncclCommCount(void* handle, int* number) { return *number = ranks_of(handle), 0; }
 EXPORT int ncclCommUserRank(void* handle, int* rank) { return *rank = communicators[handle].rank, 0; }
 SUCCEEDS(ncclCommFinalize)
 SUCCEEDS(ncclCommDestroy)
-SUCCEEDS(ncclCommAbort)
 SUCCEEDS(ncclGroupStart)
 SUCCEEDS(ncclGroupEnd)
 EXPORT int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void* handle, cudaStream_t stream) {
