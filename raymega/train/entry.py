@@ -100,8 +100,12 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         )
         _train(plan, start, channel, device, phases)
     except Exception as error:
+        # Whatever fails after an abort may have read what an aborted kernel left.
+        abort_error = world.abort_error("a step")
         # Closing would wait for pending operations; an abort frees the peers at once.
         world.abort_world()
+        if abort_error is not None and not is_communication_error(error):
+            raise abort_error from error
         refusal = refused_operation(error)
         if refusal:
             raise refusal from error

@@ -157,15 +157,23 @@ def raise_if_aborted(what: str) -> None:
     Raises:
         CommunicationError: The world was aborted, before the read or during it.
     """
-    if _world.cause:
-        raise CommunicationError(
-            Fault(
-                fact=f"the world was aborted during a read of {what}: {_world.cause}",
-                rule="a reduced number counts only if every rank took part",
-                remedy="look at the rank that failed first; if all are only slow, raise "
-                "elastic.collective_timeout_s",
-            )
+    error = abort_error(f"a read of {what}")
+    if error is not None:
+        raise error
+
+
+def abort_error(what: str) -> CommunicationError | None:
+    """Return the error of ``what``, if the world was aborted; else None."""
+    if not _world.cause:
+        return None
+    return CommunicationError(
+        Fault(
+            fact=f"the world was aborted during {what}: {_world.cause}",
+            rule="a reduced number counts only if every rank took part",
+            remedy="look at the rank that failed first; if all are only slow, raise "
+            "elastic.collective_timeout_s",
         )
+    )
 
 
 def _watch_nccl(timeout_s: float) -> None:
