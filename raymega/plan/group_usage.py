@@ -6,13 +6,15 @@ A communicator costs start-up time on NCCL and gloo, and device memory on NCCL.
 from __future__ import annotations
 
 from raymega.config.schema import Job
+from raymega.plan.run_plan import RunPlan
 from raymega.plan.zero_levels import ZeroLevel, data_parallel_shard_size, level_of
 
 EXPERT_GROUPS = frozenset({"etp", "ep", "edp", "expert_sharers", "expert_copies"})
 
 
-def unused_groups(job: Job) -> frozenset[str]:
-    """Return the fields of `Groups` that no rank of the job sends over."""
+def unused_groups(plan: RunPlan) -> frozenset[str]:
+    """Return the fields of `Groups` that no rank of the plan sends over."""
+    job = plan.job
     has_experts = job.model.moe.num_experts > 0
     # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp
     unused = {"cp", "dp"}
@@ -20,7 +22,8 @@ def unused_groups(job: Job) -> frozenset[str]:
         unused |= EXPERT_GROUPS
     if not _counts_micro_batch(job):
         unused.add("micro")
-    if not job.model.needs_token_table_last:
+    # embedding: two copies of the token table on different ranks
+    if not job.model.needs_token_table_last or plan.placement.are_ends_together:
         unused.add("embedding")
     # hybrid sharding: gradients are summed over the sharers, then over the copies
     if data_parallel_shard_size(job.parallel) and level_of(job.parallel) > ZeroLevel.NONE:

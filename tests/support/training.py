@@ -35,7 +35,7 @@ def train(overrides, *, steps=STEPS, timeout=TIMEOUT_S):
         hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
         sharers=data_parallel_shard_size(parallel),
-        unused=unused_groups(plan.job),
+        unused=unused_groups(plan),
         timeout=timeout,
     )
     # A stage may lack the layers that a group serves, so one rank that uses it is enough.

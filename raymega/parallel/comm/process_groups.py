@@ -167,7 +167,7 @@ def groups_of_plan(plan: RunPlan, rank: int, *, timeout_s: float) -> Groups:
         hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
         sharers=data_parallel_shard_size(parallel),
-        unused=unused_groups(plan.job),
+        unused=unused_groups(plan),
     )
 
 
