@@ -80,3 +80,4 @@ $(BOOKS)/.ok: pyproject.toml constraints.txt
 
 cuda-books: $(BOOKS)/.ok
 	$(BOOKS)/venv/bin/python -m tests.cuda_books --build $(BOOKS)
+	$(BOOKS)/venv/bin/python -m tests.cuda_books.lost_peer --build $(BOOKS)

@@ -24,12 +24,12 @@ from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.pipeline.p2p import PointToPoint
 from raymega.schedule.instructions import (
     FREES_ACTIVATIONS,
-    RECEIVE,
     TAKES_GRADIENT,
     Instruction,
     Op,
     Schedule,
 )
+from raymega.schedule.posting import Posts
 from raymega.schedule.timeline import Event
 from raymega.schedule.transfers import rounds
 
@@ -67,6 +67,8 @@ class Executor(Generic[MicroBatch]):
             [S/sp, B, D] of the previous stage, None on the first stage. It returns the activation
             for the next stage, or on the last stage the sum of losses, a scalar.
         p2p: Point-to-point transfers of this rank.
+        posts: Receives to post before each round of the schedule, from `raymega.schedule.posting`;
+            empty to post each where it is needed.
         deferrals: Queue of each chunk for the weight gradients that its layers defer; needed by
             schedules that split backwards.
         interleaver: Runs a forward together with the following backward where the schedule allows
@@ -83,6 +85,7 @@ class Executor(Generic[MicroBatch]):
         stage_fns: Sequence[StageFunction[MicroBatch]],
         p2p: PointToPoint,
         *,
+        posts: Posts = (),
         deferrals: Sequence[WeightGradQueue] = (),
         interleaver: PassInterleaver | None = None,
         progress: Callable[[], None] = lambda: None,
@@ -100,7 +103,7 @@ class Executor(Generic[MicroBatch]):
             tuple(next(planned) for _ in tasks)
             for tasks in rounds(schedule, is_paired=interleaver is not None)
         ]
-        self._receives = [task for task in schedule if task.op in RECEIVE]
+        self._posts = posts or ((),) * len(self._rounds)
 
     @property
     def passes(self) -> Iterator[tuple[int, bool]]:
@@ -149,9 +152,10 @@ class Executor(Generic[MicroBatch]):
         events = []
         began = self._clock()
         with torch.set_grad_enabled(self._is_training):
-            # Post the first receives, then execute one task, or a pair of passes, at a time.
-            self._p2p.expect(self._receives, of_each)
-            for together in self._rounds:
+            # Execute one task, or a pair of passes, at a time.
+            for receives, together in zip(self._posts, self._rounds, strict=True):
+                for receive in receives:
+                    self._p2p.post_receive(receive, length=of_each[receive.micro_batch])
                 start = self._clock()
                 for planned in together:
                     if planned.is_last_backward:

@@ -7,7 +7,6 @@ the ranks of stages in `raymega.schedule.stage_placement`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,8 +21,6 @@ from raymega.parallel.comm.work import Work
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.stage_placement import Message, Placement
 
-Coming = tuple[Message, int | None]
-"""Message that will be received, and its length S/sp; None for the default length."""
 CARGO = {Op.RECV_FORWARD: "activation", Op.RECV_BACKWARD: "gradient"}
 AHEAD_BYTES = 2**18
 """Largest message, in bytes, whose receive is posted ahead over gloo.
@@ -54,9 +51,8 @@ class PointToPoint:
     Messages to higher and to lower ranks have separate communicators, because NCCL executes the
     transfers of one communicator in the order in which they were posted. On a shared one,
     neighbours that both post a send before a receive would block each other on the GPU. For the
-    same reason receives are posted in the order in which the peer sends. The next receive of each
-    peer is posted as soon as the previous one is complete, so that a message is transferred when it
-    is sent, not when it is needed. Large messages over gloo are the exception, see ``AHEAD_BYTES``.
+    same reason receives are posted in the order in which the peer sends. `raymega.schedule.posting`
+    decides when. Large messages over gloo are received where they are needed, see ``AHEAD_BYTES``.
 
     On a GPU, waiting for a receive orders the stream and does not block the host. A message to
     another chunk of this rank is passed without a copy.
@@ -78,7 +74,6 @@ class PointToPoint:
         self._rank = groups.pp_forward.index
         self._sends: deque[_Transfer] = deque()
         self._own: dict[Message, Tensor] = {}
-        self._coming: dict[int, deque[Coming]] = {}
         self._posted: dict[Message, _Transfer] = {}
         # A cache: every step has the same instructions.
         self._messages: dict[Instruction, Message] = {}
@@ -90,22 +85,6 @@ class PointToPoint:
     def is_last(self, chunk: int) -> bool:
         """Return True if ``chunk`` is the last stage of the pipeline."""
         return self.stage(chunk) == self._placement.num_stages - 1
-
-    def expect(self, receives: Sequence[Instruction], lengths: Sequence[int | None]) -> None:
-        """Begin a step: post the first receive of each peer, and later always the next one.
-
-        Args:
-            receives: Receive instructions of the whole step, in list order.
-            lengths: Length S/sp of each micro-batch; see :meth:`post_send`.
-        """
-        self._coming, self._posted = {}, {}
-        for receive in receives:
-            message = self._message(receive)
-            if message.sender.rank != self._rank:
-                coming = self._coming.setdefault(message.sender.rank, deque())
-                coming.append((message, lengths[message.micro_batch]))
-        for peer in self._coming:
-            self._post_next(peer)
 
     def post_send(self, tensor: Tensor, send: Instruction, *, length: int | None = None) -> None:
         """Begin to send a tensor, which must not change until the send is done.
@@ -135,18 +114,30 @@ class PointToPoint:
             raise self._named(error, "sending", message) from error
         self._sends.append(_Transfer(pending=pending, tensor=tensor, message=message))
 
+    def post_receive(self, receive: Instruction, *, length: int | None = None) -> None:
+        """Begin to receive the tensor that :meth:`recv` returns later; see :meth:`post_send`.
+
+        A failure is suppressed here: :meth:`recv` posts the receive again and reports the error.
+        """
+        message = self._message(receive)
+        num_bytes = prod(self._shape_of(length)) * self.dtype.itemsize
+        is_too_large = self.device.type == "cpu" and num_bytes > AHEAD_BYTES
+        if message.sender.rank == self._rank or is_too_large:
+            return
+        with suppress(CommunicationError):
+            self._posted[message] = self._irecv(message, length)
+
     def recv(self, receive: Instruction, *, length: int | None = None) -> Tensor:
         """Return the activation or gradient [S/sp, B, D] of ``receive``; see :meth:`post_send`."""
         message = self._message(receive)
         if message.sender.rank == self._rank:
             return self._own.pop(message)
         # posted ahead, or post it now
-        transfer = self._posted.pop(message, None) or self._post_receive(message, length)
+        transfer = self._posted.pop(message, None) or self._irecv(message, length)
         try:
             transfer.pending.wait(self._timeout_s)
         except CommunicationError as error:
             raise self._named(error, "receiving", message) from error
-        self._post_next(message.sender.rank)
         return transfer.tensor
 
     def wait_all(self) -> None:
@@ -158,22 +149,7 @@ class PointToPoint:
         while self._sends:
             self._finish_send()
 
-    def _post_next(self, peer: int) -> None:
-        """Post the next receive from a peer, if there is one that may be posted ahead.
-
-        A failure is suppressed here: :meth:`recv` posts the receive again and reports the error.
-        """
-        coming = self._coming.get(peer)
-        if coming:
-            message, length = coming.popleft()
-            num_bytes = prod(self._shape_of(length)) * self.dtype.itemsize
-            # Left to recv; the messages behind it are posted after it, in the order of sends.
-            if self.device.type == "cpu" and num_bytes > AHEAD_BYTES:
-                return
-            with suppress(CommunicationError):
-                self._posted[message] = self._post_receive(message, length)
-
-    def _post_receive(self, message: Message, length: int | None) -> _Transfer:
+    def _irecv(self, message: Message, length: int | None) -> _Transfer:
         buffer = torch.empty(self._shape_of(length), dtype=self.dtype, device=self.device)
         try:
             pending = irecv(

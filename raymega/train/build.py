@@ -38,6 +38,7 @@ from raymega.plan.grid import Coords
 from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
+from raymega.schedule.posting import receive_posts
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.train.build_model import DTYPES, build_model
 
@@ -249,6 +250,7 @@ def _build_executors(
             program.lists[coords.pp],
             [module.run for module in modules],
             p2p,
+            posts=receive_posts(program, coords.pp, is_paired=interleaver is not None),
             deferrals=[module.grad_queue for module in modules],
             interleaver=interleaver,
             progress=progress,
@@ -284,7 +286,11 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     def make(num_micro_batches: int) -> Executor:
         program = make_forward_only(plan.placement, num_micro_batches)
         return Executor(
-            program.lists[pp_rank], [m.evaluate for m in modules], p2p, progress=progress
+            program.lists[pp_rank],
+            [module.evaluate for module in modules],
+            p2p,
+            posts=receive_posts(program, pp_rank),
+            progress=progress,
         )
 
     return Evaluation(batch=batch, loader=loader, executor_for=make)

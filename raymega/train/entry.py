@@ -23,21 +23,20 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Box, Channel, Entered, StartWorker, Working
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import is_communication_error
 from raymega.parallel.comm.nccl_warmup import open_communicators
-from raymega.parallel.comm.process_groups import Store
+from raymega.parallel.comm.process_groups import groups_of_plan
+from raymega.parallel.comm.world import Store
 from raymega.parallel.context_parallel.varlen_attention import torch_kernel
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.workarounds.autograd_engine import add_gradients
-from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.tensor_table import GlobalTensor, model_tensors
 from raymega.plan.upcycling import Upcycling
-from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.replicated_store import ReplicatedStore
@@ -101,8 +100,12 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         )
         _train(plan, start, channel, device, phases)
     except Exception as error:
+        # Whatever fails after an abort may have read what an aborted kernel left.
+        abort_error = world.abort_error("a step")
         # Closing would wait for pending operations; an abort frees the peers at once.
         world.abort_world()
+        if abort_error is not None and not is_communication_error(error):
+            raise abort_error from error
         refusal = refused_operation(error)
         if refusal:
             raise refusal from error
@@ -118,14 +121,7 @@ def _train(
     """Build, restore and run the loop; the world is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
     # rendezvous: process groups; NCCL communicators open now rather than in the first step
-    groups = world.build_groups(
-        plan.grid,
-        start.rank,
-        timeout_s=timeout_s,
-        hierarchical_cp_size=inner_ranks(plan.job.parallel),
-        is_nested=plan.job.parallel.dynamic_cp,
-        sharers=data_parallel_shard_size(plan.job.parallel),
-    )
+    groups = groups_of_plan(plan, start.rank, timeout_s=timeout_s)
     if device.type == "cuda":
         open_communicators(groups, device)
     phases.passed("rendezvous")

@@ -28,6 +28,7 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     _sum_in_float32()
     if device == "cpu":
         return torch.device("cpu")
+    _keep_alive_on_nccl_errors()
     index = local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -70,6 +71,20 @@ def _repeat_exactly(*, is_on: bool) -> None:
         # cuBLAS and NCCL read these at the first handle and communicator, which come after this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _keep_alive_on_nccl_errors() -> None:
+    """Let torch's watchdog note NCCL's errors instead of ending the process; `comm/world.py` acts on them.
+
+    A process that survives serves the next attempt. torch reads these variables when a group is made. Its flight
+    recorder is on by default: at an error each rank writes its last 2,000 operations.
+    """
+    # 0: note an error; by default the watchdog ends the process
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # A monitor would end it too, some minutes after an error.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # For four times this after an error, 60 s by default, the watchdog blocks whoever launches an operation.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
 
 
 def _sum_in_float32() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from raymega.errors import DataError, Fault
 from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.pipeline.executor import StepOutput
 from raymega.train.build import TrainingComponents
@@ -99,4 +100,6 @@ def no_labels(what: str) -> Fault:
 def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
     """Return the sum of each number over all ranks."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
-    return tuple(all_reduce(mine, parts.groups.world).tolist())
+    total = all_reduce(mine, parts.groups.world).tolist()
+    raise_if_aborted("a sum over all ranks")
+    return tuple(total)

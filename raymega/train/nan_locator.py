@@ -15,6 +15,7 @@ import torch
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.train.bad_steps import BadNumbers
 from raymega.train.build import TrainingComponents
@@ -150,6 +151,7 @@ def _from_all_ranks(mine: _Finding | None, parts: TrainingComponents) -> list[_F
     text = json.dumps(asdict(mine) if mine else None).encode().ljust(FINDING_BYTES)
     tensor = torch.tensor(list(text[:FINDING_BYTES]), dtype=torch.uint8, device=parts.device)
     rows = all_gather(tensor, parts.groups.world).view(-1, FINDING_BYTES).cpu()
+    raise_if_aborted("what all ranks found")
     return [_read(bytes(row.tolist())) for row in rows]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from raymega.errors import Fault, NumericsError, RollbackError
 from raymega.parallel.comm.collectives import all_gather, rank_list
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.plan.grid import Grid
 from raymega.train.build import TrainingComponents
 
@@ -62,6 +63,7 @@ class DivergenceCheck:
         # One row a rank, one digest a kind of weights.
         mine = torch.stack([digest(held, device) for held in _held_alike(self._parts)])
         rows = all_gather(mine, self._parts.groups.world).view(-1, len(KINDS)).tolist()
+        raise_if_aborted("the digests of all replicas")
         found = find_differences(rows, self._parts.plan.grid)
         if found:
             raise self._refusal(step, found)

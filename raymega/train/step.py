@@ -21,6 +21,7 @@ from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
@@ -286,6 +287,7 @@ def _totals_of(
     scalars = torch.tensor(mine, dtype=torch.float64, device=parts.device)
     everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)
     total = everything[: len(mine)].tolist()
+    raise_if_aborted("the step's totals")
     return _Totals(
         loss_sum=total[0],
         mtp_loss_sum=total[1],

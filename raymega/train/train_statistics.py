@@ -16,6 +16,7 @@ from raymega.model.layers.transformer_block import TransformerBlock
 from raymega.model.moe.load_balancing import Load
 from raymega.optim.clip import clip_factor, local_norm_sq_by_group, tensor_groups
 from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.plan.tensor_table import model_tensors
 from raymega.tracking.expert_load import load_metrics
 from raymega.train.bad_steps import BadStepAction
@@ -84,10 +85,12 @@ class Activations:
         mean = total / count
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
         columns = {"mean": mean * unit, "std": std * unit, "max_abs": peaks * unit}
+        rows = {column: table.tolist() for column, table in columns.items()}
+        raise_if_aborted("the statistics of all layers")
         return {
             f"train/{kind}_{column}/{layer}": value
-            for column, table in columns.items()
-            for layer, row in enumerate(table.tolist())
+            for column, table in rows.items()
+            for layer, row in enumerate(table)
             for kind, value in zip(("output", "output_grad"), row, strict=True)
         }
 
@@ -103,6 +106,7 @@ def norm_metrics(parts: TrainingComponents, outcome: StepOutcome) -> Metrics:
         ]
     )
     weights, gradients = all_reduce(mine, parts.groups.world).sqrt().tolist()
+    raise_if_aborted("the norms of all tensors")
     # The update scaled the gradients in place: undo the clipping.
     factor = clip_factor(outcome.grad_norm, job.optimizer.max_grad_norm)
     metrics = {

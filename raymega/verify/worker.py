@@ -16,10 +16,9 @@ import torch
 
 from raymega.messages import Box, Requests
 from raymega.optim.param_groups import rates_of
-from raymega.parallel.comm.process_groups import build_groups, close_world, file_store, open_world
-from raymega.plan.cp_layout import inner_ranks
+from raymega.parallel.comm.process_groups import groups_of_plan
+from raymega.parallel.comm.world import close_world, file_store, open_world
 from raymega.plan.run_plan import read_plan
-from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState
@@ -44,15 +43,7 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             timeout_s=timeout_s,
             device=cpu,
         )
-    parallel = plan.job.parallel
-    groups = build_groups(
-        plan.grid,
-        rank,
-        timeout_s=timeout_s,
-        hierarchical_cp_size=inner_ranks(parallel),
-        is_nested=parallel.dynamic_cp,
-        sharers=data_parallel_shard_size(parallel),
-    )
+    groups = groups_of_plan(plan, rank, timeout_s=timeout_s)
     # build, train, save
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     for module in parts.modules:

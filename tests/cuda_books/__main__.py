@@ -29,6 +29,8 @@ BUDGETED = (
     "collectives",
     "mallocs",
     "communicators",
+    "communicators_unused",
+    "early_receives",
     "state_bytes",
     "peak_bytes",
 )

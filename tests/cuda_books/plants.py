@@ -91,6 +91,19 @@ def _open_a_communicator_nobody_uses() -> None:
     rank.open_alone = with_one_more
 
 
+def _post_all_receives_at_once() -> None:
+    from raymega.pipeline import executor
+
+    run = executor.Executor.run
+
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        everything = tuple(receive for posts in self._posts for receive in posts)
+        self._posts = (everything, *[()] * (len(self._posts) - 1))
+        return run(self, *args, **kwargs)
+
+    executor.Executor.run = at_once  # type: ignore[method-assign]
+
+
 PLANTS = {
     "a wait for a collective is missing": Plant("tp8 sp", "races", _forget_every_fifth_wait),
     "a wait for a copy from host memory is missing": Plant(
@@ -107,5 +120,8 @@ PLANTS = {
     ),
     "a communicator is opened and not used": Plant(
         "tp8 sp", "communicators", _open_a_communicator_nobody_uses
+    ),
+    "a receive is posted too early": Plant(
+        "tp4 pp2 dp2 1f1b", "early_receives", _post_all_receives_at_once
     ),
 }

@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_leaves
 import raymega.parallel.expert_parallel.dispatcher as dispatcher
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.nccl_warmup import open_communicators
-from raymega.plan.cp_layout import inner_ranks
+from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.train import step as train_step
 from raymega.train.build import TrainingComponents, build_parts
@@ -174,7 +173,7 @@ class Rank:
         self.state = outcome.state
 
 
-def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
+def open_alone(plan: RunPlan, device: torch.device) -> Groups:
     """Open the world and its communicators without the other ranks: an NCCL that sends nothing needs no answer."""
     size = plan.grid.world_size
     if size > 1:
@@ -187,25 +186,41 @@ def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
             timeout_s=60,
             device=device,
         )
-    groups = world.build_groups(
-        plan.grid,
-        RANK,
-        timeout_s=60,
-        hierarchical_cp_size=inner_ranks(plan.job.parallel),
-        is_nested=plan.job.parallel.dynamic_cp,
-        sharers=data_parallel_shard_size(plan.job.parallel),
-    )
+    groups = groups_of_plan(plan, RANK, timeout_s=60)
     if size > 1:
         open_communicators(groups, device)
     return groups
 
 
-def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
+def build(plan: RunPlan, groups: Groups, device: torch.device) -> Rank:
     """Assemble rank 0 and do the step after which memory is steady."""
     parts = build_parts(plan, rank=RANK, groups=groups, device=device)
     rank = Rank(parts, first_state(plan.job.precision))
     rank.step()
     return rank
+
+
+def early_receives(trace: Path) -> int:
+    """Return how many receives a step queues before its first product: each holds multiprocessors until it is sent."""
+    kinds = [line.split("\t") for line in trace.read_text().splitlines()]
+    first = next((n for n, fields in enumerate(kinds) if "gemm" in fields), len(kinds))
+    return sum("recv" in fields for fields in kinds[:first])
+
+
+def communicators_unused(folder: Path) -> int:
+    """Return how many communicators were made at the start and not used in the two steps."""
+    made = {
+        line.split("\t")[2]
+        for line in (folder / "open.tsv").read_text().splitlines()
+        if "\tcommunicator\t" in line
+    }
+    used = {
+        line.split("\t")[8]
+        for name in ("step", "recorded")
+        for line in (folder / f"{name}.tsv").read_text().splitlines()
+        if "\tnccl\t" in line
+    }
+    return len(made - used)
 
 
 def keep_books(name: str, folder: Path) -> dict[str, Any]:
@@ -248,6 +263,8 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "collectives": step["collectives"],
         "mallocs": step["mallocs"],
         "communicators": opening["communicators"],
+        "communicators_unused": communicators_unused(folder),
+        "early_receives": early_receives(folder / "step.tsv"),
         "num_micro_batches": plan.batch.num_micro_batches,
         "build_peak_bytes": build_peak,
         "state_bytes": state,

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raymega.parallel.comm import process_groups as groups
+from raymega.parallel.comm import process_groups, world
 from raymega.parallel.comm.collectives import is_communication_error
 from raymega.plan.grid import Coords, Grid
 
@@ -55,7 +55,7 @@ class RankEnv:
     rank: int
     grid: Grid
     coords: Coords
-    groups: groups.Groups
+    groups: process_groups.Groups
     device: torch.device
 
 
@@ -98,10 +98,11 @@ def run_grid(
     hierarchical_cp_size: int = 1,
     is_nested: bool = False,
     sharers: int = 0,
+    unused: Collection[str] = (),
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
     limit_s = collective_timeout_s or _collective_timeout_s(timeout)
-    shape = grid, hierarchical_cp_size, is_nested, sharers, limit_s
+    shape = grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s
     return run_ranks(
         _in_grid, grid.world_size, fn, shape, args, timeout=timeout, collective_timeout_s=limit_s
     )
@@ -115,7 +116,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) ->
 def _in_world(
     rank: int, world_size: int, store: str, limit_s: float, fn: Callable[..., Any], args: tuple
 ) -> Any:
-    groups.open_world(
+    world.open_world(
         rank=rank,
         world_size=world_size,
         rendezvous="",
@@ -125,7 +126,7 @@ def _in_world(
     )
     dist.barrier()
     result = fn(rank, world_size, *args)
-    groups.close_world()
+    world.close_world()
     return result
 
 
@@ -137,21 +138,22 @@ def _in_grid(
     rank: int,
     _world_size: int,
     fn: Callable[..., Any],
-    shape: tuple[Grid, int, bool, int, float],
+    shape: tuple[Grid, int, bool, int, Collection[str], float],
     args: tuple,
 ) -> Any:
-    grid, hierarchical_cp_size, is_nested, sharers, limit_s = shape
+    grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
         coords=grid.coords(rank),
-        groups=groups.build_groups(
+        groups=process_groups.build_groups(
             grid,
             rank,
             timeout_s=limit_s,
             hierarchical_cp_size=hierarchical_cp_size,
             is_nested=is_nested,
             sharers=sharers,
+            unused=unused,
         ),
         device=torch.device("cpu"),
     )

@@ -1,10 +1,15 @@
 """Whole runs of the verify job on real ranks, and whether two of them are the same run."""
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 
 from raymega.messages import Requests
+from raymega.parallel.comm import process_groups
+from raymega.parallel.comm.process_groups import Group
 from raymega.plan.cp_layout import inner_ranks
+from raymega.plan.group_usage import unused_groups
 from raymega.plan.run_plan import read_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.train.build import build_parts
@@ -30,17 +35,21 @@ def train(overrides, *, steps=STEPS, timeout=TIMEOUT_S):
         hierarchical_cp_size=inner_ranks(parallel),
         is_nested=parallel.dynamic_cp,
         sharers=data_parallel_shard_size(parallel),
+        unused=unused_groups(plan),
         timeout=timeout,
     )
+    # A stage may lack the layers that a group serves, so one rank that uses it is enough.
+    unused = set.intersection(*(set(opened) - used for *_, opened, used in results))
+    assert not unused, f"groups that got a communicator and were not used: {sorted(unused)}"
     whole = {}
-    for _, blocks in results:
+    for _, blocks, *_ in results:
         for name, shape, box, values in blocks:
             target = whole.setdefault(name, np.full(shape, np.nan))
             held = target[slices(box)]
             same = np.isnan(held) | (np.abs(held - values) <= LIMIT)
             assert same.all(), f"{name}: replicas differ"
             target[slices(box)] = values
-    return [curve for curve, _ in results], whole
+    return [curve for curve, *_ in results], whole
 
 
 def assert_same_run(overrides, wanted, *, timeout=TIMEOUT_S):
@@ -56,7 +65,8 @@ def assert_same_run(overrides, wanted, *, timeout=TIMEOUT_S):
 
 
 def _train_rank(env, plan_json, steps):
-    plan = read_plan(plan_json)
+    plan, handles = read_plan(plan_json), set()
+    _note_used(handles)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     state, curve = TrainState(), []
     for _ in range(steps):
@@ -67,7 +77,22 @@ def _train_rank(env, plan_json, steps):
         (block.name, block.tensor.shape, block.box, _as_array(block.values))
         for block in parts.optimizer.blocks()
     ]
-    return curve, blocks
+    groups = (getattr(env.groups, field.name) for field in fields(env.groups))
+    opened = [group for group in groups if isinstance(group, Group) and group.handle]
+    # Groups that share a communicator are used together.
+    used = {group.name for group in opened if group.handle in handles}
+    return curve, blocks, [group.name for group in opened], used
+
+
+def _note_used(handles):
+    """Note torch's name of each group that an operation looks up, in this rank's process."""
+    look_up = process_groups.process_group_of
+
+    def noting(handle):
+        handles.add(handle)
+        return look_up(handle)
+
+    process_groups.process_group_of = noting
 
 
 def _as_array(values):

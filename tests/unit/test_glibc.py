@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from raymega.glibc import NUM_TRIES, _resolver_state, without_name_servers
-from raymega.parallel.comm.process_groups import host_store
+from raymega.parallel.comm.world import host_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of glibc's resolver")
 SERVERS_AT, MAX_SERVERS, SERVER_BYTES = 20, 3, 16
@@ -90,7 +90,7 @@ def test_store_is_made_in_such_a_body(monkeypatch):
         seen.append("store")
         return SimpleNamespace(port=1)
 
-    monkeypatch.setattr("raymega.parallel.comm.process_groups.without_name_servers", body)
-    monkeypatch.setattr("raymega.parallel.comm.process_groups.TCPStore", make_store)
+    monkeypatch.setattr("raymega.parallel.comm.world.without_name_servers", body)
+    monkeypatch.setattr("raymega.parallel.comm.world.TCPStore", make_store)
     assert host_store("192.0.2.1")[0] == "192.0.2.1:1"
     assert seen == ["in", "store", "out"]

@@ -14,6 +14,7 @@ from weakref import finalize
 
 import torch
 
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,14 @@ class HostCopy:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Block until the copy is complete."""
+        """Block until the copy is complete.
+
+        Raises:
+            CommunicationError: The world was aborted meanwhile, so the GPU may have updated the state with garbage.
+        """
         if self._copied is not None:
             self._copied.synchronize()
+            raise_if_aborted("the copy of the state")
 
     def chunk(self, start: int, num_bytes: int) -> memoryview:
         """Return a view of ``num_bytes`` of the buffer from byte ``start`` on."""

@@ -26,6 +26,7 @@ from raymega.parallel.comm.work import (
     wait_on_stream,
     wait_once,
 )
+from raymega.parallel.comm.world import raise_if_aborted
 
 # The options of a collective take a ReduceOp, not a name.
 REDUCTIONS = {
@@ -205,6 +206,7 @@ def barrier(group: Group) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
     # item() copies to the host, which makes the host wait for the stream.
     all_reduce(torch.zeros(1, device=device), group).item()
+    raise_if_aborted("a barrier's sum")
 
 
 def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
@@ -253,7 +255,7 @@ def _start(
 ) -> Work:
     """Launch an operation on torch's group; at group size 1 return a Work that is complete."""
     what = partial(_name, operation, group)
-    # wait: bounded by the host over gloo, by NCCL's watchdog on a GPU
+    # wait: bounded by the host over gloo, by the watcher of NCCL's errors on a GPU
     if tensor.device.type != "cpu":
         wait = wait_on_stream
     # one rank: the callers have made the result the tensor itself

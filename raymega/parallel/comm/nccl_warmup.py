@@ -17,7 +17,7 @@ from raymega.parallel.comm.process_groups import Group, Groups
 
 
 def open_communicators(groups: Groups, device: torch.device) -> None:
-    """Use every group of this rank once, and both pipeline groups between each pair that exchanges.
+    """Use every communicator of this rank once, and both pipeline groups between each pair that exchanges.
 
     Every rank of the world must call it at the same point.
 
@@ -30,7 +30,8 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
         groups.expert_sharers, groups.expert_copies, *groups.nested, groups.embedding,
     )  # fmt: skip
     # collectives: several names may share one communicator, so each handle is used once
-    for group in {group.handle: group for group in sums}.values():
+    opened = {group.handle: group for group in (groups.world, *sums) if group.handle}
+    for group in opened.values():
         all_reduce(torch.zeros(1, device=device), group)
     # pipeline: one message each way for each pair, in the order of pairs()
     here = groups.pp_forward.index

@@ -1,36 +1,41 @@
-"""Communicators: open the world, build every group of the grid with one timeout, and close them.
+"""Communicators: every group of the grid, built by one factory with one timeout.
 
-`plan/grid.py` decides which ranks form a group; `parallel/comm/collectives.py` sends over one.
+`plan/grid.py` decides which ranks form a group, `plan/group_usage.py` which groups a job needs, and
+`parallel/comm/collectives.py` sends over one. `parallel/comm/world.py` opens and ends the world they are in.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store, TCPStore
 
-from raymega.errors import CommunicationError, Fault
-from raymega.glibc import without_name_servers
-from raymega.parallel.workarounds.sockets import Connections
-from raymega.parallel.workarounds.torch_private import (
-    abort_groups,
-    count_groups_anew,
-    process_group_of,
-    world_handle,
-)
+from raymega.errors import CommunicationError, Fault, InternalError
+from raymega.parallel.comm.world import finish_world, meeting_fault
+from raymega.parallel.workarounds.torch_private import process_group_of, world_handle
+from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.grid import Grid
+from raymega.plan.group_usage import unused_groups
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.zero_levels import data_parallel_shard_size
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
+LAYERS, SUMS = "layers", "sums"
+"""Purposes of groups: operations that layers wait for, and those of gradients and weights beside them."""
+NO_HANDLE: GroupName = ""  # type: ignore[assignment]
+"""Handle of a group that the job does not use."""
 
-_connections = Connections()
+P2P_CTAS = 8
+"""Most multiprocessors that a pipeline transfer occupies on a GPU.
+
+A receive holds them until its message comes. NCCL would take up to 32 of an H100's 132 for a peer on NVLink; 8
+are estimated to move more than one network card does (50 GB/s), and a transfer takes less time than a task."""
 
 
 @dataclass(slots=True)
@@ -49,7 +54,8 @@ class Group:
         ranks: Global ranks, ascending, which is torch's order too.
         index: Place of this rank in ``ranks``; peers are named by their place as well.
         timeout_s: Longest wait of one operation, in seconds.
-        handle: torch's name for the group; None when it has one rank and nothing is ever sent.
+        handle: torch's name for the group; None when it has one rank and nothing is ever sent, empty when
+            the job does not use it.
         waited: Timer to which each wait adds its seconds; all groups of a rank share one.
     """
 
@@ -75,6 +81,14 @@ class Group:
             CommunicationError: The world was closed or aborted.
         """
         assert self.handle is not None, f"group {self.name} has one rank and no torch group"
+        if not self.handle:
+            raise InternalError(
+                Fault(
+                    fact=f"group {self.name} has no communicator",
+                    rule="a job sends only over the groups that it uses",
+                    remedy="correct unused_groups in raymega/plan/group_usage.py",
+                )
+            )
         try:
             return process_group_of(self.handle)
         except RuntimeError as error:
@@ -138,70 +152,26 @@ class Groups:
     nested: tuple[Group, ...] = ()
 
 
-def host_store(host: str) -> tuple[str, Store]:
-    """Serve a TCPStore on a free port; return its ``host:port`` and the store, which must be kept."""
-    with without_name_servers():
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return f"{host}:{store.port}", store
-
-
-def file_store(path: Path, world_size: int) -> Store:
-    """Return a store in a file, for ranks of one machine."""
-    return FileStore(str(path), world_size)
-
-
-def open_world(
-    *,
-    rank: int,
-    world_size: int,
-    rendezvous: str,
-    store: Store | None,
-    timeout_s: float,
-    device: torch.device,
-) -> None:
-    """Initialise torch.distributed with the other ranks: NCCL for a GPU, gloo for a CPU.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks to wait for.
-        rendezvous: ``host:port`` of the store.
-        store: The store itself where this process already has it, else None.
-        timeout_s: Longest wait for the other ranks, and of any later operation, in seconds.
-        device: Device of the tensors that will be sent; a GPU must be the current one.
-
-    Raises:
-        CommunicationError: The store or a rank did not answer in time.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        # rendezvous store
-        if store is None:
-            host, _, port = rendezvous.rpartition(":")
-            with without_name_servers():
-                store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-        store.set_timeout(timeout)
-        # world: sockets that appear from here until built() belong to it
-        _connections.begin()
-        count_groups_anew()
-        # device_id is left out: it makes torch split every group off the world, in which all
-        # ranks must take part, and then a rank could no longer build its own groups alone.
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
-    except RuntimeError as error:
-        raise CommunicationError(_meeting_fault("the world", rank, timeout_s, error)) from error
-
-
 def alone(rank: int) -> Group:
     """Return a group of one rank, for an axis of degree 1."""
     return Group(name="alone", ranks=(rank,), index=0, timeout_s=0.0, handle=None)
 
 
-def build_groups(
+def groups_of_plan(plan: RunPlan, rank: int, *, timeout_s: float) -> Groups:
+    """Build the groups of ``rank`` that the plan's job uses, see :func:`build_groups`."""
+    parallel = plan.job.parallel
+    return build_groups(
+        plan.grid,
+        rank,
+        timeout_s=timeout_s,
+        hierarchical_cp_size=inner_ranks(parallel),
+        is_nested=parallel.dynamic_cp,
+        sharers=data_parallel_shard_size(parallel),
+        unused=unused_groups(plan),
+    )
+
+
+def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that gives all of them
     grid: Grid,
     rank: int,
     *,
@@ -209,6 +179,7 @@ def build_groups(
     hierarchical_cp_size: int = 1,
     is_nested: bool = False,
     sharers: int = 0,
+    unused: Collection[str] = (),
 ) -> Groups:
     """Build the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
@@ -223,111 +194,123 @@ def build_groups(
         hierarchical_cp_size: Number of neighbours on cp that exchange heads; a divisor of the cp degree.
         is_nested: Build the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
         sharers: Number of replicas that shard one copy of the state; a divisor of dp * cp, 0 is all.
+        unused: Names of groups that get no communicator, see `raymega.plan.group_usage`.
 
     Raises:
         CommunicationError: A member did not arrive within ``timeout_s``.
     """
-    waited = WaitTimer()
-
-    def make(name: str, ranks: tuple[int, ...]) -> Group:
-        group = _make_group(name, tuple(sorted(ranks)), rank=rank, timeout_s=timeout_s)
-        return replace(group, waited=waited)
-
-    tp, cp, dp = (make(axis, grid.group(axis, rank)) for axis in ("tp", "cp", "dp"))
-
-    def make_again(name: str, ranks: tuple[int, ...], *likes: Group) -> Group:
-        """Return a group of ``likes`` with the same ranks, else a new one; all members decide alike."""
-        like = next((like for like in likes if set(like.ranks) == set(ranks)), None)
-        return make(name, ranks) if like is None else replace(like, name=name)
-
-    replicas = make_again("replicas", tuple(sorted(grid.group(("cp", "dp"), rank))), dp)
-    place = replicas.index
+    make = _GroupMaker(grid.world_size, rank, timeout_s, unused)
+    world = make("world", range(grid.world_size))
+    # layers wait for these; the first whose ranks are all ranks takes the world's communicator
+    tp, cp = (make(axis, grid.group(axis, rank), LAYERS) for axis in ("tp", "cp"))
+    first, step = cp.index // hierarchical_cp_size * hierarchical_cp_size, hierarchical_cp_size
+    inner = make("hierarchical_cp_size", cp.ranks[first : first + step], LAYERS)
+    outer = make("cp_outer", cp.ranks[cp.index % step :: step], LAYERS)
+    micro = make("micro", grid.group(("tp", "cp"), rank), LAYERS)
+    etp = make("etp", grid.expert_group("etp", rank), LAYERS)
+    # Its own: tokens on their way to experts must not wait behind sums of gradients.
+    ep = make("ep", grid.expert_group("ep", rank), "ep")
+    # sums of gradients and gathers of weights overlap with the layers
+    replicas = make("replicas", grid.group(("cp", "dp"), rank), SUMS)
+    edp = make("edp", grid.expert_group("edp", rank), SUMS)
     sizes = [1 << n for n in range(1, replicas.size.bit_length())] if is_nested else []
-    # cp: neighbours exchange heads, the others exchange keys and values
-    neighbours = cp.ranks[cp.index // hierarchical_cp_size * hierarchical_cp_size :][
-        :hierarchical_cp_size
-    ]
-    alike = cp.ranks[cp.index % hierarchical_cp_size :: hierarchical_cp_size]
-    edp = make_again("edp", grid.expert_group("edp", rank), replicas)
-    pp_forward, pp_backward = (
-        make(name, grid.group("pp", rank)) for name in ("pp_forward", "pp_backward")
-    )
+    nested = [replicas.ranks[replicas.index // size * size :][:size] for size in sizes]
     groups = Groups(
-        world=make("world", tuple(range(grid.world_size))),
+        world=world,
         tp=tp,
         cp=cp,
-        hierarchical_cp_size=make_again("hierarchical_cp_size", neighbours, cp),
-        cp_outer=make_again("cp_outer", alike, cp),
-        dp=dp,
+        hierarchical_cp_size=inner,
+        cp_outer=outer,
+        dp=make("dp", grid.group("dp", rank), SUMS),
         replicas=replicas,
-        nested=tuple(
-            make(f"cp{size}", replicas.ranks[place // size * size :][:size]) for size in sizes
-        ),
-        pp_forward=pp_forward,
-        pp_backward=pp_backward,
-        micro=make_again("micro", grid.group(("tp", "cp"), rank), tp, cp),
-        etp=make_again("etp", grid.expert_group("etp", rank), tp),
-        # Its own: tokens on their way to experts must not wait behind sums of gradients.
-        ep=make("ep", grid.expert_group("ep", rank)),
+        nested=tuple(make(f"cp{len(ranks)}", ranks, LAYERS) for ranks in nested),
+        pp_forward=make("pp_forward", grid.group("pp", rank), "pp_forward"),
+        pp_backward=make("pp_backward", grid.group("pp", rank), "pp_backward"),
+        micro=micro,
+        etp=etp,
+        ep=ep,
         edp=edp,
-        sharers=make_again("sharers", _sharers(replicas, sharers), replicas),
-        copies=make_again("copies", _copies(replicas, sharers), replicas),
-        expert_sharers=make_again("expert_sharers", _sharers(edp, sharers), edp),
-        expert_copies=make_again("expert_copies", _copies(edp, sharers), edp),
-        embedding=make_again("embedding", _embedding_ranks(grid, rank), pp_backward),
+        sharers=make("sharers", _sharers(replicas, sharers), SUMS),
+        copies=make("copies", _copies(replicas, sharers), SUMS),
+        expert_sharers=make("expert_sharers", _sharers(edp, sharers), SUMS),
+        expert_copies=make("expert_copies", _copies(edp, sharers), SUMS),
+        embedding=make("embedding", _embedding_ranks(grid, rank), SUMS),
     )
     if groups.world.size > 1:
         _wait_for_all(rank, timeout_s)
-        _connections.built()
+        finish_world()
     return groups
 
 
-def close_world() -> None:
-    """Destroy every group once all work is done; do nothing without a world."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+class _GroupMaker:
+    """Maker of one rank's groups: those of equal ranks and one purpose share a communicator.
 
-
-def abort_world() -> None:
-    """Fail the operations that this process and its peers wait in; any thread may call it.
-
-    Afterwards the groups are gone, and a new world may be opened on a new store. A rank that is still
-    in the rendezvous fails with its timeout.
+    Operations on one communicator run one after the other, so groups whose operations overlap have different
+    purposes. Every rank decides alike, as all have groups of the same shapes.
     """
-    if not dist.is_initialized():
-        return
-    is_gloo = dist.get_backend() == "gloo"
-    groups = abort_groups()
-    # Destroying a gloo group blocks until its pending operation has ended, so a thread does it.
-    while groups:
-        threading.Thread(target=[groups.pop()].clear, daemon=True).start()
-    if is_gloo:  # it aborts collectives, but not point-to-point transfers
-        _connections.cut()
 
+    def __init__(
+        self, world_size: int, rank: int, timeout_s: float, unused: Collection[str]
+    ) -> None:
+        self._rank, self._timeout_s, self._unused = rank, timeout_s, unused
+        self._waited = WaitTimer()
+        self._everyone = tuple(range(world_size))
+        self._made: dict[tuple[str, tuple[int, ...]], GroupName] = {}
+        self._is_world_taken = False
 
-def _make_group(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> Group:
-    handle = None
-    if len(ranks) > 1:
-        handle = _new_handle(name, ranks, rank=rank, timeout_s=timeout_s)
-    return Group(
-        name=name, ranks=ranks, index=ranks.index(rank), timeout_s=timeout_s, handle=handle
-    )
+    def __call__(self, name: str, ranks: Iterable[int], purpose: str = "world") -> Group:
+        members = tuple(sorted(ranks))
+        return Group(
+            name=name,
+            ranks=members,
+            index=members.index(self._rank),
+            timeout_s=self._timeout_s,
+            handle=self._handle(name, members, purpose) if len(members) > 1 else None,
+            waited=self._waited,
+        )
+
+    def _handle(self, name: str, ranks: tuple[int, ...], purpose: str) -> GroupName:
+        if name in self._unused:
+            return NO_HANDLE
+        if (purpose, ranks) not in self._made:
+            self._made[purpose, ranks] = self._new_handle(name, ranks, purpose)
+        return self._made[purpose, ranks]
+
+    def _new_handle(self, name: str, ranks: tuple[int, ...], purpose: str) -> GroupName:
+        # The world's own sums come when the step's are over, so one purpose may share its communicator.
+        takes_world = ranks == self._everyone and purpose in (LAYERS, SUMS)
+        if takes_world and not self._is_world_taken:
+            self._is_world_taken = True
+            return self._made["world", ranks]
+        return _new_handle(name, ranks, rank=self._rank, timeout_s=self._timeout_s)
 
 
 def _new_handle(name: str, ranks: tuple[int, ...], *, rank: int, timeout_s: float) -> GroupName:
     if name == "world":
         return world_handle()
+    timeout = timedelta(seconds=timeout_s)
     try:
         group = dist.new_group(
             list(ranks),
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             use_local_synchronization=True,
             group_desc=name,
+            pg_options=_options(name, timeout),
         )
     except RuntimeError as error:
         what = f"group {name} of ranks {', '.join(map(str, ranks))}"
-        raise CommunicationError(_meeting_fault(what, rank, timeout_s, error)) from error
+        raise CommunicationError(meeting_fault(what, rank, timeout_s, error)) from error
     return group.group_name
+
+
+def _options(name: str, timeout: timedelta) -> object:
+    """Return NCCL's options of a pipeline group; None for the defaults."""
+    if name not in ("pp_forward", "pp_backward") or dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = P2P_CTAS
+    return options
 
 
 def _wait_for_all(rank: int, timeout_s: float) -> None:
@@ -336,7 +319,7 @@ def _wait_for_all(rank: int, timeout_s: float) -> None:
     try:
         dist.all_reduce(torch.zeros(1, device=device))
     except RuntimeError as error:
-        raise CommunicationError(_meeting_fault("all groups", rank, timeout_s, error)) from error
+        raise CommunicationError(meeting_fault("all groups", rank, timeout_s, error)) from error
 
 
 def _embedding_ranks(grid: Grid, rank: int) -> tuple[int, ...]:
@@ -361,11 +344,3 @@ def _copies(whole: Group, number: int) -> tuple[int, ...]:
 # A number that does not divide the group means one copy over all of it; validation reports it.
 def _group_size(whole: Group, number: int) -> int:
     return number if number and whole.size % number == 0 else whole.size
-
-
-def _meeting_fault(what: str, rank: int, timeout_s: float, error: RuntimeError) -> Fault:
-    return Fault(
-        fact=f"rank {rank} could not open {what}: {str(error).strip().splitlines()[0]}",
-        rule=f"its ranks must meet within elastic.collective_timeout_s={timeout_s:g} s",
-        remedy="look at the ranks that failed before, or raise elastic.collective_timeout_s",
-    )

@@ -28,8 +28,8 @@ class Work:
 
     ``launched_s`` is a reading of ``time.perf_counter`` from before the launch. At that time this rank had
     not yet contributed, however long the launch itself took. On a GPU, waiting only orders the current
-    stream behind the operation, and NCCL's watchdog enforces the group's timeout. ``keeps_alive`` refers to the
-    tensors until the first wait, as torch's own work does.
+    stream behind the operation; `comm/world.py` watches the timeout. ``keeps_alive`` refers to the tensors
+    until the first wait, as torch's own work does.
     """
 
     __slots__ = ("_wait", "_waited", "_what", "_work", "keeps_alive", "launched_s")

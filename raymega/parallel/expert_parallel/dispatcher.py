@@ -18,6 +18,7 @@ from torch import Tensor
 from raymega.parallel.comm.collectives import all_gather
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.expert_parallel.permutation import (
     Permutation,
@@ -266,6 +267,7 @@ def _read_parts(dispatch: _ExchangedTrip, counts: Tensor) -> RowCounts:
     received = dispatch.table.view(groups.etp.size, groups.ep.size, -1).sum(2)
     # one copy to the host for all numbers
     numbers = torch.cat((sent, received.flatten())).tolist()
+    raise_if_aborted("the row counts of experts")
     own = numbers[groups.ep.size :][groups.etp.index * groups.ep.size :][: groups.ep.size]
     of_etp = [
         sum(numbers[groups.ep.size :][place * groups.ep.size :][: groups.ep.size])

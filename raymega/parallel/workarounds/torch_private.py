@@ -1,13 +1,15 @@
 """Private names of torch, in one file, except those of fused and fp8 kernels.
 
-Goes when torch.distributed can look up groups by name, abort all of them and reset their count, and
-torch.autograd reports whether it is inside backward.
+Goes when torch.distributed can look up groups by name, abort all of them, tell their errors and reset their
+count, and torch.autograd reports whether it is inside backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import ErrorType, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
@@ -46,3 +48,11 @@ def abort_groups() -> list[ProcessGroup]:
     groups = list(c10d._world.pg_map)
     c10d._abort_process_group()
     return groups
+
+
+def nccl_errors() -> Iterator[tuple[str, str]]:
+    """Yield each NCCL group in which torch's watchdog has noted an error, and the name of the error."""
+    for group in list(c10d._world.pg_map):
+        error = group._get_backend(torch.device("cuda")).get_error()
+        if error != ErrorType.SUCCESS:
+            yield group.group_desc.replace("default_pg", "world"), error.name

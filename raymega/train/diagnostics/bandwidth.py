@@ -14,9 +14,10 @@ from typing import cast
 import torch
 
 from raymega.messages import Channel, Entered, StartWorker, WorkerFinished
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import all_reduce, barrier
-from raymega.parallel.comm.process_groups import Group, Groups, Store
+from raymega.parallel.comm.process_groups import Group, Groups, build_groups
+from raymega.parallel.comm.world import Store
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.train.entry import abort, host_rendezvous, warm_up
 from raymega.train.environment import listen_towards, prepare_process
@@ -79,7 +80,7 @@ def meeting(
         device=device,
     )
     try:
-        yield plan, world.build_groups(plan.grid, start.rank, timeout_s=timeout_s), device
+        yield plan, build_groups(plan.grid, start.rank, timeout_s=timeout_s), device
     finally:
         world.close_world()
 

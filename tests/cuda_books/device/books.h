@@ -14,6 +14,8 @@ enum Counter { kLaunches, kSyncs, kCollectives, kMallocs, kPinnedBytes, kCommuni
 extern std::atomic<unsigned long long> counters[kNumCounters];
 extern std::mutex mutex;
 extern FILE* trace;
+// While set, no event completes and the host's waits block; an abort of a communicator clears it.
+extern std::atomic<bool> hangs;
 
 // Writes one line of the trace, if one is open.
 template <typename... Fields>

@@ -76,14 +76,21 @@ struct Id {
   char bytes[128];
 };
 
-static int open(void** handle, int ranks, int rank) {
+// The start of ncclConfig_t, of which a communicator's trace has the most CTAs.
+struct Config {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cluster_size, min_ctas, max_ctas;
+};
+
+static int open(void** handle, int ranks, int rank, const void* config = nullptr) {
   *handle = std::malloc(64);
   {
     std::lock_guard<std::mutex> guard(books::mutex);
     communicators[*handle] = {ranks, rank};
   }
   counters[books::kCommunicators]++;
-  note("communicator\t%p\t%d", *handle, ranks);
+  note("communicator\t%p\t%d\t%d", *handle, ranks, config ? static_cast<const Config*>(config)->max_ctas : 0);
   return 0;
 }
 static int transfer(const char* what, const void* from, size_t sent, void* to, size_t received, int type, void* handle,
@@ -100,15 +107,23 @@ EXPORT const char* ncclGetErrorString(int) { return "an error of the NCCL that s
 EXPORT const char* ncclGetLastError(void*) { return ""; }
 EXPORT int ncclGetUniqueId(void* id) { return std::memset(id, 7, sizeof(Id)), 0; }
 EXPORT int ncclCommInitRank(void** handle, int ranks, Id, int rank) { return open(handle, ranks, rank); }
-EXPORT int ncclCommInitRankConfig(void** handle, int ranks, Id, int rank, void*) { return open(handle, ranks, rank); }
-EXPORT int ncclCommInitRankScalable(void** handle, int ranks, int rank, int, void*, void*) { return open(handle, ranks, rank); }
+EXPORT int ncclCommInitRankConfig(void** handle, int ranks, Id, int rank, void* config) {
+  return open(handle, ranks, rank, config);
+}
+EXPORT int ncclCommInitRankScalable(void** handle, int ranks, int rank, int, void*, void* config) {
+  return open(handle, ranks, rank, config);
+}
 EXPORT int ncclCommSplit(void* whole, int, int rank, void** handle, void*) { return open(handle, ranks_of(whole), rank); }
-EXPORT int ncclCommGetAsyncError(void*, int* error) { return *error = 0, 0; }
+// A peer is lost: its messages never come, and every communicator says so (6 is ncclRemoteError).
+static std::atomic<bool> is_peer_lost{false};
+EXPORT void books_lose_peer() { is_peer_lost = books::hangs = true; }
+EXPORT int ncclCommGetAsyncError(void*, int* error) { return *error = is_peer_lost ? 6 : 0, 0; }
+// An abort ends the kernels, and leaves what is in their buffers.
+EXPORT int ncclCommAbort(void*) { return books::hangs = false, 0; }
 EXPORT int ncclCommCount(void* handle, int* number) { return *number = ranks_of(handle), 0; }
 EXPORT int ncclCommUserRank(void* handle, int* rank) { return *rank = communicators[handle].rank, 0; }
 SUCCEEDS(ncclCommFinalize)
 SUCCEEDS(ncclCommDestroy)
-SUCCEEDS(ncclCommAbort)
 SUCCEEDS(ncclGroupStart)
 SUCCEEDS(ncclGroupEnd)
 EXPORT int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void* handle, cudaStream_t stream) {

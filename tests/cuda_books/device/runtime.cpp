@@ -4,6 +4,7 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +21,7 @@ using books::note;
 std::atomic<unsigned long long> books::counters[books::kNumCounters];
 std::mutex books::mutex;
 FILE* books::trace = nullptr;
+std::atomic<bool> books::hangs{false};
 
 // --- the books themselves, called by name from Python
 
@@ -33,6 +35,7 @@ EXPORT void books_close() {
   books::trace = nullptr;
 }
 EXPORT unsigned long long books_count(int which) { return counters[which]; }
+EXPORT void books_hang() { books::hangs = true; }
 EXPORT void books_note(const char* text) { note("note\t%s", text); }
 
 // --- memory
@@ -319,6 +322,9 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
 
 // --- streams and events
 
+static void wait_for_device() {
+  while (books::hangs) usleep(1000);
+}
 static std::atomic<unsigned long long> next_name{0x1000};
 static cudaStream_t new_stream(int priority) {
   auto stream = (cudaStream_t)(next_name += 16);
@@ -346,11 +352,13 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   counters[books::kSyncs]++;
   note("sync\tstream\t%p", (void*)stream);
+  wait_for_device();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceSynchronize() {
   counters[books::kSyncs]++;
   note("sync\tdevice");
+  wait_for_device();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -370,11 +378,12 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 // A query orders the host behind the event as a wait does, since it answers "complete"; it holds nobody up.
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   note("query\tevent\t%p", (void*)event);
-  return cudaSuccess;
+  return books::hangs ? cudaErrorNotReady : cudaSuccess;
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   counters[books::kSyncs]++;
   note("sync\tevent\t%p", (void*)event);
+  wait_for_device();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {

@@ -16,7 +16,7 @@ from raymega.errors import CommunicationError, InternalError
 from raymega.orchestrate.workers.thread_status import thread_status_of
 from raymega.parallel.comm import collectives, work
 from raymega.parallel.comm.collectives import DTYPES
-from raymega.parallel.comm.process_groups import abort_world, close_world
+from raymega.parallel.comm.world import abort_world, close_world
 from raymega.plan.grid import Grid
 from tests.support.ranks import ENDLESS_S, run_grid
 
@@ -204,7 +204,7 @@ def _both_wait(env, kind):
     if kind == "receive":
         group = env.groups.pp_forward
         return _error_of(lambda: collectives.irecv(torch.ones(1), group, 1 - env.rank, 3).wait(0.5))
-    group = replace(env.groups.tp if env.rank else env.groups.world, timeout_s=0.5)
+    group = replace(env.groups.pp_forward if env.rank else env.groups.pp_backward, timeout_s=0.5)
     return _error_of(lambda: collectives.all_reduce(torch.ones(1), group))
 
 
@@ -223,8 +223,9 @@ def test_a_transfer_that_never_comes_names_peer_tag_seconds_and_setting():
 
 
 def test_a_collective_that_never_meets_names_group_ranks_seconds_and_setting():
-    results = run_grid(_both_wait, Grid(tp=2), "all_reduce", collective_timeout_s=ENDLESS_S)
-    for group, (text, is_communication) in zip(("world", "tp"), results, strict=True):
+    results = run_grid(_both_wait, Grid(pp=2), "all_reduce", collective_timeout_s=ENDLESS_S)
+    names = ("pp_backward", "pp_forward")
+    for group, (text, is_communication) in zip(names, results, strict=True):
         assert f"all_reduce on group {group} of ranks 0, 1 failed after" in text
         _check_wait(text)
         assert is_communication

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raymega.errors import CommunicationError
+from raymega.errors import CommunicationError, InternalError
 from raymega.orchestrate.workers.thread_status import thread_status_of
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import all_gather, all_reduce, irecv, is_communication_error
+from raymega.parallel.comm.process_groups import NO_HANDLE, build_groups
 from raymega.plan.grid import Grid
 from tests.support.ranks import ENDLESS_S, run_alone, run_grid, run_ranks
 
@@ -92,6 +93,43 @@ def test_hybrid_sharding_has_neighbours_inside_and_their_likes_across():
         assert members["expert_sharers"] == [rank - rank % 2, rank - rank % 2 + 1]
 
 
+DENSE = ("cp", "dp", "micro", "etp", "ep", "edp", "expert_sharers", "expert_copies", "embedding")
+
+
+def _communicators(env):
+    """Names that share each communicator, and what a group without one says."""
+    shared = {}
+    for group in (getattr(env.groups, field.name) for field in fields(env.groups)):
+        if group and group.handle:
+            shared.setdefault(group.handle, set()).add(group.name)
+    try:
+        all_reduce(torch.ones(1), replace(env.groups.embedding, handle=NO_HANDLE))
+    except InternalError as error:
+        return sorted(map(sorted, shared.values())), str(error)
+
+
+@pytest.mark.parametrize(
+    ("grid", "wanted"),
+    [
+        (Grid(tp=2), [["tp", "world"]]),
+        (Grid(dp=2), [["replicas", "sharers", "world"]]),
+        # keys and values must not wait behind gradients
+        (Grid(cp=2), [["cp_outer", "world"], ["replicas", "sharers"]]),
+        (
+            Grid(tp=2, pp=2, dp=2),
+            [["pp_backward"], ["pp_forward"], ["replicas", "sharers"], ["tp"], ["world"]],
+        ),
+    ],
+    ids=str,
+)
+def test_groups_of_equal_ranks_and_purpose_share_a_communicator_and_unused_ones_have_none(
+    grid, wanted
+):
+    for found, text in run_grid(_communicators, grid, unused=DENSE):
+        assert found == wanted
+        assert "group embedding has no communicator" in text
+
+
 LARGE = [Grid(tp=8, pp=16, dp=128), Grid(tp=4, cp=4, pp=8, dp=8), Grid(tp=4, pp=8, dp=16), Grid(tp=2, pp=3, dp=5),
     Grid(tp=4, cp=2, pp=4, dp=32, ep=8), Grid(tp=4, cp=4, pp=8, dp=8, etp=2, ep=16, order="tp-cp-dp-ep-pp"),
 ]  # fmt: skip
@@ -112,7 +150,7 @@ def _open_on_fake_backend(grid, ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
         is_counted = rank in (ranks[0], ranks[-1])
         groups, costs[rank] = _cost_of(
-            lambda rank=rank: world.build_groups(grid, rank, timeout_s=5.0), is_counted=is_counted
+            lambda rank=rank: build_groups(grid, rank, timeout_s=5.0), is_counted=is_counted
         )
         seen[rank] = {
             field.name: (
@@ -246,7 +284,7 @@ def test_abort_ends_a_transfer_from_a_process_that_is_stopped(tmp_path):
 
 
 def _meet_again_after_abort(rank, world_size, folder):
-    first = world.build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
+    first = build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
     sums = [all_reduce(torch.tensor([rank]), first.tp).item()]
     world.abort_world()
     for attempt in (1, 2):
@@ -258,7 +296,7 @@ def _meet_again_after_abort(rank, world_size, folder):
             timeout_s=60.0,
             device=torch.device("cpu"),
         )
-        groups = world.build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
+        groups = build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
         sums.append(all_reduce(torch.tensor([rank + attempt]), groups.tp).item())
         world.close_world()
     return sums
@@ -286,7 +324,7 @@ def _meet_after_nobody_came(rank, world_size, folder):
         with pytest.raises(CommunicationError):
             meet("nobody", 0.2)
     meet("all", 60.0)
-    group = world.build_groups(Grid(tp=world_size), rank, timeout_s=60.0).world
+    group = build_groups(Grid(tp=world_size), rank, timeout_s=60.0).world
     return all_reduce(torch.ones(1), group).item()
 
 
@@ -314,7 +352,7 @@ def _meet_by_rendezvous(rank, _world_size, path):
     else:
         address, store = dist.FileStore(path, 2).get("address").decode(), None
     _meet_over_tcp(address, rank, 60.0)
-    group = world.build_groups(Grid(dp=2), rank, timeout_s=60.0).world
+    group = build_groups(Grid(dp=2), rank, timeout_s=60.0).world
     return all_reduce(torch.ones(1), group).item(), store is not None
 
 

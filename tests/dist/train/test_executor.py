@@ -18,6 +18,7 @@ from raymega.plan.grid import Grid
 from raymega.schedule.checker import check
 from raymega.schedule.instructions import Instruction, Op
 from raymega.schedule.order import Sizes
+from raymega.schedule.posting import receive_posts
 from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.schedule.transfers import make_program
@@ -99,7 +100,8 @@ def _run_steps(env, cases):
         stages = [placement.stage(env.coords.pp, chunk) for chunk in range(chunks)]
         weights = [_weight(stage) for stage in stages]
         fns = [_stage_fn(s, placement.num_stages, w) for s, w in zip(stages, weights, strict=True)]
-        executor = Executor(schedule, fns, _p2p(env, placement))
+        posts = receive_posts(program, env.coords.pp)
+        executor = Executor(schedule, fns, _p2p(env, placement), posts=posts)
         output = executor.run(_batches(m), is_recording=True)
         assert [event.name for event in output.events] == [i.op for i in schedule]
         grads = {stage: weight.grad for stage, weight in zip(stages, weights, strict=True)}
@@ -149,7 +151,9 @@ def _fail_on_the_last(env):
         return work(batch, hidden)
 
     p2p = _p2p(env, Placement(pp=2))
-    executor = Executor(_program("1f1b", 2, 1, 2).lists[stage], [stage_fn], p2p)
+    program = _program("1f1b", 2, 1, 2)
+    posts = receive_posts(program, stage)
+    executor = Executor(program.lists[stage], [stage_fn], p2p, posts=posts)
     try:
         executor.run(batches, is_recording=False)
     except CommunicationError as error:
@@ -211,6 +215,7 @@ def _run_ragged(env, cases):
             program.lists[env.coords.pp],
             fns,
             _p2p(env, placement),
+            posts=receive_posts(program, env.coords.pp),
             deferrals=[WeightGradQueue() for _ in stages],
         )
         loss = executor.run(_ragged(), is_recording=False, lengths=LENGTHS).loss_sum
@@ -275,7 +280,9 @@ def _die_in_a_send(env, folder):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         p2p.post_send = send_and_die
-    executor = Executor(_program("gpipe", 3, 1, 3).lists[stage], [stage_fn], p2p)
+    program = _program("gpipe", 3, 1, 3)
+    posts = receive_posts(program, stage)
+    executor = Executor(program.lists[stage], [stage_fn], p2p, posts=posts)
     try:
         executor.run(batches, is_recording=False)
     except CommunicationError as error:

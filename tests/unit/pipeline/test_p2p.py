@@ -175,35 +175,46 @@ def _receives():
     return [_task(op, m) for m in (0, 1) for op in (Op.RECV_FORWARD, Op.RECV_BACKWARD)]
 
 
-def test_receives_are_posted_one_ahead_of_each_peer(middle, asked):
-    middle.expect(_receives(), [None, None])
-    assert [peer for _, peer, _ in asked] == [0, 2]
+def test_receive_that_was_posted_is_waited_for_where_it_is_needed(middle, asked):
+    for receive in _receives():
+        middle.post_receive(receive)
+    assert [peer for _, peer, _ in asked] == [0, 2, 0, 2]
     middle.recv(_receives()[0])
-    assert [peer for _, peer, _ in asked] == [0, 2, 0]
-    assert [pending.waited_s for pending, _, _ in asked] == [[1.0], [], []]
+    assert [pending.waited_s for pending, _, _ in asked] == [[1.0], [], [], []]
     for receive in _receives()[1:]:
         middle.recv(receive)
-    assert [peer for _, peer, _ in asked] == [0, 2, 0, 2]
-    assert len({(peer, tag) for _, peer, tag in asked}) == 4
+    assert len({(peer, tag) for _, peer, tag in asked}) == len(asked) == 4
+
+
+def test_receive_that_was_not_posted_is_posted_where_it_is_needed(middle, asked):
+    middle.recv(_receives()[0])
+    assert [(peer, pending.waited_s) for pending, peer, _ in asked] == [(0, [1.0])]
 
 
 def test_receive_posted_ahead_has_the_length_of_its_micro_batch(middle, asked):
-    middle.expect(_receives()[::2], [4, 7])
+    middle.post_receive(_receives()[0], length=4)
+    middle.post_receive(_receives()[2], length=7)
     assert middle.recv(_receives()[0]).shape == (4, 2, 3)
     assert middle.recv(_receives()[2]).shape == (7, 2, 3)
     assert len(asked) == 2
 
 
 def test_receive_that_cannot_be_posted_ahead_is_told_to_whoever_needs_it(middle, asked):
-    middle.expect(_receives(), [None, None])
     asked.error = CommunicationError(Fault(fact="it is gone", rule="rule", remedy="remedy"))
-    middle.recv(_receives()[0])
+    middle.post_receive(_receives()[2])
     with pytest.raises(CommunicationError, match="the activation of micro-batch 1 from stage 0"):
         middle.recv(_receives()[2])
 
 
-def test_a_new_step_expects_only_its_own(middle, asked):
-    middle.expect(_receives(), [None, None])
-    middle.expect([], [])
+def test_large_message_over_gloo_is_received_where_it_is_needed(middle, asked, monkeypatch):
+    monkeypatch.setattr(p2p, "AHEAD_BYTES", 47)
+    middle.post_receive(_receives()[0])
+    assert asked == []
     middle.recv(_receives()[0])
-    assert [peer for _, peer, _ in asked] == [0, 2, 0]
+    assert len(asked) == 1
+
+
+def test_message_from_the_ranks_own_chunk_is_not_posted(asked):
+    last_of_vee = make_p2p(Placement(pp=2, chunks=2, is_vee=True), 1)
+    last_of_vee.post_receive(_task(Op.RECV_FORWARD, 3, chunk=1))
+    assert asked == []

@@ -1,8 +1,15 @@
-"""Signs of life: not more than one in a while, and none from whoever is silent."""
+"""Signs of life: not more than one in a while, and none from whoever is silent. Errors of an aborted world."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from raymega.errors import CommunicationError, NumericsError
 from raymega.messages import Working
-from raymega.train.entry import INTERVAL_S, ProgressReporter
+from raymega.train import entry
+from raymega.train.entry import INTERVAL_S, ProgressReporter, run_worker
 from tests.support.fakes import FakeClock
+from tests.support.jobs import make_test_plan
 
 
 class _Channel:
@@ -23,3 +30,24 @@ def test_portions_are_told_at_most_once_in_an_interval():
         clock.advance(INTERVAL_S / 4)
         progress()
     assert channel.reports == [Working(rank=3)] * 10
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"), [("", NumericsError), ("group tp: NCCL lost a peer", CommunicationError)]
+)
+def test_what_fails_after_an_abort_is_a_lost_connection(cause, error, monkeypatch):
+    """An aborted kernel leaves garbage, which may look like bad numbers."""
+
+    def fail(*_):
+        raise NumericsError("the state is not finite")
+
+    monkeypatch.setattr(entry, "_train", fail)
+    monkeypatch.setattr(entry, "listen_towards", lambda _: None)
+    monkeypatch.setattr(entry.world, "open_world", lambda **_: None)
+    monkeypatch.setattr(entry.world._world, "cause", cause)
+    start = SimpleNamespace(
+        plan_json=make_test_plan().to_json(), device="cpu", local_rank=0, rank=0, rendezvous=""
+    )
+    with pytest.raises(error) as caught:
+        run_worker(start, _Channel(), None)
+    assert cause in str(caught.value)

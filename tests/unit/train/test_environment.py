@@ -56,6 +56,19 @@ def test_what_the_user_set_is_kept():
     assert found["environment"]["NCCL_ALGO"] == "Tree"
 
 
+def test_torch_only_notes_errors_of_nccl_unless_the_user_wants_otherwise(monkeypatch):
+    """What torch does by default and with these, `tests/cuda_books/lost_peer.py` shows."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "7")
+    for name in ("set_device", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 1)
+    assert prepare_process(make_test_plan(), device="cuda", local_rank=0) == torch.device("cuda", 0)
+    assert [os.environ[name] for name in names] == ["0", "0"]
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "7"
+
+
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_split_gemms_add_in_float32(value):
     assert run_alone(_settings, value, {})["low_sums"] == (False, False)

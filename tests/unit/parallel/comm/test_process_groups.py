@@ -2,7 +2,8 @@
 
 from dataclasses import fields
 
-from raymega.parallel.comm.process_groups import abort_world, build_groups, close_world
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.comm.world import abort_world, close_world
 from raymega.plan.grid import Grid
 
 
