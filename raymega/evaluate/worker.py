@@ -22,13 +22,12 @@ from raymega.evaluate.requests import (
     unpack_requests,
 )
 from raymega.messages import Channel, EntryOutput, Progress, StartWorker, WorkerFinished
-from raymega.parallel.comm import process_groups as world
+from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import all_reduce
-from raymega.parallel.comm.process_groups import Groups, Store
+from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.parallel.context_parallel.context import MicroBatch, held_positions
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.batch import make_batch
-from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.train.build_scorer import Scorer, build_scorer, load_weights
 from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
@@ -58,17 +57,12 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
         rank=start.rank,
         world_size=plan.grid.world_size,
         rendezvous=start.rendezvous,
-        store=cast(Store | None, rendezvous),
+        store=cast(world.Store | None, rendezvous),
         timeout_s=timeout_s,
         device=device,
     )
     try:
-        groups = world.build_groups(
-            plan.grid,
-            start.rank,
-            timeout_s=timeout_s,
-            hierarchical_cp_size=inner_ranks(plan.job.parallel),
-        )
+        groups = groups_of_plan(plan, start.rank, timeout_s=timeout_s)
         _score(plan, start, channel, groups, device)
     finally:
         world.close_world()
