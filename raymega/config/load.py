@@ -19,6 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from raymega.config.data import (
+    MEGATRON,
+    BatchStage,
+    DataSource,
+    DataStage,
+    ValidationSet,
+    is_synthetic,
+)
 from raymega.config.fields import Section
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
@@ -81,14 +89,19 @@ _Yaml12Loader.add_implicit_resolver(
 
 _ABSENT = object()
 YAML_WORDS = {
-    "valid dictionary or instance of BatchStage": "mapping",
+    **{
+        f"valid dictionary or instance of {entry.__name__}": "mapping"
+        for entry in (BatchStage, DataSource, DataStage, ValidationSet)
+    },
     "valid tuple": "list",
     "field required": "it is missing",
     "extra inputs are not permitted": "it is not a known key",
 }
 """Words of pydantic's messages, with the words that an author of YAML would use."""
-# Fields whose relative paths are made absolute.
+# Fields whose relative paths are made absolute, and lists of entries with such a field `path`.
 _PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"))
+PATH_LISTS = ("data.sources", "data.stages", "data.validation")
+"""Lists whose entries have a path, themselves or in a list inside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +159,11 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     _spell_fp8_out(raw)
     for section, key in _PATHS:
         _make_absolute(raw.get(section), key)
+    for path in PATH_LISTS:
+        section, _, key = path.partition(".")
+        fields = raw.get(section)
+        if isinstance(fields, dict) and key in fields:
+            fields[key] = with_absolute_paths(fields[key])
     parsed = parse_mapping(raw)
     return replace(parsed, faults=(*faults, *parsed.faults))
 
@@ -248,14 +266,32 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def with_absolute_paths(value: Any) -> Any:
+    """Return a field's value with every relative ``path`` in the mappings of its lists made absolute."""
+    if isinstance(value, tuple):
+        return tuple(map(with_absolute_paths, value))
+    if not isinstance(value, dict):
+        return value
+    found = {key: with_absolute_paths(inner) for key, inner in value.items()}
+    _make_absolute(found, "path")
+    return found
+
+
+def absolute_path(text: str) -> str:
+    """Return a path of a job as an absolute one; URIs and words that name no file stay as they are."""
+    # Megatron's files have a prefix, which is a path too.
+    scheme = MEGATRON if text.startswith(MEGATRON) else ""
+    path = Path(text.removeprefix(scheme))
+    if "://" in text or text in ("", "none") or is_synthetic(text):
+        return text
+    with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
+        path = path.expanduser()
+    return scheme + str(path.absolute())
+
+
 def _make_absolute(section: object, key: str) -> None:
-    if not isinstance(section, dict) or not isinstance(section.get(key), str):
-        return
-    path = section[key]
-    if "://" not in path and path not in ("", "synthetic", "none"):
-        with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
-            path = Path(path).expanduser()
-        section[key] = str(Path(path).absolute())
+    if isinstance(section, dict) and isinstance(section.get(key), str):
+        section[key] = absolute_path(section[key])
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:

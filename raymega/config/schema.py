@@ -212,6 +212,12 @@ class Job(Section):
         """Folder of the job's run in its store."""
         return f"{self.checkpoint.uri.rstrip('/')}/{self.run.name}"
 
+    @property
+    def dataset_paths(self) -> tuple[str, ...]:
+        """Paths of all datasets that the run reads, those of its validation sets too."""
+        sets = self.data.validation if self.run.eval_samples else ()
+        return tuple(dict.fromkeys([*self.data.datasets, *(entry.path for entry in sets)]))
+
     def with_values(self, **sections: Mapping[str, Any]) -> Job:
         """Return the job with other values in some sections; the values are not validated."""
         changed = {name: getattr(self, name).model_copy(update=v) for name, v in sections.items()}

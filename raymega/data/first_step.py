@@ -5,11 +5,9 @@ It reads only datasets in local folders and copies none from an object store.
 
 from __future__ import annotations
 
+from raymega.config.data import is_synthetic
 from raymega.config.schema import Job
-from raymega.data.open_split import open_split, shape_of
-from raymega.data.order import sample_window
-from raymega.data.packing import PackedSource
-from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.data.samples import open_samples
 from raymega.storage.registry import local_path
 
 
@@ -22,15 +20,10 @@ def first_rows(job: Job) -> list[list[int]]:
         ConfigError: There is no dataset at the path.
         DataError: The dataset is damaged or has no document lengths.
     """
-    path, seed = job.data.path, job.run.seed
-    is_here = path == SYNTHETIC_PATH or local_path(path) is not None
+    is_here = all(is_synthetic(path) or local_path(path) for path in job.data.datasets)
     if job.data.packing == "none" or not is_here:
         return []
-    source = open_split(path, "train", shape_of(job.data), seed=seed)
-    assert isinstance(source, PackedSource), "rows of a packed split are packed"
-    windows = (
-        sample_window(seed, source.num_windows, sample)
-        for sample in range(job.data.global_batch_size)
-    )
+    samples = open_samples(job.data, seed=job.run.seed)
     # Only the packing is needed, no tokens.
-    return [[held.length for held in source.held(window)] for window in windows]
+    first = range(job.data.global_batch_size)
+    return [[held.length for held in samples.held(sample)] for sample in first]

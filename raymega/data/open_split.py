@@ -12,13 +12,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from raymega.config.data import DataSection
+from raymega.config.data import DataSection, is_synthetic
 from raymega.data.arrow import TokenStream
 from raymega.data.format import META_FILE, read_meta, size_faults
 from raymega.data.packing import Documents, PackedSource
 from raymega.data.remote_dataset import local_copy
 from raymega.data.rows import Row, Source, whole_row
-from raymega.data.synthetic import SYNTHETIC_PATH, SyntheticDocuments, SyntheticSource
+from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, seed_of
 from raymega.errors import DataError, Fault, raise_faults
 
 
@@ -112,11 +112,11 @@ def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
         StorageError: The dataset's store cannot be reached, or the copy cannot be written.
     """
     is_packed, seq_len = shape.packing != "none", shape.seq_len
-    if path == SYNTHETIC_PATH:
+    if is_synthetic(path):
+        own = seed_of(path, seed)
         if is_packed:
-            made = SyntheticDocuments(split=split, seq_len=seq_len, seed=seed)
-            return packed(made, shape)
-        return SyntheticSource(split=split, seq_len=seq_len, seed=seed)
+            return packed(SyntheticDocuments(split=split, seq_len=seq_len, seed=own), shape)
+        return SyntheticSource(split=split, seq_len=seq_len, seed=own)
     # A prepared dataset: check it as far as possible without reading tokens.
     folder = local_copy(path)
     meta = read_meta(folder)
@@ -159,10 +159,10 @@ def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
     )
 
 
-def no_documents(path: str) -> Fault:
+def no_documents(path: str, *, field: str = "data.path") -> Fault:
     """Return the fault of a dataset whose shards do not hold the lengths of their documents."""
     return Fault(
-        fact=f"data.path={path!r} was prepared without the boundaries of documents",
+        fact=f"{field}={path!r} was prepared without the boundaries of documents",
         rule=f"data.packing=best_fit needs them: {META_FILE} of version 2",
         remedy="run `raymega data prepare` again into a new folder, or set data.packing=none",
     )

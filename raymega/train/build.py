@@ -16,9 +16,7 @@ import torch
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader
-from raymega.data.open_split import open_split, shape_of
-from raymega.data.packing import PackedSource
-from raymega.data.rows import Source
+from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
 from raymega.optim.optimizer import Optimizer
@@ -46,10 +44,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Components that only evaluation uses: its batch, loader and forward-only executors."""
+    """Components that only evaluation uses: loaders with their batches, and forward-only executors.
 
-    batch: BatchPlan
-    loader: Loader | DynamicLoader
+    ``sets`` has the batch and the loader of each validation set by name; a set without a name is alone.
+    """
+
+    sets: dict[str, tuple[BatchPlan, Loader | DynamicLoader]]
     executor_for: Callable[[int], Executor]
 
 
@@ -142,7 +142,15 @@ def build_parts(
         groups=groups,
         device=device,
         modules=modules,
-        loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
+        loader=_build_loader(
+            plan,
+            open_samples(job.data, seed=job.run.seed),
+            rank=rank,
+            groups=groups,
+            log=comm_log,
+            device=device,
+            is_training=True,
+        ),
         executor_for=_build_executors(
             plan,
             coords,
@@ -182,28 +190,28 @@ def _log_attention_weights(job: Job) -> None:
         )
 
 
-def _open_source(plan: RunPlan, split: str) -> Source:
-    job = plan.job
-    return open_split(job.data.path, split, shape_of(job.data), seed=job.run.seed)
-
-
-def _build_loader(
-    plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
+def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
+    plan: RunPlan,
+    source: Samples,
+    *,
+    rank: int,
+    groups: Groups,
+    log: CommLog,
+    device: torch.device,
+    is_training: bool,
 ) -> Loader | DynamicLoader:
-    job, source = plan.job, _open_source(plan, split)
+    job = plan.job
     # Multi-token prediction needs labels further ahead; evaluation measures the next token only.
-    depth = job.model.num_nextn_predict_layers if split == "train" else 0
+    depth = job.model.num_nextn_predict_layers if is_training else 0
     if not job.parallel.dynamic_cp:
         return Loader(
             source,
             dp_rank=plan.grid.coords(rank).dp,
-            seed=job.run.seed,
             device=device,
             context=make_context(groups, job.parallel, log),
             depth=depth,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
-    assert isinstance(source, PackedSource), "dynamic_cp needs packing"
     parallel = job.parallel
     return DynamicLoader(
         source,
@@ -211,9 +219,8 @@ def _build_loader(
         contexts=make_contexts(groups, parallel, log),
         limits=step_limits(plan),
         cost=step_cost(plan),
-        seed=job.run.seed,
         device=device,
-        is_guessing=split == "train",
+        is_guessing=is_training,
         timeout_s=job.elastic.collective_timeout_s,
         depth=depth,
     )
@@ -258,13 +265,24 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
     job = plan.job
     if job.run.eval_samples == 0:
         return None
-    # One batch holds all evaluation samples, so that one forward-only schedule covers them.
-    loader = _build_loader(plan, "valid", rank=rank, groups=groups, log=log, device=p2p.device)
-    batch = make_batch(
-        global_batch_size=min(job.run.eval_samples, loader.source.num_windows),
-        micro_batch_size=plan.batch.micro_batch_size,
-        dp=plan.grid.dp,
-    )
+    # One batch holds all samples of a set, so that one forward-only schedule covers them.
+    sets = {}
+    for name, samples in open_validation(job.data, seed=job.run.seed).items():
+        batch = make_batch(
+            global_batch_size=min(job.run.eval_samples, samples.num_samples),
+            micro_batch_size=plan.batch.micro_batch_size,
+            dp=plan.grid.dp,
+        )
+        loader = _build_loader(
+            plan,
+            samples,
+            rank=rank,
+            groups=groups,
+            log=log,
+            device=p2p.device,
+            is_training=False,
+        )
+        sets[name] = batch, loader
     pp_rank = plan.grid.coords(rank).pp
 
     @cache
@@ -274,4 +292,4 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
             program.lists[pp_rank], [m.evaluate for m in modules], p2p, progress=progress
         )
 
-    return Evaluation(batch=batch, loader=loader, executor_for=make)
+    return Evaluation(sets=sets, executor_for=make)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.data.checks import data_faults
-from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.data.checks import training_faults
 from raymega.errors import ConfigError, Fault, WorkerError
 from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
 from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
@@ -207,11 +206,12 @@ def _find_smallest(
 
 
 def _is_data_there(job: Job) -> bool:
-    return job.data.path == SYNTHETIC_PATH or not data_faults(
-        job.data.path,
-        seq_len=job.data.seq_len,
+    return not training_faults(
+        job.data,
+        seed=job.run.seed,
+        num_samples=0,
         vocab_size=job.model.vocab_size,
-        is_packed=job.data.packing != "none",
+        is_evaluating=False,
     )
 
 

@@ -10,6 +10,7 @@ from raymega.parallel.context_parallel.context import Context
 from raymega.plan.batch import make_batch
 from raymega.plan.packing.cost import PackCost
 from raymega.plan.packing.dynamic_cp import PackLimits
+from tests.unit.data.datasets import samples_of
 
 SEQ_LEN, RANKS = 20, 4
 WIDE = PackCost(token_s=1.0, pair_s=1.0)
@@ -45,12 +46,11 @@ def _micro_batches(lengths, *, multiple=1):
     limits = PackLimits(num_ranks=RANKS, max_tokens=SEQ_LEN, multiple=multiple)
     for rank in range(RANKS):
         loader = DynamicLoader(
-            source,
+            samples_of(source),
             rank=rank,
             contexts=_contexts(rank),
             limits=limits,
             cost=WIDE,
-            seed=0,
             device="cpu",
         )
         yield from loader.micro_batches(batch, 0)
