@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
-from raymega.config.data import NO_PATH, DataSection, is_synthetic
+from raymega.config.data import is_synthetic
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.checks import training_faults
 from raymega.data.first_step import first_rows
+from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.events import RunFinished
@@ -39,7 +40,6 @@ from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY, RayWorkerGroup
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
-from raymega.plan.batch import samples_after
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -329,7 +329,9 @@ def _unix_s() -> float:
 def _loss_references(job: Job) -> dict[str, float]:
     """Return horizontal lines of the loss curve, by label."""
     # A blend's validation text has no entropy of its own.
-    if job.data.sources or job.data.validation or is_synthetic(job.data.path):
+    if job.data.sources or job.data.validation:
+        return {}
+    if is_synthetic(job.data.path) or is_megatron(job.data.path):
         return {}
     meta = meta_at(job.data.path)
     return {"unigram entropy of the validation text": meta.valid_entropy}
@@ -337,16 +339,7 @@ def _loss_references(job: Job) -> dict[str, float]:
 
 def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of data and store, as far as the job's fields parsed."""
-    faults: list[Fault] = []
-    # data
-    if data := _data_section(values):
-        faults += training_faults(
-            data,
-            seed=values.get("run.seed", 0),
-            num_samples=_num_samples(values, data),
-            vocab_size=values.get("model.vocab_size", 0),
-            is_evaluating=values.get("run.eval_samples", 0) > 0,
-        )
+    faults = training_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         faults += _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run
@@ -377,27 +370,6 @@ def _outside_faults(values: Mapping[str, Any]) -> list[Fault]:
             for fault in start_faults(checkpoint, model)
         ]
     return faults
-
-
-def _data_section(values: Mapping[str, Any]) -> DataSection | None:
-    """Return the data section with the fields that parsed, and 0 for a size that did not.
-
-    It is None where no dataset is known.
-    """
-    sizes = {"seq_len": 0, "global_batch_size": 0}
-    found = {
-        name: values[f"data.{name}"]
-        for name in DataSection.model_fields
-        if f"data.{name}" in values
-    }
-    section = DataSection.model_construct(**(sizes | found))
-    return section if section.sources or section.path != NO_PATH else None
-
-
-def _num_samples(values: Mapping[str, Any], section: DataSection) -> int:
-    """Return the samples of the whole run; 0 where a field that decides it did not parse."""
-    steps = values.get("run.steps", 0)
-    return samples_after(steps, section) if section.global_batch_size else 0
 
 
 def _near_faults(near: str, uri: str | None) -> list[Fault]:

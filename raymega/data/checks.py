@@ -5,13 +5,14 @@ It owns the checks. The facts about one dataset come from `raymega.data.format`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from raymega.config.data import SYNTHETIC_PATH, DataSection, is_synthetic
+from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
 from raymega.data.format import (
     META_FILE,
     TOKENIZER_FILE,
@@ -20,6 +21,7 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
+from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.mixture import mixture_of
 from raymega.data.open_split import (
     missing_split,
@@ -31,6 +33,7 @@ from raymega.data.open_split import (
 from raymega.data.remote_dataset import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
+from raymega.plan.batch import samples_after
 from raymega.storage.registry import open_store, reading_faults
 
 MIN_BPE_VOCAB_SIZE = 257
@@ -65,6 +68,8 @@ def data_faults(
     )
     if is_synthetic(path):
         return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, wants)
+    if is_megatron(path):
+        return _megatron_faults(path, wants)
     try:
         if is_remote(path):
             return _remote_faults(path, wants)
@@ -87,6 +92,8 @@ def dataset_identity(path: str) -> str:
     """
     if is_synthetic(path):
         return path
+    if is_megatron(path):
+        return megatron_identity(path)
     # The order of shards is part of the content; their paths are not.
     shards = [
         (name, shard.num_tokens, shard.crc32)
@@ -117,6 +124,18 @@ def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
     return [*_content_faults(path, meta, wants), *missing_shards(path, meta)]
 
 
+def _megatron_faults(path: str, wants: _Wants) -> list[Fault]:
+    found = megatron_faults(path)
+    if found:
+        return found
+    num_tokens = MegatronStream(path.removeprefix(MEGATRON)).num_tokens
+    is_short = not wants.is_packed and wants.seq_len > 0 and num_tokens <= wants.seq_len
+    return [
+        *([missing_split(path, "valid")] if wants.needs_valid else []),
+        *([short_split(path, "train", num_tokens, wants.seq_len)] if is_short else []),
+    ]
+
+
 def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
     lacks_valid = wants.needs_valid and "valid" not in meta.splits
     lacks_documents = wants.is_packed and not meta.has_documents
@@ -129,7 +148,7 @@ def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
 
 
 def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
-    rule = f"it must be `{SYNTHETIC_PATH}` or a folder with the {META_FILE} of a prepared dataset"
+    rule = f"it must be `{SYNTHETIC_PATH}`, {MEGATRON}PREFIX or a folder with the {META_FILE} of a prepared dataset"
     command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(wants.vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
     if not folder.exists():
         line = command.format("INPUT...", path)
@@ -167,19 +186,25 @@ def _length_faults(path: str, meta: DatasetMeta, seq_len: int) -> list[Fault]:
     ]
 
 
-def training_faults(
-    section: DataSection, *, seed: int, num_samples: int, vocab_size: int, is_evaluating: bool
-) -> list[Fault]:
-    """Return all faults of a job's datasets: each by itself, then together, then the epochs of a blend.
+def training_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Return all faults of a job's datasets: of each by itself, of all together, of a blend's epochs.
 
     Args:
-        section: The job's data section; a ``seq_len`` of 0 is unknown, and not checked.
-        seed: Value of ``run.seed``.
-        num_samples: Samples of the whole run; 0 if unknown, then epochs are not checked.
-        vocab_size: Value of ``model.vocab_size``; 0 if unknown, then not checked.
-        is_evaluating: True if the job evaluates.
+        values: Fields of the job that are valid, by dotted path. What a missing one decides is not
+            checked.
     """
-    is_packed, named = section.packing != "none", section.validation if is_evaluating else ()
+    sizes = {"seq_len": 0, "global_batch_size": 0}
+    found = {
+        name: values[f"data.{name}"]
+        for name in DataSection.model_fields
+        if f"data.{name}" in values
+    }
+    section = DataSection.model_construct(**(sizes | found))
+    if not section.sources and section.path == NO_PATH:
+        return []
+    is_packed, is_evaluating = section.packing != "none", values.get("run.eval_samples", 0) > 0
+    vocab_size = values.get("model.vocab_size", 0)
+    named = section.validation if is_evaluating else ()
     check = partial(
         data_faults, seq_len=section.seq_len, vocab_size=vocab_size, is_packed=is_packed
     )
@@ -198,7 +223,10 @@ def training_faults(
     if faults or (not section.sources and not section.stages):
         return faults
     faults = [*_copy_faults(section), *_tokenizer_faults(section)]
-    return faults or list(_epoch_faults(section, seed=seed, num_samples=num_samples))
+    if faults or not (section.global_batch_size and section.seq_len):
+        return faults
+    num_samples = samples_after(values.get("run.steps", 0), section)
+    return list(_epoch_faults(section, seed=values.get("run.seed", 0), num_samples=num_samples))
 
 
 def _copy_faults(section: DataSection) -> Iterator[Fault]:
@@ -230,7 +258,7 @@ def _tokenizer_faults(section: DataSection) -> Iterator[Fault]:
 
 def tokenizer_digest(path: str) -> str:
     """Return a digest of the dataset's tokenizer; empty for one without a tokenizer."""
-    if is_synthetic(path):
+    if is_synthetic(path) or is_megatron(path):
         return ""
     store = open_store(path if is_remote(path) else str(local_folder(path)))
     try:
@@ -242,7 +270,7 @@ def tokenizer_digest(path: str) -> str:
 def _epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterator[Fault]:
     """Yield a fault for each dataset that the run would read more often than its ``max_epochs``."""
     limits = [source.max_epochs for _, sources in section.blends for source in sources]
-    if not any(limits) or not num_samples or not section.seq_len:
+    if not any(limits):
         return
     mixture = mixture_of(section)
     for (_, sources), first, end in zip(
@@ -270,7 +298,7 @@ def num_rows(path: str, section: DataSection, *, seed: int) -> int:
     Documents in an object store are not packed for it: their number is then a lower bound.
     """
     is_packed = section.packing != "none"
-    if is_synthetic(path) or (is_packed and not is_remote(path)):
+    if is_synthetic(path) or is_megatron(path) or (is_packed and not is_remote(path)):
         return open_split(path, "train", shape_of(section), seed=seed).num_windows
     num_tokens = meta_at(path).splits["train"].num_tokens
     return -(-num_tokens // section.seq_len) if is_packed else (num_tokens - 1) // section.seq_len

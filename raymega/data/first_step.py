@@ -23,7 +23,7 @@ def first_rows(job: Job) -> list[list[int]]:
     is_here = all(is_synthetic(path) or local_path(path) for path in job.data.datasets)
     if job.data.packing == "none" or not is_here:
         return []
-    samples = open_samples(job.data, seed=job.run.seed)
+    samples = open_samples(job)
     # Only the packing is needed, no tokens.
     first = range(job.data.global_batch_size)
     return [[held.length for held in samples.held(sample)] for sample in first]

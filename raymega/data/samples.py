@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raymega.config.data import DataSection, DataSource
+from raymega.config.data import DataSource
+from raymega.config.schema import Job
 from raymega.data.mixture import Mixture, mixture_of
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import sample_window
@@ -63,7 +64,7 @@ class Samples:
         return source, sample_window(self._seed, source.num_windows, number)
 
 
-def open_samples(section: DataSection, *, seed: int) -> Samples:
+def open_samples(job: Job) -> Samples:
     """Open the training data of a job.
 
     Raises:
@@ -71,10 +72,10 @@ def open_samples(section: DataSection, *, seed: int) -> Samples:
         DataError: A dataset is damaged or too short.
         StorageError: A dataset's store cannot be reached, or the copy cannot be written.
     """
-    return _open(mixture_of(section), "train", section, seed=seed)
+    return _open(mixture_of(job.data), "train", job)
 
 
-def open_validation(section: DataSection, *, seed: int) -> dict[str, Samples]:
+def open_validation(job: Job) -> dict[str, Samples]:
     """Open the validation sets of a job by name: those of data.validation, or one without a name.
 
     The one without a name blends the validation splits of the first blend, by its weights.
@@ -84,17 +85,18 @@ def open_validation(section: DataSection, *, seed: int) -> dict[str, Samples]:
         DataError: A dataset is damaged or too short, or lacks the split.
         StorageError: A dataset's store cannot be reached, or the copy cannot be written.
     """
-    if not section.validation:
-        return {"": _open(Mixture(section.blends[:1]), "valid", section, seed=seed)}
+    if not job.data.validation:
+        return {"": _open(Mixture(job.data.blends[:1]), "valid", job)}
     return {
-        named.name: _open(
-            Mixture([(0, [DataSource(path=named.path)])]), named.split, section, seed=seed
-        )
-        for named in section.validation
+        named.name: _open(Mixture([(0, [DataSource(path=named.path)])]), named.split, job)
+        for named in job.data.validation
     }
 
 
-def _open(mixture: Mixture, split: str, section: DataSection, *, seed: int) -> Samples:
-    shape = shape_of(section)
-    sources = [open_split(path, split, shape, seed=seed) for path in mixture.datasets]
+def _open(mixture: Mixture, split: str, job: Job) -> Samples:
+    shape, seed, vocab_size = shape_of(job.data), job.run.seed, job.model.vocab_size
+    sources = [
+        open_split(path, split, shape, seed=seed, vocab_size=vocab_size)
+        for path in mixture.datasets
+    ]
     return Samples(sources, mixture, seed=seed)

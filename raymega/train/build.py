@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -122,6 +122,7 @@ def build_parts(
     )
     modules = model.modules
     _log_attention_weights(job)
+    load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)
     # pipeline transfers of activations [S/(cp*sp), B, D]
     p2p = PointToPoint(
         groups,
@@ -142,15 +143,7 @@ def build_parts(
         groups=groups,
         device=device,
         modules=modules,
-        loader=_build_loader(
-            plan,
-            open_samples(job.data, seed=job.run.seed),
-            rank=rank,
-            groups=groups,
-            log=comm_log,
-            device=device,
-            is_training=True,
-        ),
+        loader=load(open_samples(job), is_training=True),
         executor_for=_build_executors(
             plan,
             coords,
@@ -175,7 +168,7 @@ def build_parts(
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,
         evaluation=_build_evaluation(
-            plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, progress=progress
+            plan, coords.pp, modules=modules, p2p=p2p, load=load, progress=progress
         ),
     )
 
@@ -251,14 +244,13 @@ def _build_executors(
     return make
 
 
-def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
+def _build_evaluation(
     plan: RunPlan,
-    rank: int,
+    pp_rank: int,
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
-    groups: Groups,
-    log: CommLog,
+    load: Callable[..., Loader | DynamicLoader],
     progress: Callable[[], None],
 ) -> Evaluation | None:
     """Return the components of an evaluation, or None when ``run.eval_samples`` is 0."""
@@ -267,23 +259,13 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
         return None
     # One batch holds all samples of a set, so that one forward-only schedule covers them.
     sets = {}
-    for name, samples in open_validation(job.data, seed=job.run.seed).items():
+    for name, samples in open_validation(job).items():
         batch = make_batch(
             global_batch_size=min(job.run.eval_samples, samples.num_samples),
             micro_batch_size=plan.batch.micro_batch_size,
             dp=plan.grid.dp,
         )
-        loader = _build_loader(
-            plan,
-            samples,
-            rank=rank,
-            groups=groups,
-            log=log,
-            device=p2p.device,
-            is_training=False,
-        )
-        sets[name] = batch, loader
-    pp_rank = plan.grid.coords(rank).pp
+        sets[name] = batch, load(samples, is_training=False)
 
     @cache
     def make(num_micro_batches: int) -> Executor:

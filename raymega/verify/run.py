@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job
 from raymega.data.checks import training_faults
 from raymega.errors import ConfigError, Fault, WorkerError
+from raymega.plan.run_plan import job_values
 from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
 from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
@@ -206,13 +207,9 @@ def _find_smallest(
 
 
 def _is_data_there(job: Job) -> bool:
-    return not training_faults(
-        job.data,
-        seed=job.run.seed,
-        num_samples=0,
-        vocab_size=job.model.vocab_size,
-        is_evaluating=False,
-    )
+    values = job_values(job)
+    # nothing is evaluated, and a few steps make no epochs
+    return not training_faults(values | {"run.eval_samples": 0, "run.steps": 0})
 
 
 def _no_layouts(options: Options) -> Fault:

@@ -6,14 +6,12 @@ too are query heads per key-value head, the parities of head width and depth, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from raymega.config.data import SYNTHETIC_PATH, is_synthetic
 from raymega.config.schema import Job, MlaSection
-from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.stages import KINDS
@@ -21,6 +19,7 @@ from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
+from raymega.verify.small_data import early_stages, short_ramp, small_datasets
 
 MAX_SEQ_LEN = 32
 MAX_BATCH = 16
@@ -78,43 +77,9 @@ def shrink_job(
     _shorten(draft, steps)
     _free_stages(draft)
     _narrow(draft, max_params)
-    _replace_data(draft, job, is_data_there=is_data_there)
+    for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
+        draft.set(field, new, why)
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
-
-
-def _replace_data(draft: _Draft, job: Job, *, is_data_there: bool) -> None:
-    """Put synthetic tokens in place of datasets that the small job cannot read; blends stay blends."""
-    is_real = not all(map(is_synthetic, job.data.datasets))
-    vocab_size = draft.values["model"]["vocab_size"]
-    why = ""
-    if is_real and not is_data_there:
-        why = "it cannot be read from here"
-    elif is_real and vocab_size != job.model.vocab_size:
-        why = "its tokens need the whole vocabulary"
-    elif job.data.packing != "none" and draft.values["data"]["seq_len"] != job.data.seq_len:
-        why = "its documents would fill every shorter row alone"
-    # the datasets of a blend stay different ones
-    made = {path: f"{SYNTHETIC_PATH}:{n}" for n, path in enumerate(job.data.datasets)}
-    if why and len(made) == 1:
-        made = dict.fromkeys(made, SYNTHETIC_PATH)
-    if why and not job.data.sources:
-        draft.set("data.path", made[job.data.path], why)
-    for field in ("sources", "stages"):
-        if why and draft.values["data"][field]:
-            draft.set(f"data.{field}", _with_paths(draft.values["data"][field], made), why)
-    is_made = bool(why) or not is_real
-    if is_made and vocab_size < SYNTHETIC_VOCAB_SIZE:
-        draft.set("model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it")
-
-
-def _with_paths(value: Any, paths: Mapping[str, str]) -> Any:
-    """Return entries of a blend or of stages with other paths."""
-    if isinstance(value, tuple):
-        return tuple(_with_paths(entry, paths) for entry in value)
-    if not isinstance(value, dict):
-        return value
-    found = {key: _with_paths(inner, paths) for key, inner in value.items()}
-    return found | ({"path": paths[value["path"]]} if "path" in value else {})
 
 
 class _Draft:
@@ -159,10 +124,8 @@ def _shorten(draft: _Draft, steps: int) -> None:
     multiple = gcd(job.data.document_multiple, draft.values["data"]["seq_len"])
     draft.set("data.document_multiple", multiple, "it must divide the sequence")
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))
-    draft.set("data.batch_ramp", _short_ramp(draft.job()))
-    draft.set(
-        "data.stages", _early_stages(draft.job()), "so that the blend changes while it trains"
-    )
+    draft.set("data.batch_ramp", short_ramp(draft.job()))
+    draft.set("data.stages", early_stages(draft.job()), "so that the blend changes while it trains")
     micro = min(job.schedule.micro_batch_size, draft.values["data"]["global_batch_size"])
     draft.set("schedule.micro_batch_size", micro)
     optimizer = job.optimizer
@@ -407,27 +370,6 @@ def _small_batch(size: int) -> int:
     if is_power_of_two(size):
         return MAX_BATCH
     return MAX_BATCH - 1 if size % 2 else MAX_BATCH - 4
-
-
-def _short_ramp(job: Job) -> tuple[dict[str, int], ...]:
-    """Return a ramp of one step with half the batch if the job has a ramp, so that the size changes."""
-    half = job.data.global_batch_size // 2
-    if not job.data.batch_ramp or half == 0:
-        return ()
-    return ({"until_samples": half, "global_batch_size": half},)
-
-
-def _early_stages(job: Job) -> tuple[dict[str, Any], ...]:
-    """Return the job's stages, the last of them from the middle of the first small batch on.
-
-    Each begins one sequence after the one before, so that all are reached.
-    """
-    stages, half = job.data.stages, job.data.global_batch_size // 2
-    first = max(1, half - len(stages) + 1)
-    return tuple(
-        stage.model_dump() | {"from_tokens": (first + number) * job.data.seq_len}
-        for number, stage in enumerate(stages)
-    )
 
 
 def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:

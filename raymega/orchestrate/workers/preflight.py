@@ -16,6 +16,7 @@ from uuid import uuid4
 from raymega.config.data import is_synthetic
 from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
+from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.events import NodesChecked
@@ -246,7 +247,7 @@ def _look_at_data(path: str, identity: str) -> None:
     found = dataset_identity(path)
     if found != identity:
         raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {identity}")
-    if not is_remote(path):
+    if not is_remote(path) and not is_megatron(path):
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 

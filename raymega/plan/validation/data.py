@@ -53,7 +53,7 @@ def _blend_faults(field: str, sources: Sequence[DataSource]) -> Iterator[Fault]:
             least = float(LEAST_SHARE * (sum(exact) - weight) / (1 - LEAST_SHARE))
             yield Fault(
                 fact=f"{field}[{number}].weight={float(weight):g}",
-                rule=f"a share of {float(weight / sum(exact)):.2e} is below 1 in {1 / LEAST_SHARE:,} samples",
+                rule=f"a share of {float(weight / sum(exact)):.2e} is below 1 in {int(1 / LEAST_SHARE):,} samples",
                 remedy=f"use a weight of {least:.3g} or more, or remove the entry",
             )
 

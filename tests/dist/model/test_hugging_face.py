@@ -182,7 +182,7 @@ def _train(env, plan_json):
 
 def _micro_batches(plan, state):
     job = plan.job
-    loader = Loader(open_samples(job.data, seed=job.run.seed), dp_rank=0, device="cpu")
+    loader = Loader(open_samples(job), dp_rank=0, device="cpu")
     return loader.micro_batches(plan.batch, state.samples)
 
 

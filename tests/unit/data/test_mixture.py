@@ -50,9 +50,9 @@ def _drawn(seed):
     return stages, Samples(sources, mixture, seed=seed), [one.num_windows for one in sources]
 
 
-def _section(*overrides):
-    """The data section of jobs/verify.yaml with overrides."""
-    return make_test_plan("data.seq_len=8", *overrides).job.data
+def _job(*overrides):
+    """The job of jobs/verify.yaml with overrides."""
+    return make_test_plan("data.seq_len=8", *overrides).job
 
 
 def _read(samples, sample):
@@ -65,7 +65,9 @@ def _read(samples, sample):
 def test_each_row_is_read_once_in_an_epoch_across_stages(seed):
     _, samples, sizes = _drawn(seed)
     read = [_read(samples, sample) for sample in range(600)]
-    by_dataset = [[row for dataset, row in read if dataset == number] for number in range(len(sizes))]
+    by_dataset = [
+        [row for dataset, row in read if dataset == number] for number in range(len(sizes))
+    ]
     for rows, size in zip(by_dataset, sizes, strict=True):
         for first in range(0, len(rows), size):
             epoch = rows[first : first + size]
@@ -124,10 +126,10 @@ def test_stage_begins_at_a_whole_sample():
 
 def test_blend_of_one_reads_what_the_dataset_alone_reads(tmp_path):
     write_dataset(tmp_path, train=(250,))
-    alone = _section(f"data.path={tmp_path}")
-    blend = _section(f"data.sources=[{{path: {tmp_path}, weight: 3}}]", "data.path=none")
+    alone = _job(f"data.path={tmp_path}")
+    blend = _job(f"data.sources=[{{path: {tmp_path}, weight: 3}}]", "data.path=none")
     rows = [
-        [open_samples(data, seed=5).row(sample).tokens.tolist() for sample in range(100)]
+        [open_samples(data).row(sample).tokens.tolist() for sample in range(100)]
         for data in (alone, blend)
     ]
     assert rows[0] == rows[1]
@@ -136,10 +138,10 @@ def test_blend_of_one_reads_what_the_dataset_alone_reads(tmp_path):
 def test_named_validation_sets_are_opened_by_name(tmp_path):
     write_dataset(tmp_path, train=(500,), valid=(100,))
     sets = f"[{{name: held, path: {tmp_path}}}, {{name: seen, path: {tmp_path}, split: train}}]"
-    data = _section(f"data.validation={sets}")
-    found = open_validation(data, seed=5)
+    data = _job(f"data.validation={sets}")
+    found = open_validation(data)
     assert {name: one.num_samples for name, one in found.items()} == {"held": 12, "seen": 62}
-    (alone,) = open_validation(_section(f"data.path={tmp_path}"), seed=5).items()
+    (alone,) = open_validation(_job(f"data.path={tmp_path}")).items()
     assert alone[0] == "" and alone[1].num_samples == 12
 
 
@@ -148,13 +150,13 @@ def test_blend_is_validated_on_the_blend_until_a_split_is_read_whole(tmp_path):
         (tmp_path / name).mkdir()
         write_dataset(tmp_path / name, train=(500,), valid=(valid,))
     sources = f"[{{path: {tmp_path}/a, weight: 0.5}}, {{path: {tmp_path}/b, weight: 0.5}}]"
-    data = _section(f"data.sources={sources}", "data.path=none")
-    assert open_validation(data, seed=5)[""].num_samples == 6  # b has 3 windows
+    data = _job(f"data.sources={sources}", "data.path=none")
+    assert open_validation(data)[""].num_samples == 6  # b has 3 windows
 
 
 @pytest.mark.parametrize("samples", [1, 7, 16, 17, 40, 41, 100])
 def test_steps_for_samples_are_the_fewest(samples):
     ramp = "[{until_samples: 5, global_batch_size: 2}, {until_samples: 20, global_batch_size: 4}]"
-    section = _section(f"data.batch_ramp={ramp}", "data.global_batch_size=8")
+    section = _job(f"data.batch_ramp={ramp}", "data.global_batch_size=8").data
     steps = steps_for(samples, section)
     assert samples_after(steps, section) >= samples > samples_after(steps - 1, section)
