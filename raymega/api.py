@@ -21,9 +21,10 @@ from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.checks import training_faults
-from raymega.data.first_step import first_rows
+from raymega.data.epochs import budget_steps
 from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
+from raymega.data.samples import first_rows
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
@@ -106,6 +107,9 @@ def load_chosen(
 ) -> tuple[Job, Choice | None]:
     """Return the job as :func:`load_job` does, and the planner's choice of a layout if it made one."""
     parsed = parse_job(path, overrides)
+    # A length in tokens or epochs becomes one in steps, on which schedules and plans depend.
+    steps, faults = budget_steps(parsed.values)
+    parsed = parsed.with_steps(steps, faults)
     # The planner fills in the layout before the rules between fields are checked.
     choice = choose_layout(parsed)
     if choice is not None:
@@ -131,7 +135,8 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     except (ConfigError, DataError) as error:
         return None, str(error.faults[0])
     if not rows:
-        return None, f"{' or '.join(plan.job.data.datasets)} is not on this machine"
+        path, field = next(iter(plan.job.data.datasets.items()))
+        return None, f"{field}={path!r} is not on this machine"
     return packed_step(plan, rows), ""
 
 

@@ -7,8 +7,7 @@ then get the values that are valid. The module reads no cluster, store or data.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,15 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from raymega.config.data import (
-    MEGATRON,
-    BatchStage,
-    DataSource,
-    DataStage,
-    ValidationSet,
-    is_synthetic,
-)
+from raymega.config.data import BatchStage, DataSource, DataStage, ValidationSet
 from raymega.config.fields import Section
+from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
 from raymega.errors import ConfigError, Fault
@@ -98,10 +91,8 @@ YAML_WORDS = {
     "extra inputs are not permitted": "it is not a known key",
 }
 """Words of pydantic's messages, with the words that an author of YAML would use."""
-# Fields whose relative paths are made absolute, and lists of entries with such a field `path`.
+# Fields whose relative paths are made absolute.
 _PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"))
-PATH_LISTS = ("data.sources", "data.stages", "data.validation")
-"""Lists whose entries have a path, themselves or in a list inside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +125,20 @@ class ParsedJob:
         sections = ((name, given) for name, given in self.raw.items() if isinstance(given, Mapping))
         return frozenset(f"{name}.{key}" for name, given in sections for key in given)
 
+    def with_steps(self, steps: int, faults: Sequence[Fault]) -> ParsedJob:
+        """Return the job with ``run.steps`` from its run.tokens or run.epochs, 0 for neither.
+
+        A job that also states another number of steps keeps it, and is refused by a rule.
+        """
+        if faults:
+            return replace(self, faults=(*self.faults, *faults))
+        if not steps or self.values.get("run.steps"):
+            return self
+        run = {**self.raw["run"], "steps": steps}
+        return replace(
+            self, values={**self.values, "run.steps": steps}, raw={**self.raw, "run": run}
+        )
+
     def with_overrides(self, overrides: Iterable[str]) -> ParsedJob:
         """Return the job with ``a.b=c`` overrides applied and every field validated again."""
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
@@ -158,7 +163,7 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     faults = [fault for override in overrides for fault in _apply(raw, override)]
     _spell_fp8_out(raw)
     for section, key in _PATHS:
-        _make_absolute(raw.get(section), key)
+        make_absolute(raw.get(section), key)
     for path in PATH_LISTS:
         section, _, key = path.partition(".")
         fields = raw.get(section)
@@ -264,34 +269,6 @@ def _bad_override(override: str, rule: str) -> Fault:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def with_absolute_paths(value: Any) -> Any:
-    """Return a field's value with every relative ``path`` in the mappings of its lists made absolute."""
-    if isinstance(value, tuple):
-        return tuple(map(with_absolute_paths, value))
-    if not isinstance(value, dict):
-        return value
-    found = {key: with_absolute_paths(inner) for key, inner in value.items()}
-    _make_absolute(found, "path")
-    return found
-
-
-def absolute_path(text: str) -> str:
-    """Return a path of a job as an absolute one; URIs and words that name no file stay as they are."""
-    # Megatron's files have a prefix, which is a path too.
-    scheme = MEGATRON if text.startswith(MEGATRON) else ""
-    path = Path(text.removeprefix(scheme))
-    if "://" in text or text in ("", "none") or is_synthetic(text):
-        return text
-    with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
-        path = path.expanduser()
-    return scheme + str(path.absolute())
-
-
-def _make_absolute(section: object, key: str) -> None:
-    if isinstance(section, dict) and isinstance(section.get(key), str):
-        section[key] = absolute_path(section[key])
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:

@@ -16,7 +16,7 @@ from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
 from raymega.config.elastic import ElasticSection as ElasticSection
-from raymega.config.fields import NonNegative, Positive, PositiveFloat, Section
+from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.model import ModelSection as ModelSection
 from raymega.config.moe import MoeSection as MoeSection
@@ -32,7 +32,20 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
         description="Name of the run. The same name continues the same run; also a folder name."
     )
-    steps: Positive = Field(description="Optimizer steps in the whole run; may be raised later.")
+    steps: NonNegative = Field(
+        default=0,
+        description="Optimizer steps in the whole run; may be raised later. 0: run.tokens or run.epochs says it.",
+    )
+    tokens: NonNegative = Field(
+        default=0,
+        description="Tokens to train on in place of steps: the run has the fewest steps that read as many. A "
+        "sequence counts seq_len, padding included.",
+    )
+    epochs: NonNegativeFloat = Field(
+        default=0.0,
+        description="Passes over data.path to train for in place of steps: the run has the fewest steps that read "
+        "as many sequences.",
+    )
     seed: NonNegative = Field(
         default=1234,
         description="Seed of initialisation and data order. It cannot change during the run.",

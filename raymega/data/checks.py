@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
+from raymega.data.epochs import epoch_faults
 from raymega.data.format import (
     META_FILE,
     TOKENIZER_FILE,
@@ -22,14 +23,7 @@ from raymega.data.format import (
     size_faults,
 )
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
-from raymega.data.mixture import mixture_of
-from raymega.data.open_split import (
-    missing_split,
-    no_documents,
-    open_split,
-    shape_of,
-    short_split,
-)
+from raymega.data.open_split import missing_split, no_documents, short_split
 from raymega.data.remote_dataset import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
@@ -226,7 +220,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     if faults or not (section.global_batch_size and section.seq_len):
         return faults
     num_samples = samples_after(values.get("run.steps", 0), section)
-    return list(_epoch_faults(section, seed=values.get("run.seed", 0), num_samples=num_samples))
+    return list(epoch_faults(section, seed=values.get("run.seed", 0), num_samples=num_samples))
 
 
 def _copy_faults(section: DataSection) -> Iterator[Fault]:
@@ -265,40 +259,3 @@ def tokenizer_digest(path: str) -> str:
         return blake2b(store.get(TOKENIZER_FILE), digest_size=8).hexdigest()
     except KeyError:
         return ""
-
-
-def _epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterator[Fault]:
-    """Yield a fault for each dataset that the run would read more often than its ``max_epochs``."""
-    limits = [source.max_epochs for _, sources in section.blends for source in sources]
-    if not any(limits):
-        return
-    mixture = mixture_of(section)
-    for (_, sources), first, end in zip(
-        section.blends, mixture.firsts, [*mixture.firsts[1:], num_samples], strict=True
-    ):
-        until = min(end, num_samples)
-        if first >= until:
-            continue
-        counts = dict(zip(mixture.datasets, mixture.counts(until), strict=True))
-        for source in sources:
-            rows = num_rows(source.path, section, seed=seed) if source.max_epochs else 0
-            if rows and counts[source.path] > source.max_epochs * rows:
-                yield Fault(
-                    fact=f"{section.datasets[source.path]}={source.path!r} is read "
-                    f"{counts[source.path] / rows:.3g} times in the run's first {until:,} samples",
-                    rule=f"its max_epochs={source.max_epochs:g}, and it has {rows:,} sequences of "
-                    f"data.seq_len={section.seq_len}",
-                    remedy="give it a smaller weight or a larger max_epochs, or train fewer steps",
-                )
-
-
-def num_rows(path: str, section: DataSection, *, seed: int) -> int:
-    """Return the sequences of one epoch of a training dataset; reads no tokens.
-
-    Documents in an object store are not packed for it: their number is then a lower bound.
-    """
-    is_packed = section.packing != "none"
-    if is_synthetic(path) or is_megatron(path) or (is_packed and not is_remote(path)):
-        return open_split(path, "train", shape_of(section), seed=seed).num_windows
-    num_tokens = meta_at(path).splits["train"].num_tokens
-    return -(-num_tokens // section.seq_len) if is_packed else (num_tokens - 1) // section.seq_len

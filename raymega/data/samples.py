@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raymega.config.data import DataSource
+from raymega.config.data import DataSource, is_synthetic
 from raymega.config.schema import Job
 from raymega.data.mixture import Mixture, mixture_of
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import sample_window
 from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.rows import Row, Source
+from raymega.storage.registry import local_path
 
 
 class Samples:
@@ -91,6 +92,24 @@ def open_validation(job: Job) -> dict[str, Samples]:
         named.name: _open(Mixture([(0, [DataSource(path=named.path)])]), named.split, job)
         for named in job.data.validation
     }
+
+
+def first_rows(job: Job) -> list[list[int]]:
+    """Return the document lengths in each row of the first global batch, in sample order.
+
+    It reads no tokens, and copies no dataset from an object store. The list is empty when the job does not pack, or its data are in an object store.
+
+    Raises:
+        ConfigError: There is no dataset at the path.
+        DataError: The dataset is damaged or has no document lengths.
+    """
+    is_here = all(is_synthetic(path) or local_path(path) for path in job.data.datasets)
+    if job.data.packing == "none" or not is_here:
+        return []
+    samples = open_samples(job)
+    # Only the packing is needed, no tokens.
+    first = range(job.data.global_batch_size)
+    return [[held.length for held in samples.held(sample)] for sample in first]
 
 
 def _open(mixture: Mixture, split: str, job: Job) -> Samples:

@@ -116,6 +116,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         max_params=options.max_params,
         max_ranks=options.max_ranks,
         is_data_there=_is_data_there(job),
+        seed=options.seed,
     )
     layouts = draw_layouts(
         shrunk.job,

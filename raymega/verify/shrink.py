@@ -19,7 +19,7 @@ from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.small_data import early_stages, short_ramp, small_datasets
+from raymega.verify.small_data import drawn_blend, early_stages, short_ramp, small_datasets
 
 MAX_SEQ_LEN = 32
 MAX_BATCH = 16
@@ -59,7 +59,13 @@ class Shrunk:
 
 
 def shrink_job(
-    job: Job, *, steps: int, max_params: int, max_ranks: int, is_data_there: bool
+    job: Job,
+    *,
+    steps: int,
+    max_params: int,
+    max_ranks: int,
+    is_data_there: bool,
+    seed: int | None = None,
 ) -> Shrunk:
     """Return the job in small.
 
@@ -68,7 +74,8 @@ def shrink_job(
         steps: Number of optimizer steps that will be trained.
         max_params: Largest number of parameters of the small model.
         max_ranks: Largest number of ranks that will be drawn, for the list of what is not covered.
-        is_data_there: Whether ``data.path`` can be read on this machine.
+        is_data_there: Whether the job's datasets can be read on this machine.
+        seed: Seed by which a blend of synthetic tokens is drawn; None draws none.
 
     Raises:
         ConfigError: The smallest model with this job's features has more parameters.
@@ -79,6 +86,9 @@ def shrink_job(
     _narrow(draft, max_params)
     for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
         draft.set(field, new, why)
+    if seed is not None:
+        for field, new, why in drawn_blend(draft.job(), seed):
+            draft.set(field, new, why)
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
 
 
@@ -135,6 +145,7 @@ def _shorten(draft: _Draft, steps: int) -> None:
     draft.set("optimizer.lr_decay_steps", "steps")
     draft.set("data.validation", ())
     draft.values["run"] |= {"steps": max(steps, MAX_WARMUP_STEPS + 1), "eval_samples": 0}
+    draft.values["run"] |= {"tokens": 0, "epochs": 0}
     draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is evaluated, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)

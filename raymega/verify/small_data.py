@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from random import Random
 from typing import Any
 
-from raymega.config.data import SYNTHETIC_PATH, is_synthetic
+from raymega.config.data import NO_PATH, SYNTHETIC_PATH, is_synthetic
 from raymega.config.schema import Job
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 
@@ -37,6 +38,32 @@ def small_datasets(
             yield f"data.{field}", _with_paths(entries, paths), why
     if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
         yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
+
+
+def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
+    """Yield field, new value and reason of the changes that make a blend of a job's synthetic tokens.
+
+    A job with a dataset that can be read keeps it, and one with a blend or stages keeps these. The blend
+    has two or three datasets, and a stage with one more and other weights begins in the second batch.
+    """
+    if job.data.sources or job.data.stages or not is_synthetic(job.data.path):
+        return
+    random, why = Random(f"{seed}/blend"), "drawn, so that blends and stages are tested"
+    number = random.randint(2, 3)
+
+    def blend(names: Iterable[int]) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {"path": f"{SYNTHETIC_PATH}:{name}", "weight": random.randint(1, 9)} for name in names
+        )
+
+    sample = job.data.global_batch_size + random.randint(1, job.data.global_batch_size)
+    stage = {
+        "from_tokens": sample * job.data.seq_len,
+        "sources": blend(random.sample(range(number + 1), number)),
+    }
+    yield "data.sources", blend(range(number)), why
+    yield "data.stages", (stage,), why
+    yield "data.path", NO_PATH, why
 
 
 def _with_paths(value: Any, paths: Mapping[str, str]) -> Any:

@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     elastic.min_workers_faults,
     *elastic.RATIO_RULES,
     elastic.hang_faults,
+    training.budget_faults,
     training.lr_step_faults,
     training.lr_schedule_faults,
     data.source_faults,

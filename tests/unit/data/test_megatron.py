@@ -185,7 +185,7 @@ def megatron():
 
 
 def test_witness_megatron_writes_the_same_bytes(exported, megatron, tmp_path):
-    documents, vocab_size, _, prefix = exported
+    documents, vocab_size, *_ = exported
     theirs = tmp_path / "theirs"
     builder = megatron.IndexedDatasetBuilder(
         f"{theirs}.bin", dtype=megatron.DType.optimal_dtype(vocab_size)

@@ -1,6 +1,8 @@
 import pytest
 
+from raymega.cli.plan.datasets import show_datasets
 from raymega.config.load import parse_job
+from raymega.data.epochs import planned_reads
 from raymega.plan.validation.registry import job_faults
 from tests.support.jobs import VERIFY
 
@@ -73,3 +75,28 @@ def test_relative_paths_of_lists_become_absolute():
     assert [path.startswith("/") for path in paths] == [True, False, False, False, True]
     assert paths[1] == "synthetic:x" and paths[3] == "s3://b/c"
     assert paths[2].startswith("megatron:/") and paths[2].endswith("/m/x")
+
+
+def test_plan_reports_tokens_and_epochs_of_each_dataset(capsys):
+    """20 steps of 16 sequences of 32 tokens: 100 of two datasets, then 220 of one."""
+    sources = "[{path: synthetic:a, weight: 3}, {path: synthetic:b, weight: 1}]"
+    stages = "[{from_tokens: 3200, sources: [{path: synthetic:b}]}]"
+    job = parse_job(
+        VERIFY, ["data.path=none", f"data.sources={sources}", f"data.stages={stages}"]
+    ).job()
+    found = [(use.first_sample, use.samples, use.epochs) for use in planned_reads(job)]
+    assert found == [
+        (0, 75, 75 / 65536),
+        (0, 25, 25 / 65536),
+        (100, 220, 245 / 65536),
+    ]
+    show_datasets(job)
+    text = capsys.readouterr().out
+    assert "synthetic:b" in text and "7,040" in text and "0.00374" in text
+
+
+def test_plan_of_a_blend_needs_no_data():
+    sources = "[{path: /nowhere/a}, {path: s3-like/b}]"
+    job = parse_job(VERIFY, ["data.path=none", f"data.sources={sources}"]).job()
+    assert [use.epochs for use in planned_reads(job)] == [None, None]
+    assert [use.tokens for use in planned_reads(job)] == [5120, 5120]
