@@ -44,7 +44,7 @@ def budget_faults(  # the fields that decide
     if not (steps and tokens):
         return
     section = DataSection.model_construct(
-        seq_len=seq_len, global_batch_size=global_batch_size, batch_ramp=ramp
+        seq_len=seq_len, global_batch_size=global_batch_size, batch_ramp=tuple(ramp)
     )
     wanted = steps_for(-(-tokens // seq_len), section)
     if wanted != steps:
