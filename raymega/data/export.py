@@ -14,7 +14,7 @@ from raymega.data.format import read_meta, size_faults
 from raymega.data.megatron import DTYPES, HEADER, MAGIC, VERSION, megatron_dtype
 from raymega.data.open_split import missing_split, no_documents
 from raymega.data.remote_dataset import local_copy
-from raymega.errors import ConfigError, DataError, Fault, StorageError, raise_faults
+from raymega.errors import ConfigError, DataError, Fault, raise_faults
 
 PIECE_TOKENS = 1 << 20
 
@@ -35,9 +35,10 @@ def export_megatron(
         on_progress: Callback with (done, total) tokens.
 
     Raises:
-        ConfigError: There is no dataset, it has no such split, or one of the files exists.
+        ConfigError: There is no dataset, it has no such split, or one of the files exists or cannot be
+            written.
         DataError: The dataset is damaged, or its shards do not hold the lengths of their documents.
-        StorageError: The files cannot be written.
+        StorageError: The dataset's store cannot be reached.
     """
     # refuse before anything is read or written
     paths = [Path(f"{prefix}.{end}").expanduser() for end in ("bin", "idx")]
@@ -59,7 +60,7 @@ def export_megatron(
         for one, path in zip(partial, paths, strict=True):
             one.replace(path)
     except OSError as error:
-        raise StorageError(_unwritable(paths[0], error)) from error
+        raise ConfigError(_unwritable(paths[0], error)) from error
     finally:
         with suppress(OSError):
             for one in partial:
