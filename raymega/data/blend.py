@@ -114,7 +114,7 @@ class Blend:
         return self._first_counts(number * self._size)
 
     def _first_counts(self, position: int) -> Counts:
-        """Return counts from which earliest deadline first can go on for ever.
+        """Return counts from which earliest deadline first meets every later deadline.
 
         All are floor(w n); those whose next sample is due first have one more, until they add up to n.
         """

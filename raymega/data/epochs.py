@@ -117,14 +117,14 @@ def _unread(epochs: float, path: str, why: str) -> Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetUse:
-    """What a run reads of a dataset in one stage of its data.
+    """Samples, tokens and epochs that a run reads of a dataset in one stage of its data.
 
     Attributes:
         first_sample: First sample of the stage.
         dataset: Path of the dataset.
         weight: Share of the stage's samples.
         samples: Samples of the dataset in the stage.
-        tokens: Their tokens, padding included.
+        tokens: Tokens of these samples, padding included.
         epochs: Passes over the dataset from the begin of the run to the end of the stage; None where the
             dataset cannot be read here.
     """

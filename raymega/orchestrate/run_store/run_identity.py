@@ -35,7 +35,8 @@ def identity_faults(
     then = dict(_flatten(_DEFAULTS)) | then
     done = samples_after(step, job.data)
     for values in (then, now):
-        values["data.stages"] = [one for one in values["data.stages"] if one[0] < done]
+        stages: Any = values["data.stages"]
+        values["data.stages"] = [stage for stage in stages if stage[0] < done]
     return [
         Fault(
             fact=f"{path}={now[path]!r}",
