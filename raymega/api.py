@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
+from raymega.config.data import is_synthetic
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
-from raymega.data.checks import data_faults
-from raymega.data.first_step import first_rows
+from raymega.data.checks import training_faults
+from raymega.data.epochs import budget_steps
+from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
-from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.data.samples import first_rows
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
 from raymega.events import RunFinished
@@ -107,6 +109,9 @@ def load_chosen(
 ) -> tuple[Job, Choice | None]:
     """Return the job as :func:`load_job` does, and the planner's choice of a layout if it made one."""
     parsed = parse_job(path, overrides)
+    # A length in tokens or epochs becomes one in steps, on which schedules and plans depend.
+    steps, faults = budget_steps(parsed.values)
+    parsed = parsed.with_steps(steps, faults)
     # The planner fills in the layout before the rules between fields are checked.
     choice = choose_layout(parsed)
     if choice is not None:
@@ -132,7 +137,8 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     except (ConfigError, DataError) as error:
         return None, str(error.faults[0])
     if not rows:
-        return None, f"data.path={plan.job.data.path!r} is not on this machine"
+        path, field = next(iter(plan.job.data.datasets.items()))
+        return None, f"{field}={path!r} is not on this machine"
     return packed_step(plan, rows), ""
 
 
@@ -231,7 +237,7 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
         log_dir=folder / "logs",
         can_grow=can_grow,
         entry=entry,
-        preflight=Preflight(store=store, data_path=job.data.path, driver_node=session.node_id),
+        preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 
 
@@ -355,7 +361,10 @@ def _unix_s() -> float:
 
 def _loss_references(job: Job) -> dict[str, float]:
     """Return horizontal lines of the loss curve, by label."""
-    if job.data.path == SYNTHETIC_PATH:
+    # A blend's validation text has no entropy of its own.
+    if job.data.sources or job.data.validation:
+        return {}
+    if is_synthetic(job.data.path) or is_megatron(job.data.path):
         return {}
     meta = meta_at(job.data.path)
     return {"unigram entropy of the validation text": meta.valid_entropy}
@@ -363,15 +372,7 @@ def _loss_references(job: Job) -> dict[str, float]:
 
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of data and store, as far as the job's fields parsed."""
-    # data
-    if "data.path" in values:
-        yield from data_faults(
-            values["data.path"],
-            seq_len=values.get("data.seq_len", 0),
-            vocab_size=values.get("model.vocab_size", 0),
-            needs_valid=values.get("run.eval_samples", 0) > 0,
-            is_packed=values.get("data.packing", "none") != "none",
-        )
+    yield from training_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run

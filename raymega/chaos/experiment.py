@@ -228,7 +228,10 @@ def _until(job: Job, last: int) -> list[str]:
     # A shorter run would decay its learning rate earlier.
     decay = job.optimizer.lr_decay_steps
     end = job.run.steps if decay == "steps" else decay
-    return [f"run.steps={last}", f"optimizer.lr_decay_steps={end}"]
+    # A job has one length.
+    others = [f"run.{name}=0" for name in ("tokens", "epochs") if getattr(job.run, name)]
+    length = [f"run.steps={last}", *others]
+    return [*length, f"optimizer.lr_decay_steps={end}"]
 
 
 def _chaos_run(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
+from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
 
 data_app = typer.Typer(
-    help="Prepare and inspect datasets.\n\nExample: raymega data inspect corpus-tokens",
+    help="Prepare, inspect and export datasets.\n\nExample: raymega data inspect corpus-tokens",
     no_args_is_help=True,
 )
 
@@ -93,8 +94,43 @@ def inspect(
     _show(meta, {"output": uri, "is_verified": verify}, packing=packing, as_json=as_json)
 
 
+def export(
+    uri: Annotated[str, typer.Argument()],
+    out: str,
+    format: Literal["megatron"] = "megatron",  # the option's name
+    split: str = "train",
+    as_json: AsJson = False,
+) -> None:
+    """Write a split of a dataset in another tool's format: Megatron's PREFIX.bin and PREFIX.idx.
+
+    The files are byte for byte those of Megatron's tools/preprocess_data.py --append-eod.
+
+    Options:
+        uri: Folder or URI of the dataset.
+        out: Path of the two files, without .bin and .idx.
+        format: Format of the files.
+        split: Split to write, train or valid.
+
+    Example: raymega data export corpus-tokens --format megatron --out corpus
+    """
+    with phase_bars() as on_progress:
+        written = export_megatron(
+            uri,
+            out,
+            split=split,
+            on_progress=lambda done, total: on_progress("writing", done, total),
+        )
+    result = {"output": f"{out}.bin, {out}.idx", "format": format, "split": split} | written
+    if as_json:
+        print_json(result)
+        return
+    for key, value in result.items():
+        print(f"{key.replace('_', ' ')}: {_text(value)}")
+
+
 add_command(data_app, prepare)
 add_command(data_app, inspect)
+add_command(data_app, export)
 
 
 def _show(

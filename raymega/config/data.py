@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.fields import Positive, Section
+from raymega.config.fields import NonNegativeFloat, Positive, PositiveFloat, Section
+
+NO_PATH = "none"
+"""Value of data.path in a job that has data.sources."""
+SYNTHETIC_PATH = "synthetic"
+MEGATRON = "megatron:"
+"""Start of a path that names Megatron's files by their prefix."""
+PATH_FORMS = (
+    "Folder or s3://bucket/prefix written by `raymega data prepare`, `megatron:PREFIX` for Megatron's files "
+    "PREFIX.bin and PREFIX.idx, or `synthetic` (or `synthetic:NAME`, other tokens for each name) for built-in "
+    "tokens that need no file."
+)
+
+
+def is_synthetic(path: str) -> bool:
+    """Return True if ``path`` names built-in tokens: ``synthetic`` or ``synthetic:NAME``."""
+    return path.partition(":")[0] == SYNTHETIC_PATH
 
 
 class BatchStage(Section):
@@ -18,13 +34,66 @@ class BatchStage(Section):
     global_batch_size: Positive = Field(description="Sequences of one optimizer step until then.")
 
 
+class DataSource(Section):
+    """Entry of a blend: a dataset, and its share of the samples."""
+
+    path: str = Field(description=f"Dataset: as data.path. {PATH_FORMS}")
+    weight: PositiveFloat = Field(
+        default=1.0, description="Share of the samples, relative to the other weights of the blend."
+    )
+    max_epochs: NonNegativeFloat = Field(
+        default=0.0,
+        description="Most passes over the dataset that the run may make, counted from its begin to the end "
+        "of this blend; a run that would make more is refused. 0 is no limit.",
+    )
+
+
+class DataStage(Section):
+    """Later blend of a run, and the token count from which it applies."""
+
+    from_tokens: Positive = Field(
+        description="Tokens of the run before the stage, rounded up to whole sequences of seq_len."
+    )
+    sources: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(
+        description="Blend from there on; a dataset of an earlier blend continues where that ended."
+    )
+
+
+class ValidationSet(Section):
+    """Validation set with a loss and a perplexity of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,49}$")] = Field(
+        description="Name in metrics: eval/set_loss/NAME and eval/set_perplexity/NAME."
+    )
+    path: str = Field(description="Dataset, as data.path.")
+    split: Literal["valid", "train"] = Field(
+        default="valid",
+        description="Split of the dataset. `train` is all of a dataset that was prepared with --valid-fraction 0, "
+        "or of Megatron's files.",
+    )
+
+
 class DataSection(Section):
     """Tokens to train on, and the sizes of sequences and batches."""
 
     # Tokens and batches.
     path: str = Field(
-        description="Folder or s3://bucket/prefix written by `raymega data prepare`, or `synthetic` "
-        "for built-in tokens that need no file."
+        default=NO_PATH, description=f"The one dataset of a run without data.sources. {PATH_FORMS}"
+    )
+    sources: tuple[DataSource, ...] = Field(
+        default=(),
+        description="Blend of datasets, in place of data.path: each entry `{path, weight, max_epochs}`. Of the "
+        "first n samples each dataset has its share of n, rounded up or down, for every n.",
+    )
+    stages: tuple[DataStage, ...] = Field(
+        default=(),
+        description="Later blends, as for annealing: each entry `{from_tokens, sources}` replaces the blend "
+        "before it. Stages ahead of a run's position may be added or changed.",
+    )
+    validation: tuple[ValidationSet, ...] = Field(
+        default=(),
+        description="Validation sets, each entry `{name, path, split}`, in place of the validation split of "
+        "data.path or the blend. eval/loss is that of the first.",
     )
     seq_len: Positive = Field(description="S, tokens of one sequence.")
     global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
@@ -52,3 +121,22 @@ class DataSection(Section):
         "whatever the layout is; it must divide seq_len. Context parallelism cuts documents, so 2 * "
         "parallel.cp must divide it.",
     )
+
+    @property
+    def blends(self) -> tuple[tuple[int, tuple[DataSource, ...]], ...]:
+        """Blends of the run in order, each with the tokens before it; data.path alone is a blend of one."""
+        first = self.sources or (DataSource(path=self.path),)
+        return ((0, first), *((stage.from_tokens, stage.sources) for stage in self.stages))
+
+    @property
+    def datasets(self) -> dict[str, str]:
+        """Training datasets by path in order of appearance, each with the field that first names it."""
+        found = {} if self.sources else {self.path: "data.path"}
+        blends = {"data.sources": self.sources} | {
+            f"data.stages[{number}].sources": stage.sources
+            for number, stage in enumerate(self.stages)
+        }
+        for field, sources in blends.items():
+            for number, source in enumerate(sources):
+                found.setdefault(source.path, f"{field}[{number}].path")
+        return found

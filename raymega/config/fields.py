@@ -18,6 +18,7 @@ MOST = 2**63 - 1
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -7,8 +7,7 @@ then get the values that are valid. The module reads no cluster, store or data.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from raymega.config.data import BatchStage, DataSource, DataStage, ValidationSet
 from raymega.config.fields import Section
+from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
 from raymega.errors import ConfigError, Fault, one_line
@@ -81,7 +82,10 @@ _Yaml12Loader.add_implicit_resolver(
 
 _ABSENT = object()
 YAML_WORDS = {
-    "valid dictionary or instance of BatchStage": "mapping",
+    **{
+        f"valid dictionary or instance of {entry.__name__}": "mapping"
+        for entry in (BatchStage, DataSource, DataStage, ValidationSet)
+    },
     "valid tuple": "list",
     "field required": "it is missing",
     "extra inputs are not permitted": "it is not a known key",
@@ -121,6 +125,20 @@ class ParsedJob:
         sections = ((name, given) for name, given in self.raw.items() if isinstance(given, Mapping))
         return frozenset(f"{name}.{key}" for name, given in sections for key in given)
 
+    def with_steps(self, steps: int, faults: Sequence[Fault]) -> ParsedJob:
+        """Return the job with ``run.steps`` from its run.tokens or run.epochs, 0 for neither.
+
+        A job that also states another number of steps keeps it, and is refused by a rule.
+        """
+        if faults:
+            return replace(self, faults=(*self.faults, *faults))
+        if not steps or self.values.get("run.steps"):
+            return self
+        run = {**self.raw["run"], "steps": steps}
+        return replace(
+            self, values={**self.values, "run.steps": steps}, raw={**self.raw, "run": run}
+        )
+
     def with_overrides(self, overrides: Iterable[str]) -> ParsedJob:
         """Return the job with ``a.b=c`` overrides applied and every field validated again."""
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
@@ -145,7 +163,12 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     faults = [fault for override in overrides for fault in _apply(raw, override)]
     _spell_fp8_out(raw)
     for section, key in _PATHS:
-        _make_absolute(raw.get(section), key)
+        make_absolute(raw.get(section), key)
+    for path in PATH_LISTS:
+        section, _, key = path.partition(".")
+        fields = raw.get(section)
+        if isinstance(fields, dict) and key in fields:
+            fields[key] = with_absolute_paths(fields[key])
     parsed = parse_mapping(raw)
     return replace(parsed, faults=(*faults, *parsed.faults))
 
@@ -236,16 +259,6 @@ def _bad_override(override: str, rule: str) -> Fault:
     return Fault(
         fact=f"override {override!r}", rule=rule, remedy="write for example --set run.steps=50"
     )
-
-
-def _make_absolute(section: object, key: str) -> None:
-    if not isinstance(section, dict) or not isinstance(section.get(key), str):
-        return
-    path = section[key]
-    if "://" not in path and path not in ("", "synthetic", "none"):
-        with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
-            path = Path(path).expanduser()
-        section[key] = str(Path(path).absolute())
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:

@@ -16,7 +16,7 @@ from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
 from raymega.config.elastic import ElasticSection as ElasticSection
-from raymega.config.fields import NonNegative, Positive, PositiveFloat, Section
+from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.model import ModelSection as ModelSection
 from raymega.config.moe import MoeSection as MoeSection
@@ -31,8 +31,14 @@ class RunSection(Section):
     # Identity and length.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """Name of the run. The same name continues the same run; also a folder name."""
-    steps: Positive
-    """Optimizer steps in the whole run; may be raised later."""
+    steps: NonNegative = 0
+    """Optimizer steps in the whole run; may be raised later. 0: run.tokens or run.epochs says it."""
+    tokens: NonNegative = 0
+    """Tokens to train on in place of steps: the run has the fewest steps that read as many. A sequence
+    counts seq_len, padding included."""
+    epochs: NonNegativeFloat = 0.0
+    """Passes over data.path to train for in place of steps: the run has the fewest steps that read as
+    many sequences."""
     seed: NonNegative = 1234
     """Seed of initialisation and data order. It cannot change during the run."""
     # Evaluation.
@@ -162,6 +168,12 @@ class Job(Section):
     def run_uri(self) -> str:
         """Folder of the job's run in its store."""
         return f"{self.checkpoint.uri.rstrip('/')}/{self.run.name}"
+
+    @property
+    def dataset_paths(self) -> tuple[str, ...]:
+        """Paths of all datasets that the run reads, those of its validation sets too."""
+        sets = self.data.validation if self.run.eval_samples else ()
+        return tuple(dict.fromkeys([*self.data.datasets, *(entry.path for entry in sets)]))
 
     def with_values(self, **sections: Mapping[str, Any]) -> Job:
         """Return the job with other values in some sections; the values are not validated."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, Self
@@ -23,6 +24,8 @@ from raymega.errors import DataError
 COLUMN = "tokens"
 LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
+MOST_MAPS = 1 << 14
+"""Most shards that a process keeps mapped, of all datasets; Linux allows 65,530 maps in all."""
 Tokens = npt.NDArray[np.int64]
 
 
@@ -34,7 +37,8 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 class TokenStream:
     """Tokens of a split in shard order, readable as one array.
 
-    A shard is memory-mapped at its first read; only pages that are read take memory.
+    A shard is memory-mapped when it is read, and the MOST_MAPS read last stay mapped. Only pages that
+    are read take memory.
     """
 
     def __init__(self, folder: Path, split: SplitMeta) -> None:
@@ -43,7 +47,6 @@ class TokenStream:
         self._folder = folder
         self._shards = split.shards
         self._ends = list(accumulate(shard.num_tokens for shard in split.shards))
-        self._columns: dict[int, pa.ChunkedArray] = {}
 
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) as int64, across shard borders."""
@@ -72,14 +75,9 @@ class TokenStream:
             # the part of [start, stop) in this shard
             end = min(stop, self._ends[index])
             base = self._ends[index] - self._shards[index].num_tokens
-            column = self._column(index).slice(start - base, end - start)
+            column = _map_shard(self._folder, self._shards[index]).slice(start - base, end - start)
             yield column.to_numpy().astype(np.int64)
             start, index = end, index + 1
-
-    def _column(self, index: int) -> pa.ChunkedArray:
-        if index not in self._columns:
-            self._columns[index] = _map_shard(self._folder, self._shards[index])
-        return self._columns[index]
 
 
 class ShardWriter:
@@ -170,6 +168,7 @@ def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
         ) from error
 
 
+@lru_cache(MOST_MAPS)
 def _map_shard(folder: Path, shard: ShardMeta) -> pa.ChunkedArray:
     path = folder / shard.file
     try:

@@ -5,16 +5,30 @@ It owns the checks. The facts about one dataset come from `raymega.data.format`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from raymega.data.format import META_FILE, DatasetMeta, local_folder, read_meta, size_faults
+from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
+from raymega.data.epochs import epoch_faults
+from raymega.data.format import (
+    META_FILE,
+    TOKENIZER_FILE,
+    DatasetMeta,
+    local_folder,
+    read_meta,
+    size_faults,
+)
+from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import missing_split, no_documents, short_split
 from raymega.data.remote_dataset import is_remote, meta_at, missing_shards
-from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
+from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import Fault, RaymegaError
-from raymega.storage.registry import reading_faults
+from raymega.plan.batch import samples_after
+from raymega.storage.registry import open_store, reading_faults
 
 MIN_BPE_VOCAB_SIZE = 257
 """Smallest BPE vocabulary: the 256 bytes and the end-of-document token."""
@@ -27,27 +41,35 @@ def data_faults(
     vocab_size: int,
     needs_valid: bool = False,
     is_packed: bool = False,
+    field: str = "data.path",
 ) -> list[Fault]:
-    """Return all faults of ``data.path``.
+    """Return all faults of the dataset at ``path``.
 
     Args:
-        path: Value of ``data.path``.
+        path: Path of a dataset, as ``data.path``.
         seq_len: Value of ``data.seq_len``; 0 if unknown, then not checked.
         vocab_size: Value of ``model.vocab_size``; 0 if unknown, then not checked.
         needs_valid: True if the job evaluates, which needs a validation split.
         is_packed: True if the job packs documents, which needs a dataset with document lengths.
+        field: Field of the job that has the path.
     """
     wants = _Wants(
-        seq_len=seq_len, vocab_size=vocab_size, needs_valid=needs_valid, is_packed=is_packed
+        field=field,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        needs_valid=needs_valid,
+        is_packed=is_packed,
     )
-    if path == SYNTHETIC_PATH:
-        return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, vocab_size)
+    if is_synthetic(path):
+        return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, wants)
+    if is_megatron(path):
+        return _megatron_faults(path, wants)
     try:
         if is_remote(path):
             return _remote_faults(path, wants)
         folder = local_folder(path)
         if not (folder / META_FILE).is_file():
-            return [_not_prepared(path, folder, vocab_size)]
+            return [_not_prepared(path, folder, wants)]
         meta = read_meta(folder)
     except RaymegaError as error:
         return [fault for fault in error.faults if isinstance(fault, Fault)]
@@ -62,8 +84,10 @@ def dataset_identity(path: str) -> str:
     Raises:
         ConfigError: There is no dataset at ``path``.
     """
-    if path == SYNTHETIC_PATH:
-        return SYNTHETIC_PATH
+    if is_synthetic(path):
+        return path
+    if is_megatron(path):
+        return megatron_identity(path)
     # The order of shards is part of the content; their paths are not.
     shards = [
         (name, shard.num_tokens, shard.crc32)
@@ -77,6 +101,7 @@ def dataset_identity(path: str) -> str:
 class _Wants:
     """Requirements of the job on its data; see :func:`data_faults`."""
 
+    field: str
     seq_len: int
     vocab_size: int
     needs_valid: bool
@@ -86,11 +111,23 @@ class _Wants:
 def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
     """Return the faults of a dataset in an object store, or those of a store that is unreadable."""
     # An unreachable store has one fault, not one a shard.
-    refusals = reading_faults(path, field="data.path")
+    refusals = reading_faults(path, field=wants.field)
     if refusals:
         return refusals
     meta = meta_at(path)
     return [*_content_faults(path, meta, wants), *missing_shards(path, meta)]
+
+
+def _megatron_faults(path: str, wants: _Wants) -> list[Fault]:
+    found = megatron_faults(path)
+    if found:
+        return found
+    num_tokens = MegatronStream(path.removeprefix(MEGATRON)).num_tokens
+    is_short = not wants.is_packed and wants.seq_len > 0 and num_tokens <= wants.seq_len
+    return [
+        *([missing_split(path, "valid")] if wants.needs_valid else []),
+        *([short_split(path, "train", num_tokens, wants.seq_len)] if is_short else []),
+    ]
 
 
 def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
@@ -98,34 +135,37 @@ def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
     lacks_documents = wants.is_packed and not meta.has_documents
     return [
         *([missing_split(path, "valid")] if lacks_valid else []),
-        *([no_documents(path)] if lacks_documents else []),
-        *_vocabulary_faults(path, meta.vocab_size, wants.vocab_size),
+        *([no_documents(path, field=wants.field)] if lacks_documents else []),
+        *_vocabulary_faults(path, meta.vocab_size, wants),
         *([] if wants.is_packed else _length_faults(path, meta, wants.seq_len)),
     ]
 
 
-def _not_prepared(path: str, folder: Path, vocab_size: int) -> Fault:
-    rule = f"it must be `{SYNTHETIC_PATH}` or a folder with the {META_FILE} of a prepared dataset"
-    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
+def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
+    rule = f"it must be `{SYNTHETIC_PATH}`, {MEGATRON}PREFIX or a folder with the {META_FILE} of a prepared dataset"
+    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(wants.vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
     if not folder.exists():
         line = command.format("INPUT...", path)
-        return Fault(fact=f"data.path={path!r} does not exist", rule=rule, remedy=f"run `{line}`")
+        return Fault(
+            fact=f"{wants.field}={path!r} does not exist", rule=rule, remedy=f"run `{line}`"
+        )
     prepared = f"{path.rstrip('/')}-tokens"
     line = command.format(path, prepared)
     return Fault(
-        fact=f"data.path={path!r} has no {META_FILE}",
+        fact=f"{wants.field}={path!r} has no {META_FILE}",
         rule=f"{rule}; raw text is not read, nor a preparation that did not finish",
-        remedy=f"run `{line}` and set data.path={prepared}",
+        remedy=f"run `{line}` and set {wants.field}={prepared}",
     )
 
 
-def _vocabulary_faults(path: str, tokens: int, rows: int) -> list[Fault]:
+def _vocabulary_faults(path: str, tokens: int, wants: _Wants) -> list[Fault]:
+    rows = wants.vocab_size
     if rows == 0 or tokens <= rows:
         return []
     return [
         Fault(
             fact=f"model.vocab_size={rows}",
-            rule=f"data.path={path!r} has tokens up to {tokens - 1}, so it must be at least "
+            rule=f"{wants.field}={path!r} has tokens up to {tokens - 1}, so it must be at least "
             f"{tokens}",
             remedy=f"set model.vocab_size={tokens}; the table is padded by itself",
         )
@@ -138,3 +178,84 @@ def _length_faults(path: str, meta: DatasetMeta, seq_len: int) -> list[Fault]:
         for name, split in meta.splits.items()
         if seq_len > 0 and split.num_tokens <= seq_len
     ]
+
+
+def training_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Return all faults of a job's datasets: of each by itself, of all together, of a blend's epochs.
+
+    Args:
+        values: Fields of the job that are valid, by dotted path. What a missing one decides is not
+            checked.
+    """
+    sizes = {"seq_len": 0, "global_batch_size": 0}
+    found = {
+        name: values[f"data.{name}"]
+        for name in DataSection.model_fields
+        if f"data.{name}" in values
+    }
+    section = DataSection.model_construct(**(sizes | found))
+    if not section.sources and section.path == NO_PATH:
+        return []
+    is_packed, is_evaluating = section.packing != "none", values.get("run.eval_samples", 0) > 0
+    vocab_size = values.get("model.vocab_size", 0)
+    named = section.validation if is_evaluating else ()
+    check = partial(
+        data_faults, seq_len=section.seq_len, vocab_size=vocab_size, is_packed=is_packed
+    )
+    first = [source.path for source in section.blends[0][1]]
+    faults = [
+        fault
+        for path, field in section.datasets.items()
+        for fault in check(
+            path, field=field, needs_valid=is_evaluating and not named and path in first
+        )
+    ]
+    for number, entry in enumerate(named):
+        field = f"data.validation[{number}].path"
+        faults += check(entry.path, field=field, needs_valid=entry.split == "valid")
+    # what follows reads datasets that are sound by themselves
+    if faults or (not section.sources and not section.stages):
+        return faults
+    faults = [*_copy_faults(section), *_tokenizer_faults(section)]
+    if faults or not (section.global_batch_size and section.seq_len):
+        return faults
+    num_samples = samples_after(values.get("run.steps", 0), section)
+    return list(epoch_faults(section, seed=values.get("run.seed", 0), num_samples=num_samples))
+
+
+def _copy_faults(section: DataSection) -> Iterator[Fault]:
+    """Yield a fault for each dataset that has another path too: their samples would be the same."""
+    seen: dict[str, str] = {}
+    for path, field in section.datasets.items():
+        other = seen.setdefault(dataset_identity(path), path)
+        if other != path:
+            yield Fault(
+                fact=f"{field}={path!r} is the dataset {section.datasets[other]}={other!r}",
+                rule="a blend has each dataset once: two entries would read the same samples",
+                remedy="make them one entry with the sum of the weights",
+            )
+
+
+def _tokenizer_faults(section: DataSection) -> Iterator[Fault]:
+    """Yield a fault for each dataset of another tokenizer than the first that has one."""
+    found = {path: tokenizer_digest(path) for path in section.datasets}
+    known = {path: digest for path, digest in found.items() if digest}
+    first = next(iter(known), "")
+    for path, digest in known.items():
+        if digest != known[first]:
+            yield Fault(
+                fact=f"{section.datasets[path]}={path!r} has another {TOKENIZER_FILE} than {first!r}",
+                rule="the datasets of a blend share the model's vocabulary",
+                remedy=f"prepare it again with --tokenizer {first}/{TOKENIZER_FILE}",
+            )
+
+
+def tokenizer_digest(path: str) -> str:
+    """Return a digest of the dataset's tokenizer; empty for one without a tokenizer."""
+    if is_synthetic(path) or is_megatron(path):
+        return ""
+    store = open_store(path if is_remote(path) else str(local_folder(path)))
+    try:
+        return blake2b(store.get(TOKENIZER_FILE), digest_size=8).hexdigest()
+    except KeyError:
+        return ""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from raymega.data.order import sample_window
-from raymega.data.packing import PackedSource, PlacedPiece
+from raymega.data.packing import PlacedPiece, join
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import later_of, positions_of
+from raymega.data.samples import Samples
 from raymega.parallel.context_parallel.context import Context, MicroBatch, held_positions
 from raymega.plan.batch import BatchPlan
 from raymega.plan.packing.cost import PackCost
@@ -55,13 +55,12 @@ class DynamicLoader:
 
     def __init__(  # noqa: PLR0913  # raymega.train.build is the only caller
         self,
-        source: PackedSource,
+        source: Samples,
         *,
         rank: int,
         contexts: Mapping[int, Context],
         limits: PackLimits,
         cost: PackCost,
-        seed: int,
         device: torch.device | str,
         is_guessing: bool = False,
         timeout_s: float = 600.0,
@@ -70,19 +69,18 @@ class DynamicLoader:
         """Make the loader of one rank.
 
         Args:
-            source: Packed rows of the split.
+            source: Packed rows of the split, by global sample.
             rank: Rank of the dp * cp ranks that share a step's documents.
             contexts: Context-parallel contexts by the number of their ranks.
             limits: Limits of packs and ranks.
             cost: Cost model by which packs are balanced.
-            seed: Seed of the data order, the same on all ranks.
             device: Device of the micro-batches' tensors.
             is_guessing: True to compute the next step's schedule ahead.
             timeout_s: Longest wait for a schedule, in seconds.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
         """
         self.source, self._rank, self._contexts = source, rank, contexts
-        self._limits, self._cost, self._seed, self._device = limits, cost, seed, device
+        self._limits, self._cost, self._device = limits, cost, device
         self._steps = Ahead(self._schedule, is_guessing=is_guessing, timeout_s=timeout_s)
         self._depth = depth
         self._balance: dict[str, float] = {}
@@ -104,7 +102,7 @@ class DynamicLoader:
         documents = [
             _Document(sample=sample, held=held)
             for sample in range(first_sample, first_sample + num_samples)
-            for held in self.source.held(sample_window(self._seed, self.source.num_windows, sample))
+            for held in self.source.held(sample)
         ]
         # All ranks compute this schedule from the same lengths, without communication.
         lengths = [document.held.length for document in documents]
@@ -121,7 +119,7 @@ class DynamicLoader:
             replace(one.held, padded=padded_length(one.held.length, pack.size)) for one in mine
         ]
         # The whole pack as one row; samples and starts are per token of it.
-        row = self.source.join(pieces, pack.tokens * pack.size)
+        row = join(pieces, pack.tokens * pack.size)
         positions = positions_of(row.documents)
         padding = len(row.documents) - len(pieces)
         samples = np.repeat([*(one.sample for one in mine), *[-1] * padding], row.documents)

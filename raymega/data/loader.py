@@ -1,7 +1,7 @@
 """Loads one rank's micro-batches for a position in the data.
 
-It keeps no state. `raymega.plan.batch` assigns samples to micro-batches, `raymega.data.order`
-assigns windows to samples.
+It keeps no state. `raymega.plan.batch` assigns samples to micro-batches, `raymega.data.samples`
+assigns rows to samples.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raymega.data.order import sample_window
-from raymega.data.rows import Row, Source, empty_row, later_of, positions_of
+from raymega.data.rows import Row, empty_row, later_of, positions_of
+from raymega.data.samples import Samples
 from raymega.parallel.context_parallel.context import (
     Context,
     MicroBatch,
@@ -30,10 +30,9 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: Samples,
         *,
         dp_rank: int,
-        seed: int,
         device: torch.device | str,
         context: Context | None = None,
         depth: int = 0,
@@ -41,15 +40,14 @@ class Loader:
         """Make the loader of one rank.
 
         Args:
-            source: Rows of the split.
+            source: Rows of the split, by global sample.
             dp_rank: Data-parallel rank of the loader.
-            seed: Seed of the data order, the same on all ranks of a run.
             device: Device of the micro-batches' tensors.
             context: Context-parallel context of this rank; None for whole rows.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
-        self._seed, self._device, self._context = seed, device, context or no_context()
+        self._device, self._context = device, context or no_context()
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""
@@ -93,7 +91,4 @@ class Loader:
         """Return the row of a global sample; a masked slot gets an empty row, without labels."""
         if sample < 0:
             return empty_row(self.source.seq_len)
-        return self.source.row(self._window(sample))
-
-    def _window(self, sample: int) -> int:
-        return sample_window(self._seed, self.source.num_windows, sample)
+        return self.source.row(sample)

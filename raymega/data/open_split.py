@@ -7,18 +7,19 @@ It owns the arithmetic of windows. `raymega.data.packing` packs documents into r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raymega.config.data import DataSection
+from raymega.config.data import MEGATRON, DataSection, is_synthetic
 from raymega.data.arrow import TokenStream
 from raymega.data.format import META_FILE, read_meta, size_faults
+from raymega.data.megatron import MegatronStream, is_megatron
 from raymega.data.packing import Documents, PackedSource
 from raymega.data.remote_dataset import local_copy
 from raymega.data.rows import Row, Source, whole_row
-from raymega.data.synthetic import SYNTHETIC_PATH, SyntheticDocuments, SyntheticSource
+from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, seed_of
 from raymega.errors import DataError, Fault, raise_faults
 
 
@@ -49,10 +50,24 @@ def shape_of(section: DataSection) -> Shape:
     )
 
 
+class Stream(Protocol):
+    """Tokens of a split, readable as one array."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return tokens [start, stop)."""
+
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of each document in stream order, [N]."""
+
+
 class StreamSource:
     """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
 
-    def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
+    def __init__(self, stream: Stream, *, seq_len: int, vocab_size: int) -> None:
         """Require a stream of more than S tokens, all below ``vocab_size``."""
         # Windows overlap by one token: the last label is the first input of the next one.
         self.num_windows = (stream.num_tokens - 1) // seq_len
@@ -77,7 +92,7 @@ class StreamSource:
 class StreamDocuments:
     """Documents of a token stream, by number."""
 
-    def __init__(self, stream: TokenStream, *, vocab_size: int) -> None:
+    def __init__(self, stream: Stream, *, vocab_size: int) -> None:
         """Require shards that hold document lengths, and tokens below ``vocab_size``."""
         self.lengths = stream.document_lengths()
         self._starts = np.cumsum(self.lengths) - self.lengths
@@ -93,17 +108,20 @@ class StreamDocuments:
         return _read_known(self._stream, first + start, first + stop, self._vocab_size)
 
 
-def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
+def open_split(
+    path: str, split: str, shape: Shape, *, seed: int, vocab_size: int = 1 << 31
+) -> Source:
     """Open one split; file sizes are checked, token data is not read yet.
 
     A dataset in an object store is first copied to this node as a whole; see
     `raymega.data.remote_dataset`.
 
     Args:
-        path: Folder or URI of a prepared dataset, or ``synthetic``.
+        path: Path of a dataset, as ``data.path``.
         split: Name of the split, ``train`` or ``valid``.
         shape: Rules by which the split is cut into samples.
         seed: Seed of the run's random numbers; only synthetic tokens depend on it.
+        vocab_size: Tokens of the model's vocabulary, for Megatron's files, which do not tell theirs.
 
     Raises:
         ConfigError: There is no dataset at the path.
@@ -112,26 +130,30 @@ def open_split(path: str, split: str, shape: Shape, *, seed: int) -> Source:
         StorageError: The dataset's store cannot be reached, or the copy cannot be written.
     """
     is_packed, seq_len = shape.packing != "none", shape.seq_len
-    if path == SYNTHETIC_PATH:
+    if is_synthetic(path):
+        own = seed_of(path, seed)
         if is_packed:
-            made = SyntheticDocuments(split=split, seq_len=seq_len, seed=seed)
-            return packed(made, shape)
-        return SyntheticSource(split=split, seq_len=seq_len, seed=seed)
-    # A prepared dataset: check it as far as possible without reading tokens.
-    folder = local_copy(path)
-    meta = read_meta(folder)
-    raise_faults(DataError, size_faults(folder, meta))
-    if split not in meta.splits:
-        raise DataError(missing_split(path, split))
-    stream = TokenStream(folder, meta.splits[split])
-    if is_packed:
-        if not meta.has_documents:
+            return packed(SyntheticDocuments(split=split, seq_len=seq_len, seed=own), shape)
+        return SyntheticSource(split=split, seq_len=seq_len, seed=own)
+    if is_megatron(path):
+        if split != "train":
+            raise DataError(missing_split(path, split))
+        stream: Stream = MegatronStream(path.removeprefix(MEGATRON))
+    else:
+        # A prepared dataset: check it as far as possible without reading tokens.
+        folder = local_copy(path)
+        meta = read_meta(folder)
+        raise_faults(DataError, size_faults(folder, meta))
+        if split not in meta.splits:
+            raise DataError(missing_split(path, split))
+        if is_packed and not meta.has_documents:
             raise DataError(no_documents(path))
-        documents = StreamDocuments(stream, vocab_size=meta.vocab_size)
-        return packed(documents, shape)
+        stream, vocab_size = TokenStream(folder, meta.splits[split]), meta.vocab_size
+    if is_packed:
+        return packed(StreamDocuments(stream, vocab_size=vocab_size), shape)
     if stream.num_tokens <= seq_len:
         raise DataError(short_split(path, split, stream.num_tokens, seq_len))
-    return StreamSource(stream, seq_len=seq_len, vocab_size=meta.vocab_size)
+    return StreamSource(stream, seq_len=seq_len, vocab_size=vocab_size)
 
 
 def packed(documents: Documents, shape: Shape) -> PackedSource:
@@ -141,9 +163,7 @@ def packed(documents: Documents, shape: Shape) -> PackedSource:
     )
 
 
-def _read_known(
-    stream: TokenStream, start: int, stop: int, vocab_size: int
-) -> npt.NDArray[np.int64]:
+def _read_known(stream: Stream, start: int, stop: int, vocab_size: int) -> npt.NDArray[np.int64]:
     tokens = stream.read(start, stop)
     # cheap beside the read: one pass over S + 1 tokens
     if int(tokens.max()) >= vocab_size:
@@ -154,22 +174,29 @@ def _read_known(
 def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
     return Fault(
         fact=f"a window at token {position} of the split holds token {token}",
-        rule=f"the dataset's tokens are below its vocab_size={vocab_size}",
-        remedy="run `raymega data inspect --verify` on it and prepare it again",
+        rule=f"tokens are below vocab_size={vocab_size}, the dataset's own or, for Megatron's files, the model's",
+        remedy="run `raymega data inspect --verify` on it and prepare it again, or use the model's tokenizer",
     )
 
 
-def no_documents(path: str) -> Fault:
+def no_documents(path: str, *, field: str = "data.path") -> Fault:
     """Return the fault of a dataset whose shards do not hold the lengths of their documents."""
     return Fault(
-        fact=f"data.path={path!r} was prepared without the boundaries of documents",
+        fact=f"{field}={path!r} was prepared without the boundaries of documents",
         rule=f"data.packing=best_fit needs them: {META_FILE} of version 2",
         remedy="run `raymega data prepare` again into a new folder, or set data.packing=none",
     )
 
 
 def missing_split(path: str, split: str) -> Fault:
-    """Return the fault of a dataset that was prepared without the split."""
+    """Return the fault of a dataset that has no such split."""
+    if is_megatron(path):
+        return Fault(
+            fact=f"{path} has no {split} split",
+            rule="Megatron's files are one split, train, and the job evaluates on held-out text",
+            remedy="set data.validation=[{name: held-out, path: megatron:OTHER, split: train}], or "
+            "run.eval_samples=0",
+        )
     return Fault(
         fact=f"{path} has no {split} split",
         rule="it was prepared with --valid-fraction 0",

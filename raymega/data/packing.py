@@ -117,12 +117,14 @@ class PlacedPiece:
     """A piece at its place in a row.
 
     Attributes:
+        source: Packed rows that the piece is of.
         piece: Number of the piece.
         start: Offset in tokens of the piece in the row.
         length: Number of tokens of the piece.
         padded: Number of tokens including the padding after it.
     """
 
+    source: PackedSource
     piece: int
     start: int
     length: int
@@ -160,7 +162,7 @@ class PackedSource:
 
     def row(self, index: int) -> Row:
         """Read row ``index``."""
-        return self.join(self.held(index), self.seq_len)
+        return join(self.held(index), self.seq_len)
 
     def held(self, index: int) -> list[PlacedPiece]:
         """Return the pieces of row ``index``; reads no tokens."""
@@ -169,6 +171,7 @@ class PackedSource:
         ends = np.cumsum(self._padded[pieces])
         return [
             PlacedPiece(
+                source=self,
                 piece=int(piece),
                 start=int(end - self._padded[piece]),
                 length=int(self._pieces.length[piece]),
@@ -177,25 +180,26 @@ class PackedSource:
             for piece, end in zip(pieces, ends, strict=True)
         ]
 
-    def join(self, pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
-        """Read pieces into a row of ``num_tokens`` tokens, end to end, each padded."""
-        tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
-        mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
-        for held in pieces:
-            # One token more than the piece if its document continues: the last label.
-            words = self._read(held.piece)
-            tokens[at : at + held.length] = words[: held.length]
-            labels[at : at + len(words) - 1] = words[1:]
-            mask[at : at + len(words) - 1] = True
-            at += held.padded
-        padding = (num_tokens - at,) if at < num_tokens else ()
-        documents = (*(held.padded for held in pieces), *padding)
-        return Row(tokens=tokens, labels=labels, mask=mask, documents=documents)
-
-    def _read(self, piece: int) -> Ints:
+    def read(self, piece: int) -> Ints:
         """Read a piece and, unless its document ends with it, the token after it."""
         pieces = self._pieces
         document, start = int(pieces.document[piece]), int(pieces.start[piece])
         whole = int(self._documents.lengths[document])
         stop = min(start + int(pieces.length[piece]) + 1, whole)
         return self._documents.read(document, start, stop)
+
+
+def join(pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
+    """Read pieces into a row of ``num_tokens`` tokens, end to end, each padded; sources may differ."""
+    tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
+    mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
+    for held in pieces:
+        # One token more than the piece if its document continues: the last label.
+        words = held.source.read(held.piece)
+        tokens[at : at + held.length] = words[: held.length]
+        labels[at : at + len(words) - 1] = words[1:]
+        mask[at : at + len(words) - 1] = True
+        at += held.padded
+    padding = (num_tokens - at,) if at < num_tokens else ()
+    documents = (*(held.padded for held in pieces), *padding)
+    return Row(tokens=tokens, labels=labels, mask=mask, documents=documents)

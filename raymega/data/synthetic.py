@@ -10,9 +10,9 @@ from hashlib import shake_128
 import numpy as np
 import numpy.typing as npt
 
+from raymega.config.data import SYNTHETIC_PATH
 from raymega.data.rows import Row, whole_row
 
-SYNTHETIC_PATH = "synthetic"
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
 NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
@@ -27,7 +27,7 @@ class SyntheticSource:
     the rule reaches 0.9.
     """
 
-    def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
+    def __init__(self, *, split: str, seq_len: int, seed: str) -> None:
         """Make the source of split ``train`` or ``valid``; the two share no window."""
         self.num_windows = NUM_WINDOWS[split]
         self._split, self.seq_len, self._seed = split, seq_len, seed
@@ -45,7 +45,7 @@ class SyntheticSource:
 class SyntheticDocuments:
     """Documents of synthetic tokens, some longer than S and most much shorter."""
 
-    def __init__(self, *, split: str, seq_len: int, seed: int) -> None:
+    def __init__(self, *, split: str, seq_len: int, seed: str) -> None:
         """Draw the lengths, uniform in their logarithm, up to 1.25 * S."""
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
@@ -57,6 +57,11 @@ class SyntheticDocuments:
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of one document."""
         return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
+
+
+def seed_of(path: str, seed: int) -> str:
+    """Return the seed of ``synthetic:NAME``, which differs by name, or of ``synthetic``."""
+    return f"{seed}{path.removeprefix(SYNTHETIC_PATH)}"
 
 
 def _noisy_cycle(name: str, length: int) -> npt.NDArray[np.int64]:

@@ -93,7 +93,7 @@ def unpack_scores(data: bytes, requests: Sequence[Request]) -> list[Scores]:
 
 
 class RequestSource:
-    """Rows of S tokens that hold the requests' inputs, packed by best fit; see `raymega.data.rows.Source`.
+    """Rows of S tokens that hold the requests' inputs, packed by best fit, for `raymega.data.loader`.
 
     Args:
         requests: Requests of at most S inputs each.
@@ -101,13 +101,11 @@ class RequestSource:
         multiple: Multiple to which each request's inputs are padded.
     """
 
-    efficiency = 1.0
-
     def __init__(self, requests: Sequence[Request], *, seq_len: int, multiple: int = 1) -> None:
-        self._requests, self.seq_len, self.context = requests, seq_len, float(seq_len)
+        self._requests, self.seq_len = requests, seq_len
         lengths = np.array([-(-(len(r.tokens) - 1) // multiple) * multiple for r in requests])
         packing = pack(lengths, seq_len, window=len(requests))
-        self.num_windows = packing.num_rows
+        self.num_rows = packing.num_rows
         self._rows = [packing.pieces(row).tolist() for row in range(packing.num_rows)]
         self._lengths = lengths.tolist()
         # place in its row of each request's first input

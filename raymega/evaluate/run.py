@@ -220,7 +220,7 @@ def score(
     answers: list[bytes] = []
     shape = plan.job.data
     source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
-    num_rows = source.num_windows
+    num_rows = source.num_rows
 
     def hear(report: Report) -> None:
         if isinstance(report, EntryOutput):

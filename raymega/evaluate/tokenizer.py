@@ -9,9 +9,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from raymega.checkpoint.tools.handle import Checkpoint
+from raymega.config.data import NO_PATH, is_synthetic
 from raymega.convert.huggingface.extra_files import carried_config, find_carried
 from raymega.data.format import META_FILE, TOKENIZER_FILE
-from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, RaymegaError
 from raymega.storage.registry import open_store
 
@@ -62,12 +62,14 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
         return _load(text, eod_id if isinstance(eod_id, int) else None, "the model's own files")
     # the dataset of the run
     data = checkpoint.manifest.job.get("data")
-    path = data.get("path", "") if isinstance(data, dict) else ""
-    if path and path != SYNTHETIC_PATH:
+    sources = [data, *data.get("sources", ())] if isinstance(data, dict) else []
+    paths = [str(source.get("path", NO_PATH)) for source in sources]
+    path = next((path for path in paths if path != NO_PATH), "")
+    if path and not is_synthetic(path):
         try:
             store = open_store(path)
             meta = json.loads(store.get(META_FILE))
-            return _load(store.get(TOKENIZER_FILE).decode(), meta["eod_id"], str(path))
+            return _load(store.get(TOKENIZER_FILE).decode(), meta["eod_id"], path)
         except RaymegaError as error:
             fact = f"the run's dataset {path} cannot be read: {error}"
             raise ConfigError(_fault(fact, "a task's text is cut into the run's tokens")) from error

@@ -40,13 +40,6 @@ MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
 
 
-class _InOrder(Loader):
-    """Loader that reads a source's rows in their order, once."""
-
-    def _window(self, sample: int) -> int:
-        return sample
-
-
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
     """Score the requests of ``start.entry_input`` with the weights of the checkpoint ``start.restore``."""
     plan = read_plan(start.plan_json)
@@ -107,10 +100,9 @@ def score_requests(
     """
     job, dp = plan.job, plan.grid.dp
     source = RequestSource(requests, seq_len=job.data.seq_len, multiple=job.data.document_multiple)
-    loader = _InOrder(
+    loader = Loader(
         source,
         dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
-        seed=0,
         device=device,
         context=scorer.context,
     )
@@ -118,9 +110,9 @@ def score_requests(
     at_once = micro_batch_size * dp * MICRO_BATCHES_PER_STAGE * plan.grid.pp
     log_probs: dict[int, Floats] = {}  # by the request's number
     is_greedy: dict[int, Bools] = {}
-    for first in range(0, source.num_windows, at_once):
+    for first in range(0, source.num_rows, at_once):
         # forward of some rows
-        num_rows = min(at_once, source.num_windows - first)
+        num_rows = min(at_once, source.num_rows - first)
         batch = make_batch(global_batch_size=num_rows, micro_batch_size=micro_batch_size, dp=dp)
         micro_batches = loader.micro_batches(batch, first)
         scores = scorer.run(micro_batches)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from raymega.config.data import DataSection
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
@@ -46,6 +48,28 @@ def make_batch(*, global_batch_size: int, micro_batch_size: int, dp: int) -> Bat
         num_micro_batches=-(-global_batch_size // per_round),
         dp=dp,
     )
+
+
+def samples_after(steps: int, section: DataSection) -> int:
+    """Return the samples that the first ``steps`` steps of a run read, through its batch ramp."""
+    samples = 0
+    for until, size in _ramp_of(section):
+        taken = min(steps, max(0, -(-(until - samples) // size)))
+        steps, samples = steps - taken, samples + taken * size
+    return samples + steps * section.global_batch_size
+
+
+def steps_for(samples: int, section: DataSection) -> int:
+    """Return the fewest steps that read at least ``samples`` samples, through the batch ramp."""
+    steps = done = 0
+    for until, size in _ramp_of(section):
+        taken = max(0, -(-(min(until, samples) - done) // size))
+        steps, done = steps + taken, done + taken * size
+    return steps + max(0, -(-(samples - done) // section.global_batch_size))
+
+
+def _ramp_of(section: DataSection) -> list[tuple[int, int]]:
+    return [(stage.until_samples, stage.global_batch_size) for stage in section.batch_ramp]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,6 +110,19 @@ def _cells(metrics: Mapping[str, float], columns: tuple[tuple[str, str, float], 
     ]
 
 
+def _evaluation(metrics: Mapping[str, float]) -> str:
+    """Return loss and perplexity, of each named set where there are any."""
+    start = "eval/set_loss/"
+    names = [name.removeprefix(start) for name in metrics if name.startswith(start)]
+    if not names:
+        return ", ".join(_cells(metrics, EVALUATION_COLUMNS))
+    return "; ".join(
+        f"{name} loss {metrics[start + name]:.4f}, "
+        f"perplexity {metrics[f'eval/set_perplexity/{name}']:.2f}"
+        for name in names
+    )
+
+
 def _step_line(event: StepFinished, total_steps: int) -> str:
     """Return the line of a step, in cells of fixed width so that columns align across lines."""
     width = len(str(total_steps))
@@ -203,8 +216,7 @@ def _news(event: RunEvent) -> str:
             return f"Nodes checked in {event.seconds:.1f} s: {event.detail}."
         # results and saves
         case EvaluationFinished():
-            found = ", ".join(_cells(event.metrics, EVALUATION_COLUMNS))
-            return f"Validation at step {event.step}: {found}."
+            return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
         case CheckpointCommitted():
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "

@@ -77,6 +77,10 @@ METRICS = (
     _gauge("train/loss_scale", "1", "Loss scale of the next step; float16 only."),
     # steps that changed no weight
     _counter("train/skipped_steps", "steps", "Steps without an update, for an overflow or a bad batch."),
+    # datasets of a blend
+    _part_gauge("data/source_tokens", "dataset", "tokens",
+                "Tokens read of a blend's dataset since the run began, padding included."),
+    _part_gauge("data/source_epochs", "dataset", "1", "Passes over a blend's dataset since the run began."),
     # packed documents and dynamic context parallelism
     _gauge("data/packing_efficiency", "1", "Share of the tokens of packed rows that are not padding."),
     _gauge("data/imbalance", "1",
@@ -120,6 +124,10 @@ METRICS = (
     # validation
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
+    _part_gauge(
+        "eval/set_loss", "set", "nats", "Mean cross entropy of a named validation set's tokens."
+    ),
+    _part_gauge("eval/set_perplexity", "set", "1", "exp of eval/set_loss."),
     # checkpoints
     _gauge("checkpoint/stall_s", "s", "Time that training stalled for the save."),
     _gauge("checkpoint/save_s", "s", "Time from the start of the save to the commit of its manifest."),

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader
-from raymega.data.open_split import open_split, shape_of
-from raymega.data.packing import PackedSource
-from raymega.data.rows import Source
+from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
 from raymega.optim.optimizer import Optimizer
@@ -47,10 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Components that only evaluation uses: its batch, loader and forward-only executors."""
+    """Components that only evaluation uses: loaders with their batches, and forward-only executors.
 
-    batch: BatchPlan
-    loader: Loader | DynamicLoader
+    ``sets`` has the batch and the loader of each validation set by name; a set without a name is alone.
+    """
+
+    sets: dict[str, tuple[BatchPlan, Loader | DynamicLoader]]
     executor_for: Callable[[int], Executor]
 
 
@@ -113,6 +113,7 @@ def build_parts(
     )
     modules = model.modules
     _log_attention_weights(job)
+    load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)
     p2p = make_p2p(plan, groups, token_degree=context.degree * sp.degree, device=device)
     return TrainingComponents(
         plan=plan,
@@ -121,7 +122,7 @@ def build_parts(
         groups=groups,
         device=device,
         modules=modules,
-        loader=_build_loader(plan, "train", rank=rank, groups=groups, log=comm_log, device=device),
+        loader=load(open_samples(job), is_training=True),
         executor_for=_build_executors(
             plan,
             coords,
@@ -146,7 +147,7 @@ def build_parts(
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,
         evaluation=_build_evaluation(
-            plan, rank, modules=modules, p2p=p2p, groups=groups, log=comm_log, progress=progress
+            plan, coords.pp, modules=modules, p2p=p2p, load=load, progress=progress
         ),
     )
 
@@ -196,28 +197,28 @@ def _log_attention_weights(job: Job) -> None:
         )
 
 
-def _open_source(plan: RunPlan, split: str) -> Source:
-    job = plan.job
-    return open_split(job.data.path, split, shape_of(job.data), seed=job.run.seed)
-
-
-def _build_loader(
-    plan: RunPlan, split: str, *, rank: int, groups: Groups, log: CommLog, device: torch.device
+def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
+    plan: RunPlan,
+    source: Samples,
+    *,
+    rank: int,
+    groups: Groups,
+    log: CommLog,
+    device: torch.device,
+    is_training: bool,
 ) -> Loader | DynamicLoader:
-    job, source = plan.job, _open_source(plan, split)
+    job = plan.job
     # Multi-token prediction needs labels further ahead; evaluation measures the next token only.
-    depth = job.model.num_nextn_predict_layers if split == "train" else 0
+    depth = job.model.num_nextn_predict_layers if is_training else 0
     if not job.parallel.dynamic_cp:
         return Loader(
             source,
             dp_rank=plan.grid.coords(rank).dp,
-            seed=job.run.seed,
             device=device,
             context=make_context(groups, job.parallel, log),
             depth=depth,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
-    assert isinstance(source, PackedSource), "dynamic_cp needs packing"
     parallel = job.parallel
     return DynamicLoader(
         source,
@@ -225,9 +226,8 @@ def _build_loader(
         contexts=make_contexts(groups, parallel, log),
         limits=step_limits(plan),
         cost=step_cost(plan),
-        seed=job.run.seed,
         device=device,
-        is_guessing=split == "train",
+        is_guessing=is_training,
         timeout_s=job.elastic.collective_timeout_s,
         depth=depth,
     )
@@ -259,28 +259,28 @@ def _build_executors(
     return make
 
 
-def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
+def _build_evaluation(
     plan: RunPlan,
-    rank: int,
+    pp_rank: int,
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
-    groups: Groups,
-    log: CommLog,
+    load: Callable[..., Loader | DynamicLoader],
     progress: Callable[[], None],
 ) -> Evaluation | None:
     """Return the components of an evaluation, or None when ``run.eval_samples`` is 0."""
     job = plan.job
     if job.run.eval_samples == 0:
         return None
-    # One batch holds all evaluation samples, so that one forward-only schedule covers them.
-    loader = _build_loader(plan, "valid", rank=rank, groups=groups, log=log, device=p2p.device)
-    batch = make_batch(
-        global_batch_size=min(job.run.eval_samples, loader.source.num_windows),
-        micro_batch_size=plan.batch.micro_batch_size,
-        dp=plan.grid.dp,
-    )
-    pp_rank = plan.grid.coords(rank).pp
+    # One batch holds all samples of a set, so that one forward-only schedule covers them.
+    sets = {}
+    for name, samples in open_validation(job).items():
+        batch = make_batch(
+            global_batch_size=min(job.run.eval_samples, samples.num_samples),
+            micro_batch_size=plan.batch.micro_batch_size,
+            dp=plan.grid.dp,
+        )
+        sets[name] = batch, load(samples, is_training=False)
 
     @cache
     def make(num_micro_batches: int) -> Executor:
@@ -293,4 +293,4 @@ def _build_evaluation(  # noqa: PLR0913  # build is the one place that calls it
             progress=progress,
         )
 
-    return Evaluation(batch=batch, loader=loader, executor_for=make)
+    return Evaluation(sets=sets, executor_for=make)

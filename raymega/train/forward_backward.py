@@ -17,7 +17,7 @@ from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.pipeline.executor import StepOutput
-from raymega.train.build import TrainingComponents
+from raymega.train.build import Evaluation, TrainingComponents
 
 
 def forward_backward(
@@ -62,16 +62,38 @@ def forward_backward(
 def evaluate(parts: TrainingComponents) -> dict[str, float]:
     """Return held-out loss in nats per token and perplexity, equal on all ranks; {} when it is off.
 
-    It reads the first ``run.eval_samples`` windows of the validation split, unshuffled.
+    It reads the first ``run.eval_samples`` samples of each validation set. Named sets have a loss each;
+    that of the first is the run's too.
 
     Raises:
-        DataError: All labels of the evaluation are masked.
+        DataError: All labels of a set are masked.
     """
     if parts.evaluation is None:
         return {}
+    losses = {
+        name: _evaluate_set(parts, parts.evaluation, name, loader.micro_batches(batch, 0))
+        for name, (batch, loader) in parts.evaluation.sets.items()
+    }
+    metrics = _with_perplexity("eval/", "", next(iter(losses.values())))
+    for name, loss in losses.items():
+        metrics |= _with_perplexity("eval/set_", f"/{name}", loss) if name else {}
+    return metrics
+
+
+def _with_perplexity(prefix: str, suffix: str, loss: float) -> dict[str, float]:
+    # exp(700) is near the largest float64; a diverged loss must not raise OverflowError
+    perplexity = exp(min(loss, 700.0))
+    return {f"{prefix}loss{suffix}": loss, f"{prefix}perplexity{suffix}": perplexity}
+
+
+def _evaluate_set(
+    parts: TrainingComponents,
+    evaluation: Evaluation,
+    name: str,
+    micro_batches: Sequence[MicroBatch],
+) -> float:
+    """Return the mean loss of a validation set, in nats per token."""
     parts.weights.start_gather()
-    evaluation = parts.evaluation
-    micro_batches = evaluation.loader.micro_batches(evaluation.batch, 0)
     executor = evaluation.executor_for(len(micro_batches))
     lengths = parts.lengths(micro_batches)
     parts.follow_weights(executor)
@@ -82,10 +104,8 @@ def evaluate(parts: TrainingComponents) -> dict[str, float]:
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     total_loss, total_tokens = sum_over_world(parts, mine)
     if not total_tokens:
-        raise DataError(no_labels("the evaluation"))
-    # exp(700) is near the largest float64; a diverged loss must not raise OverflowError
-    loss = total_loss / total_tokens
-    return {"eval/loss": loss, "eval/perplexity": exp(min(loss, 700.0))}
+        raise DataError(no_labels(f"the evaluation of {name!r}" if name else "the evaluation"))
+    return total_loss / total_tokens
 
 
 def no_labels(what: str) -> Fault:

@@ -87,7 +87,7 @@ def run_loop(
         # metrics of the step; all ranks collect them, as some need collectives
         metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
         metrics |= (
-            _data_metrics(parts)
+            _data_metrics(parts, outcome.state, job)
             | _sent_bytes(parts)
             | _statistics(parts, state, outcome, activations)
         )
@@ -130,9 +130,17 @@ def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
     return metrics
 
 
-def _data_metrics(parts: TrainingComponents) -> dict[str, float]:
-    """Return the share of packed tokens that are real, and the balance of dynamic cp."""
+def _data_metrics(parts: TrainingComponents, after: TrainState, job: Job) -> dict[str, float]:
+    """Return what the run has read of each dataset, the padding of rows, and the balance of dynamic cp."""
     metrics: dict[str, float] = {}
+    # The datasets of a blend, as often as the console shows a step.
+    samples, is_last = parts.loader.source, after.step == job.run.steps
+    if len(samples.mixture.names) > 1 and (
+        is_last or _is_due(after.step, job.tracking.console_every)
+    ):
+        for name, (count, epochs) in samples.epochs(after.samples).items():
+            metrics[f"data/source_tokens/{name}"] = float(count * samples.seq_len)
+            metrics[f"data/source_epochs/{name}"] = epochs
     if parts.plan.job.data.packing != "none":
         metrics["data/packing_efficiency"] = parts.loader.source.efficiency
     if isinstance(parts.loader, DynamicLoader):

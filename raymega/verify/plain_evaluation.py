@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch.nn.functional import cross_entropy
 
+from raymega.data.mixture import Mixture
 from raymega.data.open_split import open_split, shape_of
-from raymega.data.order import sample_window
+from raymega.data.samples import Samples
 from raymega.plan.fp8_layers import goes_by_micro_batch
 from raymega.train.build import TrainingComponents
 
@@ -27,12 +28,18 @@ def plain_eval_loss(parts: TrainingComponents) -> float | None:
     if not job.run.eval_samples or goes_by_micro_batch(job):
         return None
     (module,) = parts.modules
-    source = open_split(job.data.path, "valid", shape_of(job.data), seed=job.run.seed)
+    # the validation split of each dataset of the first blend, opened here anew
+    mixture, seed = Mixture(job.data.blends[:1]), job.run.seed
+    sources = [
+        open_split(path, "valid", shape_of(job.data), seed=seed, vocab_size=job.model.vocab_size)
+        for path in mixture.datasets
+    ]
+    samples = Samples(sources, mixture, seed=seed)
     loss_sum, num_labels = 0.0, 0
     module.eval()
     with torch.no_grad():
-        for sample in range(min(job.run.eval_samples, source.num_windows)):
-            row = source.row(sample_window(job.run.seed, source.num_windows, sample))
+        for sample in range(min(job.run.eval_samples, samples.num_samples)):
+            row = samples.row(sample)
             for start, stop in pairwise(accumulate(row.documents, initial=0)):
                 tokens = torch.from_numpy(row.tokens[start:stop].copy())
                 labels = torch.from_numpy(row.labels[start:stop].copy())

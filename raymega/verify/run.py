@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.data.checks import data_faults
-from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.data.checks import training_faults
 from raymega.errors import ConfigError, WorkerError
+from raymega.plan.run_plan import job_values
 from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
 from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
@@ -116,6 +116,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         max_params=options.max_params,
         max_ranks=options.max_ranks,
         is_data_there=_is_data_there(job),
+        seed=options.seed,
     )
     layouts = draw_layouts(
         shrunk.job,
@@ -209,10 +210,5 @@ def _find_smallest(
 
 
 def _is_data_there(job: Job) -> bool:
-    return job.data.path == SYNTHETIC_PATH or not data_faults(
-        job.data.path,
-        seq_len=job.data.seq_len,
-        vocab_size=job.model.vocab_size,
-        needs_valid=job.run.eval_samples > 0,
-        is_packed=job.data.packing != "none",
-    )
+    # a few steps make no epochs
+    return not training_faults(job_values(job) | {"run.steps": 0})

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import gcd
 
 from raymega.config.schema import Job
-from raymega.data.synthetic import SYNTHETIC_PATH, SYNTHETIC_VOCAB_SIZE
 from raymega.plan.stages import KINDS
 from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
@@ -17,6 +16,7 @@ from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
 from raymega.verify.shrink_model import MAX_SEQ_LEN, shrink_model
+from raymega.verify.small_data import drawn_blend, early_stages, short_ramp, small_datasets
 
 MAX_BATCH = 16
 MAX_WARMUP_STEPS = 2
@@ -37,7 +37,13 @@ class Shrunk:
 
 
 def shrink_job(
-    job: Job, *, steps: int, max_params: int, max_ranks: int, is_data_there: bool
+    job: Job,
+    *,
+    steps: int,
+    max_params: int,
+    max_ranks: int,
+    is_data_there: bool,
+    seed: int | None = None,
 ) -> Shrunk:
     """Return the job in small.
 
@@ -46,7 +52,8 @@ def shrink_job(
         steps: Number of optimizer steps that will be trained.
         max_params: Largest number of parameters of the small model.
         max_ranks: Largest number of ranks that will be drawn, for the list of what is not covered.
-        is_data_there: Whether ``data.path`` can be read on this machine.
+        is_data_there: Whether the job's datasets can be read on this machine.
+        seed: Seed by which a blend of synthetic tokens is drawn; None draws none.
 
     Raises:
         ConfigError: The smallest model with this job's features has more parameters.
@@ -55,15 +62,11 @@ def shrink_job(
     _shorten(draft, steps)
     _free_stages(draft)
     shrink_model(draft, max_params)
-    vocab_size = draft.values["model"]["vocab_size"]
-    if job.data.path != SYNTHETIC_PATH and not is_data_there:
-        draft.set("data.path", SYNTHETIC_PATH, "it cannot be read from here")
-    elif job.data.path != SYNTHETIC_PATH and vocab_size != job.model.vocab_size:
-        draft.set("data.path", SYNTHETIC_PATH, "its tokens need the whole vocabulary")
-    elif job.data.packing != "none" and draft.values["data"]["seq_len"] != job.data.seq_len:
-        draft.set("data.path", SYNTHETIC_PATH, "its documents would fill every shorter row alone")
-    if draft.values["data"]["path"] == SYNTHETIC_PATH and vocab_size < SYNTHETIC_VOCAB_SIZE:
-        draft.set("model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it")
+    for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
+        draft.set(field, new, why)
+    if seed is not None:
+        for field, new, why in drawn_blend(draft.job(), seed):
+            draft.set(field, new, why)
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
 
 
@@ -75,7 +78,8 @@ def _shorten(draft: Draft, steps: int) -> None:
     multiple = gcd(job.data.document_multiple, draft.values["data"]["seq_len"])
     draft.set("data.document_multiple", multiple, "it must divide the sequence")
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))
-    draft.set("data.batch_ramp", _short_ramp(draft.job()))
+    draft.set("data.batch_ramp", short_ramp(draft.job()))
+    draft.set("data.stages", early_stages(draft.job()), "so that the blend changes while it trains")
     micro = min(job.schedule.micro_batch_size, draft.values["data"]["global_batch_size"])
     draft.set("schedule.micro_batch_size", micro)
     optimizer = job.optimizer
@@ -83,9 +87,12 @@ def _shorten(draft: Draft, steps: int) -> None:
     draft.set("optimizer.lr_warmup_steps", min(optimizer.lr_warmup_steps, MAX_WARMUP_STEPS))
     draft.set("optimizer.lr_cooldown_steps", min(optimizer.lr_cooldown_steps, MAX_COOLDOWN_STEPS))
     draft.set("optimizer.lr_decay_steps", "steps")
+    draft.set("data.validation", ())
     draft.values["run"] |= {
         "steps": max(steps, MAX_WARMUP_STEPS + 1),
         "eval_samples": min(job.run.eval_samples, MAX_EVAL_SAMPLES),
+        "tokens": 0,
+        "epochs": 0,
     }
     draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is saved, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
@@ -113,14 +120,6 @@ def _small_batch(size: int) -> int:
     if is_power_of_two(size):
         return MAX_BATCH
     return MAX_BATCH - 1 if size % 2 else MAX_BATCH - 4
-
-
-def _short_ramp(job: Job) -> tuple[dict[str, int], ...]:
-    """Return a ramp of one step with half the batch if the job has a ramp, so that the size changes."""
-    half = job.data.global_batch_size // 2
-    if not job.data.batch_ramp or half == 0:
-        return ()
-    return ({"until_samples": half, "global_batch_size": half},)
 
 
 def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:

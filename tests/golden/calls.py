@@ -310,6 +310,9 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a rollback that cannot be read": _rollback_is_odd,
     "a store below a file": _store_in_a_file,
     "a split that is not there": _opened("novalid", "valid", ROWS),
+    "a split that Megatron's files do not have": lambda folder: open_split(
+        f"megatron:{folder}/theirs-bin/corpus", "valid", ROWS, seed=1
+    ),
     "a split below a row": _opened("novalid", "train", ROWS),
     "documents whose begins nobody knows": _opened(
         "old", "train", replace(ROWS, packing="best_fit")

@@ -22,7 +22,8 @@ from raymega.config.schema import Job, ModelSection
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.safetensors_files import INDEX, WHOLE
-from raymega.data.format import META_FILE
+from raymega.data.export import index_bytes
+from raymega.data.format import META_FILE, TOKENIZER_FILE
 from raymega.messages import SavedBox
 from raymega.orchestrate.run_store.journal import RECORD_KEY, open_record, write_record
 from raymega.plan.tensor_table import model_tensors
@@ -56,6 +57,29 @@ def verify_job(*overrides: str) -> Job:
     return parse_job(VERIFY, overrides).job()
 
 
+def _put_megatron(folder: Path) -> None:
+    """Megatron's files of three documents, and damaged ones."""
+    folder.mkdir()
+    lengths = np.array([30, 20, 9])
+    index = index_bytes(lengths, "uint16")
+    gaps, odd = bytearray(index), bytearray(index)
+    gaps[34 + 12 + 8] = odd[34 + 36 + 8] = 99  # an offset, and a border of documents
+    indices = {
+        "corpus": index,
+        "torn": index,
+        "short": b"abc",
+        "long": index + b"more",
+        "other": b"x" * 40,
+        "gaps": gaps,
+        "odd": odd,
+    }
+    for name, content in indices.items():
+        (folder / f"{name}.idx").write_bytes(content)
+    for name in (*indices, "noidx"):
+        tokens = np.arange(59 if name != "torn" else 58, dtype="<u2")
+        (folder / f"{name}.bin").write_bytes(tokens.tobytes())
+
+
 def _put_datasets(folder: Path) -> None:
     sizes = {"tokens": (400,), "old": (400,), "torn": (400,), "lost": (400,), "flipped": (400,)}
     for name, train in sizes.items():
@@ -63,6 +87,11 @@ def _put_datasets(folder: Path) -> None:
         write_dataset(folder / name, train=train, valid=(40,), version=1 if name == "old" else 2)
     (folder / "novalid").mkdir()
     write_dataset(folder / "novalid", train=(20,), valid=())
+    for name in ("words", "letters"):
+        (folder / name).mkdir()
+        write_dataset(folder / name, train=(20 + len(name),), valid=())
+        (folder / name / TOKENIZER_FILE).write_text(name)
+    _put_megatron(folder / "theirs-bin")
     (shard,) = (folder / "torn" / "train").iterdir()
     shard.write_bytes(shard.read_bytes()[:-1])
     (shard,) = (folder / "lost" / "train").iterdir()

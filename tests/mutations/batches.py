@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from raymega.verify.layout import Layout
-from tests.mutations.mutation import DROPOUT, GPT2, PACKED, Mutation
+from tests.mutations.mutation import BLENDED, DROPOUT, GPT2, PACKED, Mutation
 
 BATCHES: tuple[Mutation, ...] = (
+    Mutation(
+        name="a dataset begins anew in each stage",
+        file="data/mixture.py",
+        old="return dataset, self._before[stage][dataset] + count",
+        new="return dataset, count",
+        layout=Layout(dp=2),
+        job=BLENDED,
+    ),
+    Mutation(
+        name="the datasets of a blend have one another's weights",
+        file="data/mixture.py",
+        old="        dataset = self._members[stage][source]",
+        new="        dataset = self._members[stage][-1 - source]",
+        layout=Layout(dp=2),
+        job=BLENDED,
+    ),
     Mutation(
         name="packed tokens see the documents before theirs",
         file="plan/cp_layout.py",
@@ -25,16 +41,16 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="the last token of a document predicts",
         file="data/packing.py",
-        old="            mask[at : at + len(words) - 1] = True",
-        new="            mask[at : at + held.length] = True",
+        old="        mask[at : at + len(words) - 1] = True",
+        new="        mask[at : at + held.length] = True",
         layout=Layout(dp=2),
         job=PACKED,
     ),
     Mutation(
         name="padding of documents predicts",
         file="data/packing.py",
-        old="            mask[at : at + len(words) - 1] = True",
-        new="            mask[at : at + held.padded] = True",
+        old="        mask[at : at + len(words) - 1] = True",
+        new="        mask[at : at + held.padded] = True",
         layout=Layout(cp=2),
         job=PACKED,
     ),

@@ -16,16 +16,16 @@ EVALUATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="evaluation reads the training split",
-        file="train/build.py",
-        old='loader = _build_loader(plan, "valid",',
-        new='loader = _build_loader(plan, "train",',
+        file="data/samples.py",
+        old='_open(Mixture(job.data.blends[:1]), "valid", job)',
+        new='_open(Mixture(job.data.blends[:1]), "train", job)',
         layout=Layout(dp=2),
     ),
     Mutation(
         name="every data-parallel rank evaluates rank 0's samples",
         file="train/forward_backward.py",
-        old="evaluation.loader.micro_batches(evaluation.batch, 0)",
-        new="(setattr(evaluation.loader, '_dp_rank', 0) or evaluation.loader.micro_batches(evaluation.batch, 0))",
+        old="loader.micro_batches(batch, 0)",
+        new="(setattr(loader, '_dp_rank', 0) or loader.micro_batches(batch, 0))",
         layout=Layout(dp=2),
     ),
     Mutation(
@@ -82,8 +82,8 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation with dynamic cp is of other samples than the run's first",
         file="train/forward_backward.py",
-        old="evaluation.loader.micro_batches(evaluation.batch, 0)",
-        new="evaluation.loader.micro_batches(evaluation.batch, 1)",
+        old="loader.micro_batches(batch, 0)",
+        new="loader.micro_batches(batch, 1)",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED,
     ),

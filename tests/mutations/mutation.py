@@ -30,6 +30,10 @@ class Mutation:
 
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=4")
+BLENDED = (
+    "data.path=none", "data.sources=[{path: synthetic:a, weight: 0.6}, {path: synthetic:b, weight: 0.4}]",
+    "data.stages=[{from_tokens: 160, sources: [{path: synthetic:b, weight: 0.7}, {path: synthetic:a}]}]",
+)  # fmt: skip
 DROPOUT = ("model.hidden_dropout=0.1",)
 TWO_KV_HEADS = ("model.num_kv_heads=2",)
 EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")

@@ -66,7 +66,7 @@ def make_controller(tmp_path):
             entry="tests.support.entries",
             preflight=Preflight(
                 store=store,
-                data_path=plan.job.data.path,
+                data_paths=plan.job.dataset_paths,
                 driver_node=ray.get_runtime_context().get_node_id(),
             ),
         )

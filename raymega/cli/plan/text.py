@@ -7,6 +7,7 @@ from dataclasses import asdict
 from raymega import api
 from raymega.cli.output import print_json, table
 from raymega.cli.plan import predictions
+from raymega.cli.plan.datasets import datasets_object, show_datasets
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
@@ -36,7 +37,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     """Print a plan as tables or as one JSON object; with ``device``, also its predicted time and memory."""
     found = predictions.prediction(plan, device) if device else None
     if as_json:
-        shown = {**_plan_object(plan), **_packing_object(plan)}
+        shown = {**_plan_object(plan), **datasets_object(plan.job), **_packing_object(plan)}
         shown["fallbacks"] = _fallback_objects(plan, device)
         if found and device:
             shown["prediction"] = predictions.prediction_object(found, device)
@@ -46,6 +47,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_stages(plan)
     _show_ranks(plan)
     _show_context(plan)
+    show_datasets(plan.job)
     _show_packing(plan)
     _show_saves(plan)
     _show_snapshots(plan)

@@ -21,6 +21,7 @@ import yaml
 
 from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.config.load import read_yaml
+from raymega.config.paths import PATH_LISTS, absolute_path, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.ray_private import walk_shipped_files
@@ -31,7 +32,6 @@ MAX_WORKING_DIR_BYTES = 512 * 2**20
 STOP_MARGIN_S = 90
 """Time after elastic.stop_timeout_s for pending commits, trackers and workers to end, in seconds."""
 SCRIPT = "jobs/train.py"
-SYNTHETIC = "synthetic"
 SQLITE = "sqlite:///"
 PATH_FIELDS = (
     "data.path",
@@ -145,9 +145,19 @@ def git_commit(folder: Path) -> str:
 
 
 def absolute_overrides(job_file: Path, overrides: Iterable[str]) -> list[str]:
-    """Return ``field=/absolute/path`` for each path field with a relative path, resolved against the cwd."""
-    given = _given_paths(job_file, overrides)
-    return [f"{path}={_absolute(text)}" for path, text in given.items() if _is_relative(text)]
+    """Return ``field=/absolute/path`` for each path field with a relative path, resolved against the cwd.
+
+    Lists of datasets are given as a whole.
+    """
+    given, lists = _given_paths(job_file, overrides), _given_lists(job_file, overrides)
+    return [
+        *(f"{path}={_absolute(text)}" for path, text in given.items() if _is_relative(text)),
+        *(
+            f"{path}={json.dumps(with_absolute_paths(value))}"
+            for path, value in lists.items()
+            if with_absolute_paths(value) != value
+        ),
+    ]
 
 
 def relative_path_faults(job_file: Path, overrides: Iterable[str]) -> list[Fault]:
@@ -160,7 +170,10 @@ def relative_path_faults(job_file: Path, overrides: Iterable[str]) -> list[Fault
             remedy="give a URI or an absolute path that every node sees, or use `raymega submit`, "
             "which resolves it on your machine",
         )
-        for path, text in _given_paths(job_file, overrides).items()
+        for path, text in [
+            *_given_paths(job_file, overrides).items(),
+            *_entries(_given_lists(job_file, overrides)),
+        ]
         if _is_relative(text) and not text.startswith("~")
     ]
 
@@ -174,9 +187,16 @@ def credential_faults(values: Mapping[str, Any]) -> list[Fault]:
             remedy="take it out of the URI; give credentials by the environment, a profile or the "
             "node's role (MLFLOW_TRACKING_USERNAME and _PASSWORD, AWS_PROFILE)",
         )
-        for path, value in values.items()
+        for path, value in [*values.items(), *_dataset_uris(values)]
         if isinstance(value, str) and "://" in value and _has_credentials(value)
     ]
+
+
+def _dataset_uris(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield place and path of each dataset in the job's lists of datasets."""
+    for path in PATH_LISTS:
+        plain = tuple(entry.model_dump() for entry in values.get(path, ()))
+        yield from _entries(plain, path)
 
 
 def working_dir_faults(root: Path) -> Iterator[Fault]:
@@ -245,20 +265,50 @@ def _given_paths(job_file: Path, overrides: Iterable[str]) -> dict[str, str]:
     return given
 
 
+def _given_lists(job_file: Path, overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the lists of datasets in file and overrides; none if either is unreadable."""
+    try:
+        raw = read_yaml(job_file.read_text(encoding="utf-8"))
+        texts = dict(override.split("=", 1) for override in overrides if "=" in override)
+        given = {path: read_yaml(texts[path]) for path in PATH_LISTS if path in texts}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    section = raw.get("data") if isinstance(raw, dict) else None
+    found = (
+        {f"data.{key}": value for key, value in section.items()}
+        if isinstance(section, dict)
+        else {}
+    )
+    return {path: found[path] for path in PATH_LISTS if path in found} | given
+
+
+def _entries(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield place and text of each ``path`` inside lists and mappings."""
+    if isinstance(value, tuple):
+        for number, entry in enumerate(value):
+            yield from _entries(entry, f"{place}[{number}]")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            where = f"{place}.{key}" if place else key
+            if key == "path" and isinstance(inner, str):
+                yield where, inner
+            yield from _entries(inner, where)
+
+
 def _is_relative(text: str) -> bool:
     # sqlite:///file.db is relative, sqlite:////file.db absolute
     if text.startswith(SQLITE):
         return not text.startswith(SQLITE + "/")
-    return bool(text) and "://" not in text and text not in WORDS and not text.startswith("/")
+    return text not in WORDS and absolute_path(text) != text
 
 
-WORDS = frozenset({SYNTHETIC, "run", "off", "none"})
-"""Values of path fields that are not paths."""
+WORDS = frozenset({"run", "off"})
+"""Values of path fields that are not paths, beside those of `absolute_path`."""
 
 
 def _absolute(text: str) -> str:
     prefix = SQLITE if text.startswith(SQLITE) else ""
-    return prefix + str(Path(text.removeprefix(prefix)).expanduser().absolute())
+    return prefix + absolute_path(text.removeprefix(prefix))
 
 
 def _has_credentials(uri: str) -> bool:

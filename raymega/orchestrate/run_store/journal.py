@@ -261,8 +261,10 @@ def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
             total_steps=job.run.steps,
             updated=now,
         )
-    raise_faults(ConfigError, identity_faults(stored.name, stored.identity, job))
-    return replace(stored, total_steps=job.run.steps, updated=now)
+    faults = identity_faults(stored.name, stored.identity, job, step=stored.step)
+    raise_faults(ConfigError, faults)
+    # Stages ahead of the run may have changed: the next comparison is with these.
+    return replace(stored, identity=identity_of(job), total_steps=job.run.steps, updated=now)
 
 
 def read_record(store: Store) -> RunRecord | None:

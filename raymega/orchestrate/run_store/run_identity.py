@@ -6,23 +6,38 @@ It only compares values; ``run_store/journal.py`` stores a run's identity.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from raymega.config.data import DataSource
 from raymega.config.fields import by_path
 from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
+from raymega.data.blend import whole_weights
 from raymega.data.checks import dataset_identity
+from raymega.data.mixture import first_sample
 from raymega.errors import Fault
+from raymega.plan.batch import samples_after
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 
+DATASET_FIELDS = ("path", "sources", "stages", "validation")
+"""Fields of the data section that are not compared as they are written."""
 KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 
-def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fault]:
-    """Return a fault for each field of ``job`` that differs from the ``identity`` of run ``name``."""
+def identity_faults(
+    name: str, identity: Mapping[str, Any], job: Job, *, step: int = 0
+) -> list[Fault]:
+    """Return a fault for each field of ``job`` that differs from the ``identity`` of run ``name``.
+
+    Stages of the data that begin after the run's ``step`` may differ.
+    """
     then, now = by_path(identity), by_path(identity_of(job))
     # a field that the record lacks is newer than the record, which was begun with its default
     then = by_path(_DEFAULTS) | then
+    done = samples_after(step, job.data)
+    for values in (then, now):
+        stages: Any = values["data.stages"]
+        values["data.stages"] = [stage for stage in stages if stage[0] < done]
     return [
         Fault(
             fact=f"{path}={now[path]!r}",
@@ -37,19 +52,36 @@ def identity_faults(name: str, identity: Mapping[str, Any], job: Job) -> list[Fa
 
 def identity_of(job: Job) -> dict[str, Any]:
     """Return the job's values that identify a run, as plain JSON values."""
-    # data by content instead of path: a dataset may move, but not change
     kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": KEPT_OF_OPTIMIZER}
     plain = dict(job.model_dump(mode="json", include=kept))
-    del plain["data"]["path"]
-    plain["data"]["content"] = dataset_identity(job.data.path)
+    # data by content instead of path: a dataset may move, but not change
+    for field in DATASET_FIELDS:
+        del plain["data"][field]
+    if not job.data.sources:
+        plain["data"]["content"] = dataset_identity(job.data.path)
+    else:
+        plain["data"]["content"] = _contents(job.data.sources)
+    plain["data"]["stages"] = [
+        [first_sample(stage.from_tokens, job.data), _contents(stage.sources)]
+        for stage in job.data.stages
+    ]
     return plain
+
+
+def _contents(sources: Sequence[DataSource]) -> list[list[str | int]]:
+    """Return identity and weight of each source of a blend; weights that mean the same are equal."""
+    weights = whole_weights([source.weight for source in sources])
+    return [
+        [dataset_identity(source.path), weight]
+        for source, weight in zip(sources, weights, strict=True)
+    ]
 
 
 _DEFAULTS: dict[str, Any] = {
     name: {
         field: json.loads(json.dumps(info.default, default=lambda part: part.model_dump()))
         for field, info in section.model_fields.items()
-        if not info.is_required()
+        if not info.is_required() and field not in {"path", "sources", "validation"}
     }
     for name, section in (
         ("model", ModelSection),

@@ -7,16 +7,17 @@ those. This module has the questions and the verdict; ``workers/ray_worker_group
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from raymega.config.data import is_synthetic
 from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
+from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import is_remote
-from raymega.data.synthetic import SYNTHETIC_PATH
 from raymega.errors import ConfigError, Fault, RaymegaError, one_line, raise_faults
 from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
@@ -36,14 +37,12 @@ class PreflightCheck:
     Attributes:
         store_uri: URI of the run's folder; empty when the store is not checked.
         folder: Key prefix of this round's objects, relative to the run's folder.
-        data_path: Path of the dataset; empty when it is not checked.
-        data_identity: Identity of the dataset that the driver reads there.
+        data: Identity of each dataset that the driver reads, by path; empty when none is checked.
     """
 
     store_uri: str
     folder: str
-    data_path: str
-    data_identity: str
+    data: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +53,7 @@ class PreflightResult:
         versions: Versions on the node, of node_probes.local_versions.
         sees_driver: Reason why it cannot read the driver's object; empty if it can.
         writes: Reason why it cannot write its own object; empty if it can.
-        sees_data: Reason why it cannot read the driver's dataset; empty if it can.
+        sees_data: Dataset of the driver that it cannot read, and why; empty if it can read all.
     """
 
     versions: Mapping[str, str]
@@ -77,7 +76,7 @@ def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
         versions=local_versions(),
         sees_driver=sees_driver,
         writes=writes,
-        sees_data=_cause_of(lambda: _look_at_data(check)) if check.data_path else "",
+        sees_data=next(filter(None, map(_data_fault, check.data.items())), ""),
     )
 
 
@@ -94,15 +93,15 @@ class _Round:
 class Preflight:
     """The driver's side: checks each node once in the driver's life, and judges the results."""
 
-    def __init__(self, *, store: Store, data_path: str, driver_node: str) -> None:
+    def __init__(self, *, store: Store, data_paths: Sequence[str], driver_node: str) -> None:
         """Prepare the checks; nothing is accessed yet.
 
         Args:
             store: Store of the run's folder.
-            data_path: Path of the dataset, the job's ``data.path``.
+            data_paths: Paths of the job's datasets.
             driver_node: Ray's id of the driver's node.
         """
-        self._store, self._data_path, self._driver_node = store, data_path, driver_node
+        self._store, self._data_paths, self._driver_node = store, data_paths, driver_node
         self._sound: set[str] = set()  # ids of nodes that passed
         self._round: _Round | None = None
 
@@ -153,13 +152,15 @@ class Preflight:
         """Return the check of a new round; ``is_elsewhere`` says that it has nodes other than the driver's."""
         # a local path on the driver's own node needs no check
         asks_store = is_elsewhere or local_path(self._store.uri) is None
-        is_file = self._data_path != SYNTHETIC_PATH
-        asks_data = is_file and (is_elsewhere or is_remote(self._data_path))
+        asked = [
+            path
+            for path in self._data_paths
+            if not is_synthetic(path) and (is_elsewhere or is_remote(path))
+        ]
         return PreflightCheck(
             store_uri=self._store.uri if asks_store else "",
             folder=f"{FOLDER}/{uuid4().hex[:12]}",
-            data_path=self._data_path if asks_data else "",
-            data_identity=dataset_identity(self._data_path) if asks_data else "",
+            data={path: dataset_identity(path) for path in asked},
         )
 
     def _faults(self, asked: _Round) -> list[Fault]:
@@ -207,8 +208,8 @@ class Preflight:
 def _scope(check: PreflightCheck, num_nodes: int) -> str:
     """Return one line for people that says what was checked and what was not."""
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    stores = {"the run's store": check.store_uri, "the data": check.data_path}
-    asked = [name for name, uri in stores.items() if uri]
+    stores = {"the run's store": check.store_uri, "the data": check.data}
+    asked = [name for name, found in stores.items() if found]
     if asked:
         return f"versions and {' and '.join(asked)} are right on {nodes}"
     return f"versions are right on {nodes}; local paths on the driver's own node were not probed"
@@ -234,16 +235,21 @@ def _find(store: Store, key: str) -> None:
         raise FileNotFoundError("it is not there") from None
 
 
-def _look_at_data(check: PreflightCheck) -> None:
+def _data_fault(dataset: tuple[str, str]) -> str:
+    """Return the path of a dataset and why it cannot be read here; empty if it can."""
+    cause = _cause_of(_look_at_data, *dataset)
+    return f"{dataset[0]!r} ({cause})" if cause else ""
+
+
+def _look_at_data(path: str, identity: str) -> None:
     """Raise if the dataset differs from the driver's; file sizes are checked in a folder only.
 
     The shards of an object store are checked when they are fetched.
     """
-    path = check.data_path
     found = dataset_identity(path)
-    if found != check.data_identity:
-        raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {check.data_identity}")
-    if not is_remote(path):
+    if found != identity:
+        raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {identity}")
+    if not is_remote(path) and not is_megatron(path):
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
 
 
@@ -261,8 +267,7 @@ def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) ->
         )
     if result.sees_data:
         yield Fault(
-            fact=f"node {name} does not see the data of data.path={check.data_path!r} "
-            f"({result.sees_data})",
+            fact=f"node {name} does not see the dataset {result.sees_data}",
             rule="every node that hosts workers reads the dataset that the driver reads",
             remedy="put the dataset on an object store or a file system that all nodes share, or "
             "copy it to the same path on each node",

@@ -5,9 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from raymega.config.schema import BatchStage
+from raymega.config.schema import BatchStage, DataSection
 from raymega.errors import Fault
+from raymega.plan.batch import steps_for
 from raymega.plan.validation.rule import reads
+
+
+@reads("run.steps tokens epochs", "data.seq_len global_batch_size batch_ramp")
+def budget_faults(  # the fields that decide
+    steps: int,
+    tokens: int,
+    epochs: float,
+    seq_len: int,
+    global_batch_size: int,
+    ramp: Sequence[BatchStage],
+) -> Iterator[Fault]:
+    """Check that the run has one length: steps, tokens or epochs."""
+    if not (steps or tokens or epochs):
+        yield Fault(
+            fact="run.steps=0, run.tokens=0 and run.epochs=0",
+            rule="one of them is the length of the run",
+            remedy="set run.steps, run.tokens or run.epochs",
+        )
+    if tokens and epochs:
+        yield Fault(
+            fact=f"run.tokens={tokens} with run.epochs={epochs:g}",
+            rule="one of them is the length of the run",
+            remedy="set run.epochs=0 or run.tokens=0",
+        )
+    # The steps that follow from the tokens may be set too.
+    if not (steps and tokens):
+        return
+    section = DataSection.model_construct(
+        seq_len=seq_len, global_batch_size=global_batch_size, batch_ramp=tuple(ramp)
+    )
+    wanted = steps_for(-(-tokens // seq_len), section)
+    if wanted != steps:
+        yield Fault(
+            fact=f"run.steps={steps} with run.tokens={tokens}",
+            rule=f"the run's length is given once, and these tokens are {wanted} steps",
+            remedy="remove run.steps, or set run.tokens=0",
+        )
 
 
 @reads("optimizer.lr_warmup_steps lr_decay_steps")

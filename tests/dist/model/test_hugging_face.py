@@ -12,7 +12,7 @@ from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.loader import Loader
-from raymega.data.open_split import Shape, open_split
+from raymega.data.samples import open_samples
 from raymega.messages import Requests
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
@@ -182,8 +182,7 @@ def _train(env, plan_json):
 
 def _micro_batches(plan, state):
     job = plan.job
-    source = open_split(job.data.path, "train", Shape(seq_len=job.data.seq_len), seed=job.run.seed)
-    loader = Loader(source, dp_rank=0, seed=job.run.seed, device="cpu")
+    loader = Loader(open_samples(job), dp_rank=0, device="cpu")
     return loader.micro_batches(plan.batch, state.samples)
 
 

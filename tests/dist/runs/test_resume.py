@@ -67,6 +67,12 @@ EXPERTS = (
     "+model.moe.expert_bias_update_rate=0.1+model.moe.load_balancing_type=global+model.moe.router_aux_loss_coef=0.1"
 )
 """With state of routers beside the weights: a bias, and the last step's load."""
+BLEND = (
+    "+data.path=none+data.sources=[{path: synthetic:a, weight: 0.6}, {path: synthetic:b, weight: 0.4}]"
+    "+data.stages=[{from_tokens: 960, sources: [{path: synthetic:c, weight: 0.7}, {path: synthetic:a}]}]"
+)
+"""Two datasets, then another two from the middle of step 4 on."""
+PACKED = "+data.packing=best_fit+data.document_multiple=4+schedule.micro_batch_size=1"
 
 
 @pytest.mark.sample(2)
@@ -81,6 +87,8 @@ EXPERTS = (
         (f"tp2-pp2-sp{CHUNKS}", f"pp2-dp2{SHARDED}"),
         (f"tp2-cp2-dp2-ep8{EXPERTS}", f"tp2-ep2{EXPERTS}{SHARDED}"),
         (f"dp2-ep2{EXPERTS}{SHARDED}", f"tp1{EXPERTS}"),
+        (f"tp1{BLEND}", f"pp2-dp3{BLEND}{SHARDED}"),
+        (f"dp2-cp2{PACKED}{BLEND}", f"tp2{PACKED}{BLEND}"),
     ],
 )
 def test_run_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, before, after):

@@ -2,8 +2,16 @@
 
 import numpy as np
 
+from raymega.config.data import DataSource
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.mixture import Mixture
+from raymega.data.samples import Samples
+
+
+def samples_of(source, *, seed=0):
+    """The samples of a run on one source."""
+    return Samples([source], Mixture([(0, [DataSource(path="alone")])]), seed=seed)
 
 
 def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2):

@@ -1,3 +1,6 @@
+from functools import lru_cache
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -56,3 +59,16 @@ def test_shard_that_is_no_arrow_file_is_named(tmp_path):
 
 def test_dtype_is_the_narrowest_that_holds_the_vocabulary():
     assert (token_dtype(1 << 16), token_dtype((1 << 16) + 1)) == ("uint16", "uint32")
+
+
+def test_shards_read_the_longest_ago_are_unmapped(tmp_path, monkeypatch):
+    """A process may have 65,530 maps, and a corpus more shards."""
+    monkeypatch.setattr(arrow, "_map_shard", lru_cache(3)(arrow._map_shard.__wrapped__))
+    stream = TokenStream(tmp_path, write_dataset(tmp_path, train=(2,) * 40).splits["train"])
+
+    def num_maps():
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    assert stream.read(0, 80).tolist() == list(range(80))
+    assert stream.read(0, 80).tolist() == list(range(80))
+    assert num_maps() == 3

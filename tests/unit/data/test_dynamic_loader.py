@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 
+from raymega.config.data import DataSource
 from raymega.data.dynamic_loader import DynamicLoader
+from raymega.data.mixture import Mixture
 from raymega.data.packing import PackedSource
+from raymega.data.samples import Samples
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.context_parallel.context import Context
 from raymega.plan.batch import make_batch
 from raymega.plan.packing.cost import PackCost
 from raymega.plan.packing.dynamic_cp import PackLimits
+from tests.unit.data.datasets import samples_of
 
 SEQ_LEN, RANKS = 20, 4
 WIDE = PackCost(token_s=1.0, pair_s=1.0)
@@ -17,13 +21,13 @@ WIDE = PackCost(token_s=1.0, pair_s=1.0)
 
 
 class Counting:
-    """Token i of document d is 1000 d + i + 1."""
+    """Token i of document d is 1000 d + i + 1, counted on from ``first``."""
 
-    def __init__(self, lengths):
-        self.lengths = np.array(lengths, dtype=np.int64)
+    def __init__(self, lengths, *, first=0):
+        self.lengths, self._first = np.array(lengths, dtype=np.int64), first
 
     def read(self, document, start, stop):
-        return 1000 * document + np.arange(start, stop) + 1
+        return 1000 * (self._first + document) + np.arange(start, stop) + 1
 
 
 def _contexts(rank):
@@ -41,16 +45,19 @@ def _contexts(rank):
 def _micro_batches(lengths, *, multiple=1):
     """Of all ranks, one step with all rows."""
     source = PackedSource(Counting(lengths), seq_len=SEQ_LEN, window=64)
-    batch = make_batch(global_batch_size=source.num_windows, micro_batch_size=1, dp=RANKS)
+    return _batches_of(samples_of(source), source.num_windows, multiple=multiple)
+
+
+def _batches_of(samples, num_samples, *, multiple=1):
+    batch = make_batch(global_batch_size=num_samples, micro_batch_size=1, dp=RANKS)
     limits = PackLimits(num_ranks=RANKS, max_tokens=SEQ_LEN, multiple=multiple)
     for rank in range(RANKS):
         loader = DynamicLoader(
-            source,
+            samples,
             rank=rank,
             contexts=_contexts(rank),
             limits=limits,
             cost=WIDE,
-            seed=0,
             device="cpu",
         )
         yield from loader.micro_batches(batch, 0)
@@ -61,6 +68,21 @@ def _micro_batches(lengths, *, multiple=1):
 def test_ranks_read_every_token_once(lengths, multiple):
     batches = list(_micro_batches(lengths, multiple=multiple))
     found = sorted(int(token) for batch in batches for token in batch.tokens.flatten() if token)
+    assert found == [1000 * d + i + 1 for d, length in enumerate(lengths) for i in range(length)]
+
+
+def test_documents_of_a_blend_share_packs():
+    """Rows of two datasets in turns; a pack may hold documents of both."""
+    entries = [DataSource(path="a"), DataSource(path="b")]
+    sources = [
+        PackedSource(Counting([20, 6, 7, 8], first=first), seq_len=SEQ_LEN, window=64)
+        for first in (0, 4)
+    ]
+    assert [source.num_windows for source in sources] == [3, 3]
+    samples = Samples(sources, Mixture([(0, entries)]), seed=3)
+    batches = list(_batches_of(samples, 6))
+    found = sorted(int(token) for batch in batches for token in batch.tokens.flatten() if token)
+    lengths = [20, 6, 7, 8] * 2
     assert found == [1000 * d + i + 1 for d, length in enumerate(lengths) for i in range(length)]
 
 

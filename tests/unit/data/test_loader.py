@@ -6,6 +6,7 @@ from raymega.data.loader import Loader
 from raymega.data.order import sample_window
 from raymega.data.rows import whole_row
 from raymega.plan.batch import make_batch
+from tests.unit.data.datasets import samples_of
 
 SEQ_LEN, NUM_WINDOWS, SEED = 5, 40, 9
 
@@ -13,7 +14,7 @@ SEQ_LEN, NUM_WINDOWS, SEED = 5, 40, 9
 class CountingSource:
     """Window i is i * 100 + 1, i * 100 + 2, ...: its tokens tell its number."""
 
-    num_windows, seq_len = NUM_WINDOWS, SEQ_LEN
+    num_windows, seq_len, context, efficiency = NUM_WINDOWS, SEQ_LEN, float(SEQ_LEN), 1.0
 
     def row(self, index):
         return whole_row(100 * index + np.arange(1, SEQ_LEN + 2))
@@ -24,7 +25,8 @@ def _step(step, *, dp, micro_batch_size, global_batch_size=16):
         global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
     )
     loaders = [
-        Loader(CountingSource(), dp_rank=rank, seed=SEED, device="cpu") for rank in range(dp)
+        Loader(samples_of(CountingSource(), seed=SEED), dp_rank=rank, device="cpu")
+        for rank in range(dp)
     ]
     first = step * global_batch_size
     return [micro for loader in loaders for micro in loader.micro_batches(batch, first)]

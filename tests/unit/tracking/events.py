@@ -55,6 +55,8 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/grad_norm": 0.5,
         "train/lr": 3e-4,
         "train/role_lr/embedding": 6e-4,
+        "data/source_tokens/web": 4096.0,
+        "data/source_epochs/web": 0.5,
         "train/global_batch_size": 8.0,
         "train/loss_scale": 65536.0,
         "train/skipped_steps": 0.0,
@@ -171,7 +173,14 @@ def whole_run(artefact="/tmp/loss.png"):
         BAD_STEP,
         step_finished(2),
         EvaluationFinished(
-            attempt=1, step=2, metrics={"eval/loss": 5.25, "eval/perplexity": 190.57}
+            attempt=1,
+            step=2,
+            metrics={
+                "eval/loss": 5.25,
+                "eval/perplexity": 190.57,
+                "eval/set_loss/held": 5.25,
+                "eval/set_perplexity/held": 190.57,
+            },
         ),
         checkpoint(2),
         step_finished(3),

@@ -19,8 +19,15 @@ from tests.unit.verify.jobs import JOBS, make_job
 MAX_PARAMS = 2_000_000
 
 
-def _shrink(job, *, max_params=MAX_PARAMS, is_data_there=False):
-    return shrink_job(job, steps=3, max_params=max_params, max_ranks=8, is_data_there=is_data_there)
+def _shrink(job, *, max_params=MAX_PARAMS, is_data_there=False, seed=None):
+    return shrink_job(
+        job,
+        steps=3,
+        max_params=max_params,
+        max_ranks=8,
+        is_data_there=is_data_there,
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("file", sorted(p.name for p in JOBS.glob("*.yaml")))
@@ -203,3 +210,36 @@ def test_choice_among_any_number_of_experts_stays_a_choice(experts, top_k, group
     assert (small.top_k > 1, small.n_group > 1) == (top_k > 1, groups > 1)
     for degree in range(2, 9):
         assert (small.num_experts % degree == 0) == (experts % degree == 0)
+
+
+BLEND = (
+    "data.path=none",
+    "data.sources=[{path: /web, weight: 0.6, max_epochs: 1}, {path: /code, weight: 0.4}]",
+    "data.stages=[{from_tokens: 1000000, sources: [{path: /code}, {path: /books}]}]",
+)
+
+
+def test_blend_stays_a_blend_of_as_many_datasets_and_changes_while_it_trains():
+    small = _shrink(make_job(*BLEND, "data.seq_len=64")).job
+    assert not job_faults(job_values(small))
+    paths = [[source.path for source in sources] for _, sources in small.data.blends]
+    assert paths == [["synthetic:0", "synthetic:1"], ["synthetic:1", "synthetic:2"]]
+    assert [source.weight for source in small.data.sources] == [0.6, 0.4]
+    (stage,) = small.data.stages
+    assert 0 < stage.from_tokens / small.data.seq_len < small.data.global_batch_size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blend_and_stage_are_drawn_for_synthetic_tokens(seed):
+    small = _shrink(make_job(), seed=seed).job
+    assert not job_faults(job_values(small))
+    assert len(small.data.sources) in (2, 3) and len(small.data.stages) == 1
+    first = small.data.stages[0].from_tokens // small.data.seq_len
+    assert small.data.global_batch_size < first <= 2 * small.data.global_batch_size
+    assert small == _shrink(make_job(), seed=seed).job
+    # the job's own data are not exchanged
+    own = make_job(*BLEND, "data.seq_len=64")
+    assert _shrink(own, seed=seed).job == _shrink(own).job
+    assert (
+        _shrink(make_job("data.path=/web"), is_data_there=True, seed=seed).job.data.path == "/web"
+    )

@@ -1,5 +1,6 @@
 """What a cluster is told: ids, command, paths, metadata; and what is refused before it is told."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -155,6 +156,28 @@ def test_credentials_in_a_uri_are_refused_and_not_repeated(project, uri):
         submit(project, f"tracking.mlflow_uri={uri}")
     assert "hidden" not in str(refused.value)
     assert credential_faults({"a": "s3://bucket/a@b", "b": 3}) == []
+
+
+def test_datasets_of_a_blend_are_pinned_and_checked_like_one(project):
+    path = project / "jobs" / "verify.yaml"
+    given = [
+        "data.path=none",
+        "data.sources=[{path: a}, {path: synthetic:x}, {path: 'megatron:b'}]",
+    ]
+    (override,) = absolute_overrides(path, given)
+    field, _, text = override.partition("=")
+    paths = [entry["path"] for entry in json.loads(text)]
+    assert field == "data.sources" and paths[0].endswith("/a") and paths[0].startswith("/")
+    assert paths[1] == "synthetic:x" and paths[2].startswith("megatron:/")
+    assert absolute_overrides(path, [*given, override]) == []
+    facts = [fault.fact for fault in relative_path_faults(path, given)]
+    assert facts == [
+        "data.sources[0].path='a' is relative",
+        "data.sources[2].path='megatron:b' is relative",
+    ]
+    stages = "data.stages=[{from_tokens: 9, sources: [{path: 's3://me:hidden@b/x'}]}]"
+    with pytest.raises(ConfigError, match=r"data.stages\[0\].sources\[0\].path holds a user name"):
+        api.load_job(path, [*given, stages])
 
 
 def test_config_hash_follows_every_field(project):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -161,3 +162,43 @@ def test_entry_that_cannot_be_read_is_passed_over(store):
 def test_run_does_not_drop_digits_of_its_masters(saved, now, is_refused):
     job = make_test_plan(f"precision.dtype={now}").job
     assert bool([*precision_faults({"precision": {"dtype": saved}}, job)]) is is_refused
+
+
+SOURCES = "data.sources=[{path: synthetic:a, weight: %s}, {path: synthetic:b, weight: %s}]"
+STAGE = "{from_tokens: %d, sources: [{path: synthetic:a}]}"
+
+
+def _begun(store, *overrides, step):
+    """The record of a run that has saved ``step``, 16 sequences of 32 tokens each."""
+    record = open_record(store, make_job("data.path=none", *overrides), now=NOW)
+    write_record(store, replace(record, step=step))
+
+
+def _goes_on(store, *overrides):
+    return open_record(store, make_job("data.path=none", *overrides), now=NOW)
+
+
+def test_run_keeps_its_blend():
+    store = MemoryStore()
+    _begun(store, SOURCES % (0.6, 0.4), step=4)
+    _goes_on(store, SOURCES % (3, 2))  # the same shares
+    with pytest.raises(ConfigError, match=r"data\.content=\[\['synthetic:a', 7\]"):
+        _goes_on(store, SOURCES % (0.7, 0.3))
+    # epochs, validation sets and run length are no part of what was read
+    more = ["data.validation=[{name: x, path: synthetic}]", "run.steps=40"]
+    limited = SOURCES.replace("path: synthetic:a", "path: synthetic:a, max_epochs: 2")
+    _goes_on(store, limited % (6, 4), *more)
+
+
+def test_stages_ahead_of_a_run_may_change_and_those_behind_may_not():
+    """Step 4 is sample 64, token 2,048."""
+    store, blend = MemoryStore(), SOURCES % (0.6, 0.4)
+    _begun(store, blend, step=4)
+    added = _goes_on(store, blend, f"data.stages=[{STAGE % 2048}]")
+    with pytest.raises(ConfigError, match=r"data\.stages=\[\[63, "):
+        _goes_on(store, blend, f"data.stages=[{STAGE % 2016}]")
+    # once the run has passed the new stage, that is fixed too
+    write_record(store, replace(added, step=5))
+    with pytest.raises(ConfigError, match=r"data\.stages=\[\]"):
+        _goes_on(store, blend)
+    _goes_on(store, blend, f"data.stages=[{STAGE % 2048}, {STAGE % 9000}]")

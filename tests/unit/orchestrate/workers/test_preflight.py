@@ -23,8 +23,10 @@ def store(tmp_path):
 
 @pytest.fixture
 def make(store):
-    def make(data_path=SYNTHETIC_PATH, driver_node="a"):
-        return Preflight(store=store, data_path=data_path, driver_node=driver_node)
+    def make(*data_paths, driver_node="a"):
+        return Preflight(
+            store=store, data_paths=data_paths or (SYNTHETIC_PATH,), driver_node=driver_node
+        )
 
     return make
 
@@ -54,7 +56,7 @@ def test_sound_nodes_pass_once_and_leave_nothing(make, tmp_path):
 
 
 def test_local_paths_on_the_drivers_node_are_not_probed_and_that_is_said(make, tmp_path):
-    check = make(data_path=str(tmp_path / "data"))
+    check = make(str(tmp_path / "data"), SYNTHETIC_PATH)
     preflight_check, _ = check.begin({"a": "10.0.0.1"})
     (report,) = check.add("a", answer_question(preflight_check, "a"))
     assert "local paths on the driver's own node were not probed" in report.detail
@@ -101,18 +103,18 @@ def test_data_that_a_node_does_not_see_are_refused(make, tmp_path, fault):
     for split in ("train", "valid"):
         (tmp_path / "data" / split).mkdir(parents=True)
     write_dataset(tmp_path / "data")
-    check = make(data_path=str(tmp_path / "data"))
+    check = make(str(tmp_path / "data"), SYNTHETIC_PATH)
     preflight_check, _ = check.begin(NODES)
-    assert preflight_check.data_path and preflight_check.data_identity
+    ((path, identity),) = preflight_check.data.items()
     theirs = tmp_path / "theirs"
     if fault != "absent":
         shutil.copytree(tmp_path / "data", theirs)
     if fault == "torn":
         next(theirs.rglob("*.arrow")).write_bytes(b"")
-    changed = {"data_identity": "0"} if fault == "other" else {"data_path": str(theirs)}
+    changed = {path: "0"} if fault == "other" else {str(theirs): identity}
     check.add("a", answer_question(preflight_check, "a"))
-    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 does not see the data of data\.path="):
-        check.add("b", answer_question(replace(preflight_check, **changed), "b"))
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 does not see the dataset '/"):
+        check.add("b", answer_question(replace(preflight_check, data=changed), "b"))
 
 
 def test_other_versions_are_refused(make, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raymega.cli.main import app
-from raymega.data.first_step import first_rows
+from raymega.data.samples import first_rows
 from raymega.plan.packing.cost import pairs_of
 from raymega.plan.packing.step_estimate import packed_step, step_cost, step_limits
 from tests.support.jobs import VERIFY, make_test_plan

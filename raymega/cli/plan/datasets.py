@@ -1,0 +1,35 @@
+"""Output of `raymega plan` on datasets: what a run reads of each, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from raymega.cli.output import table
+from raymega.config.schema import Job
+from raymega.data.epochs import planned_reads
+
+
+def datasets_object(job: Job) -> dict[str, object]:
+    """Return what the run reads of each dataset as a JSON object; empty for one dataset."""
+    if not job.data.sources and not job.data.stages:
+        return {}
+    return {"datasets": [asdict(use) for use in planned_reads(job)]}
+
+
+def show_datasets(job: Job) -> None:
+    """Print what the run reads of each dataset; nothing for one dataset."""
+    if not job.data.sources and not job.data.stages:
+        return
+    rows = [
+        (
+            f"{use.first_sample:,}",
+            use.dataset,
+            f"{use.weight:.4g}",
+            f"{use.samples:,}",
+            f"{use.tokens:,}",
+            "not known here" if use.epochs is None else f"{use.epochs:.3g}",
+        )
+        for use in planned_reads(job)
+    ]
+    print("\ndatasets; epochs count from the begin of the run")
+    print(table(("from sample", "dataset", "share", "samples", "tokens", "epochs"), rows))

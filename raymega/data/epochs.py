@@ -1,0 +1,175 @@
+"""Counts the epochs of a run's datasets: limits of a blend, and a run's length given in epochs or tokens.
+
+It reads descriptions of datasets, and no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from raymega.config.data import DataSection, is_synthetic
+from raymega.config.schema import Job
+from raymega.data.megatron import is_megatron
+from raymega.data.mixture import mixture_of
+from raymega.data.open_split import open_split, shape_of
+from raymega.data.remote_dataset import is_remote, meta_at
+from raymega.errors import Fault, RaymegaError
+from raymega.plan.batch import samples_after, steps_for
+
+
+def epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterator[Fault]:
+    """Yield a fault for each dataset that the run would read more often than its ``max_epochs``."""
+    limits = [source.max_epochs for _, sources in section.blends for source in sources]
+    if not any(limits):
+        return
+    mixture = mixture_of(section)
+    for (_, sources), first, end in zip(
+        section.blends, mixture.firsts, [*mixture.firsts[1:], num_samples], strict=True
+    ):
+        until = min(end, num_samples)
+        if first >= until:
+            continue
+        counts = dict(zip(mixture.datasets, mixture.counts(until), strict=True))
+        for source in sources:
+            rows = num_rows(source.path, section, seed=seed) if source.max_epochs else 0
+            if rows and counts[source.path] > source.max_epochs * rows:
+                yield Fault(
+                    fact=f"{section.datasets[source.path]}={source.path!r} is read "
+                    f"{counts[source.path] / rows:.3g} times in the run's first {until:,} samples",
+                    rule=f"its max_epochs={source.max_epochs:g}, and it has {rows:,} sequences of "
+                    f"data.seq_len={section.seq_len}",
+                    remedy="give it a smaller weight or a larger max_epochs, or train fewer steps",
+                )
+
+
+def num_rows(path: str, section: DataSection, *, seed: int) -> int:
+    """Return the sequences of one epoch of a training dataset; reads no tokens.
+
+    Documents in an object store are not packed for it: their number is then a lower bound.
+    """
+    is_packed = section.packing != "none"
+    if is_synthetic(path) or is_megatron(path) or (is_packed and not is_remote(path)):
+        return open_split(path, "train", shape_of(section), seed=seed).num_windows
+    num_tokens = meta_at(path).splits["train"].num_tokens
+    return -(-num_tokens // section.seq_len) if is_packed else (num_tokens - 1) // section.seq_len
+
+
+def budget_steps(values: Mapping[str, Any]) -> tuple[int, list[Fault]]:
+    """Return the steps of a run whose length is ``run.tokens`` or ``run.epochs``; 0 for any other.
+
+    The faults say why the steps of ``run.epochs`` are unknown: a blend, or a dataset that cannot be read.
+
+    Args:
+        values: Fields of the job that are valid, by dotted path.
+    """
+    tokens, epochs = values.get("run.tokens", 0), values.get("run.epochs", 0.0)
+    fields = {
+        name: values.get(f"data.{name}")
+        for name in (
+            "path",
+            "sources",
+            "stages",
+            "seq_len",
+            "global_batch_size",
+            "batch_ramp",
+            "packing",
+        )
+    }
+    # other faults come first
+    if not (tokens or epochs) or None in fields.values():
+        return 0, []
+    section = DataSection.model_construct(
+        **{
+            name: values[f"data.{name}"]
+            for name in DataSection.model_fields
+            if f"data.{name}" in values
+        }
+    )
+    if tokens:
+        return steps_for(-(-tokens // section.seq_len), section), []
+    if section.sources or section.stages:
+        return 0, [_no_epoch(epochs)]
+    try:
+        rows = num_rows(section.path, section, seed=values.get("run.seed", 0))
+    except RaymegaError as error:
+        return 0, [_unread(epochs, section.path, str(error))]
+    return steps_for(ceil(epochs * rows), section), []
+
+
+def _no_epoch(epochs: float) -> Fault:
+    return Fault(
+        fact=f"run.epochs={epochs:g} with a blend",
+        rule="the datasets of a blend have epochs of different lengths",
+        remedy="set run.tokens; `raymega plan` shows the epochs of each dataset",
+    )
+
+
+def _unread(epochs: float, path: str, why: str) -> Fault:
+    return Fault(
+        fact=f"run.epochs={epochs:g} and data.path={path!r} cannot be read here ({why})",
+        rule="the number of steps follows from the size of the dataset",
+        remedy="run the command where the dataset is, or set run.tokens",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetUse:
+    """Samples, tokens and epochs that a run reads of a dataset in one stage of its data.
+
+    Attributes:
+        first_sample: First sample of the stage.
+        dataset: Path of the dataset.
+        weight: Share of the stage's samples.
+        samples: Samples of the dataset in the stage.
+        tokens: Tokens of these samples, padding included.
+        epochs: Passes over the dataset from the begin of the run to the end of the stage; None where the
+            dataset cannot be read here.
+    """
+
+    first_sample: int
+    dataset: str
+    weight: float
+    samples: int
+    tokens: int
+    epochs: float | None
+
+
+def planned_reads(job: Job) -> list[DatasetUse]:
+    """Return what the whole run reads of each dataset, stage by stage; reads no tokens."""
+    section = job.data
+    mixture, num_samples = mixture_of(section), samples_after(job.run.steps, section)
+    rows = {path: _known_rows(path, job) for path in mixture.datasets}
+    # stages that the run reaches, each with its end
+    ends = [*mixture.firsts[1:], num_samples]
+    found = []
+    for (_, sources), first, end in zip(section.blends, mixture.firsts, ends, strict=True):
+        until = min(end, num_samples)
+        if first >= until:
+            break
+        counts = dict(zip(mixture.datasets, mixture.counts(until), strict=True))
+        before = dict(zip(mixture.datasets, mixture.counts(first), strict=True))
+        total = sum(source.weight for source in sources)
+        for source in sources:
+            samples, size = counts[source.path] - before[source.path], rows[source.path]
+            found.append(
+                DatasetUse(
+                    first_sample=first,
+                    dataset=source.path,
+                    weight=source.weight / total,
+                    samples=samples,
+                    tokens=samples * section.seq_len,
+                    epochs=counts[source.path] / size if size else None,
+                )
+            )
+    return found
+
+
+def _known_rows(path: str, job: Job) -> int:
+    """Return the sequences of a dataset; 0 where it cannot be read here."""
+    try:
+        return num_rows(path, job.data, seed=job.run.seed)
+    except (RaymegaError, KeyError):
+        return 0

@@ -1,0 +1,185 @@
+"""Megatron's files PREFIX.bin and PREFIX.idx: reads them in place, and writes them byte for byte alike.
+
+    .bin  tokens of all sequences end to end, uint16 or int32
+    .idx  b"MMIDIDX\\0\\0", version 1 as uint64, code of the type as uint8, number of sequences and of
+          document borders as uint64; lengths of sequences, int32; their offsets in bytes, int64; the
+          borders of documents, counted in sequences from 0, int64
+
+Source: megatron/core/datasets/indexed_dataset.py of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raymega.config.data import MEGATRON
+from raymega.errors import ConfigError, DataError, Fault
+
+HEADER = Struct("<9sQBQQ")
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Types of tokens by their code; Megatron's other two are no integers."""
+UINT16_VOCAB = 65_500
+"""Vocabularies from this size on are int32 in Megatron's own tool."""
+NUM_PROBES, PROBE_BYTES = 64, 1 << 16
+
+Tokens = npt.NDArray[np.int64]
+
+
+def is_megatron(path: str) -> bool:
+    """Return True if ``path`` names Megatron's files: ``megatron:PREFIX``."""
+    return path.startswith(MEGATRON)
+
+
+def megatron_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
+    """Return the type that Megatron's tool gives to tokens of a vocabulary."""
+    return "uint16" if vocab_size < UINT16_VOCAB else "int32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronIndex:
+    """Content of an .idx file; the arrays are memory maps.
+
+    Attributes:
+        dtype: Type of the tokens in the .bin file.
+        lengths: Tokens of each sequence, [N] int32.
+        offsets: First byte of each sequence in the .bin file, [N] int64.
+        borders: First sequence of each document, and N, [D + 1] int64.
+    """
+
+    dtype: np.dtype[np.integer]
+    lengths: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    borders: npt.NDArray[np.int64]
+
+
+def read_index(prefix: str) -> MegatronIndex:
+    """Read the header of PREFIX.idx, and map its arrays.
+
+    Raises:
+        ConfigError: One of the two files does not exist.
+        DataError: The .idx file is not one of version 1 with integer tokens of text.
+    """
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if not path.is_file():
+            raise ConfigError(_no_files(f"{path} does not exist"))
+    path = Path(f"{prefix}.idx")
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size:
+        raise DataError(_no_files(f"{path} has {num_bytes} bytes"))
+    magic, version, code, num_sequences, num_borders = HEADER.unpack(head)
+    if (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
+        raise DataError(_no_files(f"{path} begins with {head[:18].hex()}"))
+    wanted = HEADER.size + 12 * num_sequences + 8 * num_borders
+    if num_bytes != wanted:
+        raise DataError(_no_files(f"{path} has {num_bytes} bytes instead of {wanted}"))
+    # three arrays, one after the other
+    at, arrays = HEADER.size, []
+    for dtype, size in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
+        # numpy maps no empty array
+        array = np.memmap(path, dtype, "r", at, size) if size else np.empty(0, dtype)
+        arrays.append(array)
+        at += array.nbytes
+    return MegatronIndex(
+        dtype=np.dtype(DTYPES[code]), lengths=arrays[0], offsets=arrays[1], borders=arrays[2]
+    )
+
+
+class MegatronStream:
+    """Tokens of a .bin file as one array, read in place; see `raymega.data.arrow.TokenStream`."""
+
+    def __init__(self, prefix: str) -> None:
+        """Map the files.
+
+        Raises:
+            ConfigError: One of the two files does not exist.
+            DataError: The files are damaged, or the .bin file has another length than the .idx says.
+        """
+        self._index, path = read_index(prefix), Path(f"{prefix}.bin")
+        num_bytes, item = path.stat().st_size, self._index.dtype.itemsize
+        # Offsets ascend without gaps in what Megatron's tools write, so the last one tells the length.
+        lengths, offsets = self._index.lengths, self._index.offsets
+        end = int(offsets[-1]) + item * int(lengths[-1]) if len(lengths) else 0
+        if num_bytes != end:
+            raise DataError(_no_files(f"{path} has {num_bytes} bytes, and its .idx says {end}"))
+        self.num_tokens = num_bytes // item
+        self._tokens = np.memmap(path, self._index.dtype, "r") if num_bytes else np.empty(0)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens [start, stop) as int64."""
+        if not 0 <= start < stop <= self.num_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
+        return self._tokens[start:stop].astype(np.int64)
+
+    def document_lengths(self) -> Tokens:
+        """Return the number of tokens of each document that has any, in stream order, [N]."""
+        ends = np.concatenate([[0], np.cumsum(self._index.lengths, dtype=np.int64)])
+        lengths = np.diff(ends[self._index.borders])
+        return lengths[lengths > 0]
+
+
+def megatron_faults(path: str) -> list[Fault]:
+    """Return the faults of the files at ``megatron:PREFIX``; reads the whole .idx and no tokens."""
+    prefix = path.removeprefix(MEGATRON)
+    if "://" in prefix:
+        fact = f"{path} is in an object store"
+        return [_no_files(fact, "copy both files to a file system that all nodes share")]
+    try:
+        MegatronStream(prefix)
+        index = read_index(prefix)
+    except (ConfigError, DataError) as error:
+        return [fault for fault in error.faults if isinstance(fault, Fault)]
+    item = index.dtype.itemsize
+    # Files that other tools wrote may skip or repeat parts of the .bin file.
+    has_gaps = (np.diff(index.offsets) != item * index.lengths[:-1].astype(np.int64)).any()
+    if len(index.offsets) and (has_gaps or index.offsets[0] != 0):
+        return [_no_files(f"{prefix}.idx has sequences that do not follow one another")]
+    is_sound = len(index.borders) and index.borders[0] == 0
+    if (
+        not is_sound
+        or index.borders[-1] != len(index.lengths)
+        or (np.diff(index.borders) < 0).any()
+    ):
+        return [
+            _no_files(f"{prefix}.idx has document borders that are no ascending row to the end")
+        ]
+    return []
+
+
+def megatron_identity(path: str) -> str:
+    """Return a digest of the .idx file, and of the size and NUM_PROBES pieces of the .bin file.
+
+    Raises:
+        ConfigError: One of the files does not exist.
+    """
+    prefix = path.removeprefix(MEGATRON)
+    read_index(prefix)
+    digest = blake2b(digest_size=8)
+    with Path(f"{prefix}.idx").open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    # All of a long .bin file would take hours.
+    size = Path(f"{prefix}.bin").stat().st_size
+    digest.update(b"%d" % size)
+    with Path(f"{prefix}.bin").open("rb") as file:
+        for number in range(NUM_PROBES):
+            file.seek(number * max(0, size - PROBE_BYTES) // (NUM_PROBES - 1))
+            digest.update(file.read(PROBE_BYTES))
+    return digest.hexdigest()
+
+
+def _no_files(fact: str, remedy: str = "") -> Fault:
+    return Fault(
+        fact=fact,
+        rule="megatron:PREFIX is PREFIX.bin and PREFIX.idx as Megatron's tools/preprocess_data.py writes them",
+        remedy=remedy or "give the path of both without .bin and .idx, or write them again",
+    )

@@ -1,0 +1,162 @@
+"""Blends and stages of a run: each sample of a dataset once in an epoch, whatever stage reads it."""
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from raymega.config.data import DataSection, DataSource, DataStage
+from raymega.data.mixture import Mixture, mixture_of
+from raymega.data.rows import whole_row
+from raymega.data.samples import Samples, open_samples, open_validation
+from raymega.plan.batch import make_batch, samples_after, steps_for
+from tests.support.jobs import make_test_plan
+from tests.unit.data.datasets import write_dataset
+
+SEQ_LEN = 4
+
+
+class Numbered:
+    """Rows that hold the number of their dataset and their own."""
+
+    seq_len, context, efficiency = SEQ_LEN, float(SEQ_LEN), 1.0
+
+    def __init__(self, dataset, num_windows):
+        self.num_windows, self._dataset = num_windows, dataset
+
+    def row(self, index):
+        return whole_row(np.array([self._dataset, index, *range(SEQ_LEN - 1)]))
+
+
+def _drawn(seed):
+    """Stages of a few datasets with drawn weights, and sources of drawn sizes."""
+    random = Random(seed)
+    paths = [f"d{number}" for number in range(random.randint(1, 5))]
+    firsts = sorted({0, *(random.randint(1, 300) for _ in range(random.randint(0, 3)))})
+    stages = [
+        (
+            first,
+            [
+                DataSource(path=path, weight=round(random.uniform(0.05, 1), 2))
+                for path in random.sample(paths, random.randint(1, len(paths)))
+            ],
+        )
+        for first in firsts
+    ]
+    mixture = Mixture(stages)
+    sizes = {path: random.randint(3, 90) for path in paths}
+    sources = [Numbered(number, sizes[path]) for number, path in enumerate(mixture.datasets)]
+    return stages, Samples(sources, mixture, seed=seed), [one.num_windows for one in sources]
+
+
+def _job(*overrides):
+    """The job of jobs/verify.yaml with overrides."""
+    return make_test_plan("data.seq_len=8", *overrides).job
+
+
+def _read(samples, sample):
+    """Dataset and row of a sample."""
+    return tuple(samples.row(sample).tokens[:2].tolist())
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.sample(15)
+def test_each_row_is_read_once_in_an_epoch_across_stages(seed):
+    _, samples, sizes = _drawn(seed)
+    read = [_read(samples, sample) for sample in range(600)]
+    by_dataset = [
+        [row for dataset, row in read if dataset == number] for number in range(len(sizes))
+    ]
+    for rows, size in zip(by_dataset, sizes, strict=True):
+        for first in range(0, len(rows), size):
+            epoch = rows[first : first + size]
+            assert len(set(epoch)) == len(epoch)
+    # counts are those of what was read, at every prefix of interest
+    for end in (0, 1, 299, 600):
+        counts = Counter(dataset for dataset, _ in read[:end])
+        assert samples.mixture.counts(end) == tuple(counts[n] for n in range(len(sizes)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.sample(15)
+def test_run_that_is_killed_and_goes_on_elsewhere_reads_the_same(seed):
+    """A new process on another grid computes samples from their numbers alone."""
+    stages, samples, _ = _drawn(seed)
+    random, whole = Random(seed), [_read(samples, sample) for sample in range(400)]
+    position, found = 0, {}
+    while position < 400:
+        _, again, _ = _drawn(seed)
+        dp, micro = random.randint(1, 5), random.randint(1, 3)
+        batch = make_batch(global_batch_size=16, micro_batch_size=micro, dp=dp)
+        for _ in range(random.randint(1, 8)):
+            for index in range(batch.num_micro_batches):
+                for rank in range(dp):
+                    for sample in batch.samples(index, rank, position):
+                        assert sample not in found
+                        found |= {sample: _read(again, sample)} if sample >= 0 else {}
+            position += 16
+    assert [found[sample] for sample in range(400)] == whole
+    assert len(stages) >= 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_later_stage_changes_nothing_before_it(seed):
+    stages, samples, _ = _drawn(seed)
+    later = [*stages, (350, [DataSource(path="new"), *stages[0][1]])]
+    changed = Mixture(later)
+    assert [samples.mixture.place(n) for n in range(350)] == [changed.place(n) for n in range(350)]
+    # the dataset that is there in both goes on where it was
+    path = stages[0][1][0].path
+    number = changed.datasets.index(path)
+    ranks = [rank for dataset, rank in map(changed.place, range(700)) if dataset == number]
+    assert ranks == list(range(len(ranks)))
+
+
+def test_stage_begins_at_a_whole_sample():
+    section = DataSection(
+        path="a",
+        seq_len=10,
+        global_batch_size=4,
+        stages=(DataStage(from_tokens=101, sources=(DataSource(path="b"),)),),
+    )
+    assert mixture_of(section).firsts == [0, 11]
+    assert [mixture_of(section).place(sample)[0] for sample in (10, 11)] == [0, 1]
+
+
+def test_blend_of_one_reads_what_the_dataset_alone_reads(tmp_path):
+    write_dataset(tmp_path, train=(250,))
+    alone = _job(f"data.path={tmp_path}")
+    blend = _job(f"data.sources=[{{path: {tmp_path}, weight: 3}}]", "data.path=none")
+    rows = [
+        [open_samples(data).row(sample).tokens.tolist() for sample in range(100)]
+        for data in (alone, blend)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_named_validation_sets_are_opened_by_name(tmp_path):
+    write_dataset(tmp_path, train=(500,), valid=(100,))
+    sets = f"[{{name: held, path: {tmp_path}}}, {{name: seen, path: {tmp_path}, split: train}}]"
+    data = _job(f"data.validation={sets}")
+    found = open_validation(data)
+    assert {name: one.num_samples for name, one in found.items()} == {"held": 12, "seen": 62}
+    (alone,) = open_validation(_job(f"data.path={tmp_path}")).items()
+    assert alone[0] == "" and alone[1].num_samples == 12
+
+
+def test_blend_is_validated_on_the_blend_until_a_split_is_read_whole(tmp_path):
+    for name, valid in (("a", 100), ("b", 30)):
+        (tmp_path / name).mkdir()
+        write_dataset(tmp_path / name, train=(500,), valid=(valid,))
+    sources = f"[{{path: {tmp_path}/a, weight: 0.5}}, {{path: {tmp_path}/b, weight: 0.5}}]"
+    data = _job(f"data.sources={sources}", "data.path=none")
+    assert open_validation(data)[""].num_samples == 6  # b has 3 windows
+
+
+@pytest.mark.parametrize("samples", [1, 7, 16, 17, 40, 41, 100])
+def test_steps_for_samples_are_the_fewest(samples):
+    ramp = "[{until_samples: 5, global_batch_size: 2}, {until_samples: 20, global_batch_size: 4}]"
+    section = _job(f"data.batch_ramp={ramp}", "data.global_batch_size=8").data
+    steps = steps_for(samples, section)
+    assert samples_after(steps, section) >= samples > samples_after(steps - 1, section)
