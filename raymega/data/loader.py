@@ -7,12 +7,12 @@ assigns rows to samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from raymega.data.rows import Row, empty_row, later_of, positions_of
-from raymega.data.samples import Samples
+from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
 from raymega.parallel.context_parallel.context import (
     Context,
     MicroBatch,
@@ -21,8 +21,10 @@ from raymega.parallel.context_parallel.context import (
 )
 from raymega.plan.batch import BatchPlan
 
+R = TypeVar("R", bound=NumberedRows)
 
-class Loader:
+
+class Loader(Generic[R]):
     """Loader of one rank's micro-batches, a pure function of the position in the data.
 
     From each row it keeps only the tokens that this rank of ``context`` holds.
@@ -30,7 +32,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Samples,
+        source: R,
         *,
         dp_rank: int,
         device: torch.device | str,
@@ -40,7 +42,7 @@ class Loader:
         """Make the loader of one rank.
 
         Args:
-            source: Rows of the split, by global sample.
+            source: Rows by global sample.
             dp_rank: Data-parallel rank of the loader.
             device: Device of the micro-batches' tensors.
             context: Context-parallel context of this rank; None for whole rows.

@@ -52,6 +52,17 @@ class Source(Protocol):
         """Return row ``index``; called a few times per step, may read from disk."""
 
 
+class NumberedRows(Protocol):
+    """Rows by number, as a loader reads them: those of a run by global sample, those of an evaluation."""
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens of a row (S)."""
+
+    def row(self, number: int, /) -> Row:
+        """Return row ``number``."""
+
+
 def whole_row(window: npt.NDArray[np.int64]) -> Row:
     """Return the row of a window [S + 1]: S input tokens, and as labels the same shifted by one."""
     return Row(

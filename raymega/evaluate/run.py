@@ -30,7 +30,7 @@ from raymega.evaluate.tasks.table import TASKS
 from raymega.evaluate.tasks.task import Questions, Settings
 from raymega.evaluate.tokenizer import ModelTokenizer, find_tokenizer
 from raymega.messages import EntryOutput, Progress, Report
-from raymega.orchestrate.core.worker_group_api import AttemptSpec
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.validation.registry import job_faults
@@ -222,7 +222,7 @@ def score(
     source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
     num_rows = source.num_rows
 
-    def hear(report: Report) -> None:
+    def hear(report: Report | WorkerStatus) -> None:
         if isinstance(report, EntryOutput):
             answers.append(report.data)
         elif isinstance(report, Progress) and report.rank == 0:

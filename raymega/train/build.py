@@ -50,7 +50,7 @@ class Evaluation:
     ``sets`` has the batch and the loader of each validation set by name; a set without a name is alone.
     """
 
-    sets: dict[str, tuple[BatchPlan, Loader | DynamicLoader]]
+    sets: dict[str, tuple[BatchPlan, Loader[Samples] | DynamicLoader]]
     executor_for: Callable[[int], Executor]
 
 
@@ -68,7 +68,7 @@ class TrainingComponents:
     groups: Groups
     device: torch.device
     modules: tuple[StageModule, ...]
-    loader: Loader | DynamicLoader
+    loader: Loader[Samples] | DynamicLoader
     executor_for: Callable[[int], Executor]
     gradients: GradBuffer
     weights: WeightBuffer
@@ -206,7 +206,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
     log: CommLog,
     device: torch.device,
     is_training: bool,
-) -> Loader | DynamicLoader:
+) -> Loader[Samples] | DynamicLoader:
     job = plan.job
     # Multi-token prediction needs labels further ahead; evaluation measures the next token only.
     depth = job.model.num_nextn_predict_layers if is_training else 0
@@ -265,7 +265,7 @@ def _build_evaluation(
     *,
     modules: Sequence[StageModule],
     p2p: PointToPoint,
-    load: Callable[..., Loader | DynamicLoader],
+    load: Callable[..., Loader[Samples] | DynamicLoader],
     progress: Callable[[], None],
 ) -> Evaluation | None:
     """Return the components of an evaluation, or None when ``run.eval_samples`` is 0."""

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from raymega.data.mixture import Mixture
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.samples import Samples
-from raymega.plan.fp8_layers import goes_by_micro_batch
+from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.train.build import TrainingComponents
 
 
@@ -22,10 +22,10 @@ def plain_eval_loss(parts: TrainingComponents) -> float | None:
     """Return the mean held-out loss of a run on one rank, in nats per token.
 
     None where the job evaluates nothing, and where a token's loss depends on the other tokens of its micro-batch
-    (`goes_by_micro_batch`): there a document by itself has another loss.
+    (`depends_on_micro_batch_size`): there a document by itself has another loss.
     """
     job = parts.plan.job
-    if not job.run.eval_samples or goes_by_micro_batch(job):
+    if not job.run.eval_samples or depends_on_micro_batch_size(job):
         return None
     (module,) = parts.modules
     # the validation split of each dataset of the first blend, opened here anew

@@ -25,7 +25,8 @@ def perplexity(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Ques
     texts = read_texts(path) if is_json else [path.read_text(encoding="utf-8")]
     begin = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     requests: list[Request] = []
-    kept, owners = [], list[int]()
+    kept: list[str] = []
+    owners: list[int] = []
     for text in texts:
         tokens = [*begin, *tokenizer.ids(text)]
         if len(tokens) > 1 and not 0 < settings.limit <= len(kept):

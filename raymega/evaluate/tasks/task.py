@@ -13,7 +13,9 @@ from raymega.evaluate.requests import Request, Scores
 class TextTokenizer(Protocol):
     """Tokenizer of the evaluated model, as tasks need it."""
 
-    eod_id: int | None
+    @property
+    def eod_id(self) -> int | None:
+        """Token that closes a document; None where the tokenizer has none."""
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of ``text``, without any that a model's input would begin or end with."""

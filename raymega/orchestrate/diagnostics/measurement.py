@@ -12,7 +12,7 @@ from pathlib import Path
 from raymega.errors import Fault
 from raymega.messages import Entered, Report
 from raymega.orchestrate.core.rank_placement import WorkerLocation
-from raymega.orchestrate.core.worker_group_api import AttemptSpec
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
 from raymega.plan.run_plan import RunPlan
 
@@ -27,7 +27,7 @@ def measure(
     """
     timings: list[Entered] = []
 
-    def keep(report: Report) -> None:
+    def keep(report: Report | WorkerStatus) -> None:
         if isinstance(report, Entered):
             timings.append(report)
 

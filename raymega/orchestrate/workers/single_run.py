@@ -10,7 +10,7 @@ from pathlib import Path
 from raymega.errors import Fault, one_line
 from raymega.messages import Report, WorkerDied, WorkerFailed, WorkerFinished
 from raymega.orchestrate.core.rank_placement import WorkerLocation
-from raymega.orchestrate.core.worker_group_api import AttemptSpec
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan
 
@@ -40,7 +40,7 @@ def run_entry(
     entry: str,
     *,
     log_dir: Path,
-    on_report: Callable[[Report], None],
+    on_report: Callable[[Report | WorkerStatus], None],
 ) -> EntryRun:
     """Run ``entry`` in ``plan``'s workers until all have finished, one has failed, or none reports.
 

@@ -15,7 +15,7 @@ LEAST_SHARE = Fraction(1, 1 << 20)
 """Least share of a dataset in a blend: the order of samples is computed in blocks of 1 / share."""
 
 
-@reads("data.path", "data.sources", "data.stages")
+@reads("data.path sources stages")
 def source_faults(
     path: str, sources: Sequence[DataSource], stages: Sequence[DataStage]
 ) -> Iterator[Fault]:
@@ -58,7 +58,7 @@ def _blend_faults(field: str, sources: Sequence[DataSource]) -> Iterator[Fault]:
             )
 
 
-@reads("data.stages", "data.seq_len")
+@reads("data.stages seq_len")
 def stage_faults(stages: Sequence[DataStage], seq_len: int) -> Iterator[Fault]:
     """Check that the stages are in order, each of at least one sequence."""
     for number, (one, other) in enumerate(pairwise(stages), start=1):

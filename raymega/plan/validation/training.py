@@ -11,7 +11,7 @@ from raymega.plan.batch import steps_for
 from raymega.plan.validation.rule import reads
 
 
-@reads("run.steps tokens epochs", "data.seq_len global_batch_size batch_ramp")
+@reads("run.steps tokens epochs, data.seq_len global_batch_size batch_ramp")
 def budget_faults(  # the fields that decide
     steps: int,
     tokens: int,
