@@ -23,6 +23,7 @@ from raymega.data.checks import data_faults
 from raymega.data.first_step import first_rows
 from raymega.data.remote_dataset import meta_at
 from raymega.data.synthetic import SYNTHETIC_PATH
+from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
@@ -181,6 +182,7 @@ def train(
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
+        keep_tokenizer(store, job.data.path)
         return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
 
 

@@ -19,9 +19,10 @@ from raymega.data.format import (
     TOKENIZER_FILE,
     TokenizerMeta,
 )
+from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
-from raymega.prepare.tokenizer.hugging_face import loadable, mark_special, settings_of
+from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
 from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_source
 from raymega.prepare.tokenizer.trained import NUM_BYTES, byte_tokenizer, train_bpe
 
@@ -163,12 +164,11 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
     text = loadable(text, bos=bos)
     if not options.parse_special_tokens and _is_spelled(text, eod, vocabulary[eod]):
         raise ConfigError(_plain_end(name, eod))
-    settings = settings_of(source.settings, eod=eod, bos=bos)
-    config = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    settings = loading_settings(source.settings, eod=eod, bos=bos)
     files = {
         **source.files,
         TOKENIZER_FILE: text.encode(),
-        TOKENIZER_CONFIG_FILE: config.encode(),
+        TOKENIZER_CONFIG_FILE: encode_settings(settings),
     }
     bos_id = vocabulary[bos] if bos else -1
     is_parsed = options.parse_special_tokens

@@ -1,7 +1,7 @@
 """Writes a tokenizer's files so that AutoTokenizer, lm-eval and vLLM give the ids of the dataset.
 
-It owns three edits: special tokens are marked, the begin of a text is that of the documents, and the
-settings name the class that loads tokenizer.json as it is.
+It owns two edits of tokenizer.json: special tokens are marked, and the begin of a text is that of the
+documents. The settings beside it are written by `raymega.data.tokenizer_files`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 PROCESSORS_WITH_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-LOADER = "PreTrainedTokenizerFast"
-"""Class of transformers that takes everything from tokenizer.json; those of models rebuild parts of it."""
-UNSAID = ("auto_map", "tokenizer_file", "vocab_file", "name_or_path", "_commit_hash", "backend")
-"""Settings about files and code that do not come along."""
 
 
 def mark_special(tokenizer_json: str, tokens: Mapping[str, int]) -> str:
@@ -65,22 +61,6 @@ def loadable(tokenizer_json: str, *, bos: str) -> str:
     whole = {"type": "Sequence", "processors": steps} if len(steps) > 1 else None
     definition["post_processor"] = whole or (steps[0] if steps else None)
     return _dump(definition)
-
-
-def settings_of(settings: Mapping[str, Any], *, eod: str, bos: str) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a dataset.
-
-    Without a begin of its own a document begins after the end of another one, so ``bos_token`` is the
-    end then, as GPT-2 has it.
-    """
-    kept = {key: value for key, value in settings.items() if key not in UNSAID}
-    return kept | {
-        "tokenizer_class": LOADER,
-        "eos_token": eod,
-        "bos_token": bos or eod,
-        "add_bos_token": bool(bos),
-        "add_eos_token": False,
-    }
 
 
 def _template(bos: str, bos_ids: list[int]) -> dict[str, Any]:
