@@ -39,7 +39,7 @@ def write_llama3_like(folder, **config):
     return folder
 
 
-def write_sentencepiece(path, **changes):
+def write_sentencepiece(path, texts=(TEXT, "one two  three 123\n" * 20), **changes):
     """A model as Llama 2's: BPE with bytes, spaces as they are; by ``changes`` another."""
     import sentencepiece
 
@@ -49,7 +49,7 @@ def write_sentencepiece(path, **changes):
         "hard_vocab_limit": False, "minloglevel": 2,
     }  # fmt: skip
     corpus = path.with_suffix(".txt")
-    corpus.write_text(TEXT + "one two  three 123\n" * 20)
+    corpus.write_text("".join(texts))
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus), model_prefix=str(path.with_suffix("")), **(options | changes)
     )
