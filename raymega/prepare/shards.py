@@ -24,6 +24,7 @@ from raymega.prepare.tokenizer.encoder import (
     EngineName,
     EnginesDifferError,
     fastest_engine,
+    shared_encoder,
 )
 
 Counts = npt.NDArray[np.int64]
@@ -63,10 +64,11 @@ def write_group(
         text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
         # Where the fast engine differs, the group is written anew by the slow one: bytes are the same.
         try:
-            encoder = Encoder(text, rules, engine=fastest_engine(text, rules))
+            encoder = shared_encoder(text, rules, fastest_engine(text, rules))
             return _write_group(group, folder, valid_fraction, encoder)
         except EnginesDifferError:
-            return _write_group(group, folder, valid_fraction, Encoder(text, rules))
+            encoder = shared_encoder(text, rules, "tokenizers")
+            return _write_group(group, folder, valid_fraction, encoder)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         return GroupDone(index=group.index, faults=faults)

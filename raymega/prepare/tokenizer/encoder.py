@@ -27,7 +27,7 @@ Engine = Callable[[str], Tokens]
 CHECKED_CHARACTERS = 2048
 MIN_CHECKED = 1 << 16
 CHECKED_SHARE = 1 / 1024
-"""Text of a group that both engines encode: its first MIN_CHECKED characters, then this share."""
+"""Text that both engines encode in each process: its first MIN_CHECKED characters, then this share."""
 
 
 class EnginesDifferError(Exception):
@@ -66,7 +66,7 @@ class Encoder:
         """Load the tokenizer for ``engine``; its ids are checked unless that is `tokenizers`."""
         self.rules = rules
         self.engine = engine
-        loaded = _load(tokenizer_json, is_special_parsed=rules.is_special_parsed)
+        loaded = load_tokenizer(tokenizer_json, is_special_parsed=rules.is_special_parsed)
         self.vocab_size = vocab_size_of(loaded)
         self.dtype = token_dtype(self.vocab_size)
         self._reference = _tokenizers_engine(loaded)
@@ -115,6 +115,12 @@ class Encoder:
                 raise EnginesDifferError(piece)
 
 
+@lru_cache(maxsize=2)
+def shared_encoder(tokenizer_json: str, rules: EncodingRules, engine: EngineName) -> Encoder:
+    """Return the process's encoder: a worker encodes many groups, and parses the file once."""
+    return Encoder(tokenizer_json, rules, engine=engine)
+
+
 def fastest_engine(tokenizer_json: str, rules: EncodingRules) -> EngineName:
     """Return ``gigatoken`` where it is installed and knows this kind of tokenizer."""
     if find_spec("gigatoken") is None:
@@ -146,10 +152,6 @@ def load_tokenizer(tokenizer_json: str, *, is_special_parsed: bool) -> Tokenizer
     # Text that spells a special token stays text.
     tokenizer.encode_special_tokens = not is_special_parsed
     return tokenizer
-
-
-# A worker encodes many groups: the file is parsed once a process, and words stay cached.
-_load = lru_cache(maxsize=2)(load_tokenizer)
 
 
 def _tokenizers_engine(tokenizer: Tokenizer) -> Engine:
