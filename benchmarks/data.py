@@ -43,7 +43,9 @@ def main() -> None:
         "--megatron", default="", help="folder with megatron-core; without it, ours alone"
     )
     parser.add_argument(
-        "--corpus", default="", help="file of JSON lines; default: Python's sources and its packages'"
+        "--corpus",
+        default="",
+        help="file of JSON lines; default: Python's sources and its packages'",
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -140,7 +142,7 @@ def ours(corpus: Path, tokenizer: Path, folder: Path, *, is_fast: bool) -> tuple
     from raymega.data.tokenizer_files import special_ids
     from raymega.prepare import shards
     from raymega.prepare.sources import list_files, make_groups
-    from raymega.prepare.tokenizer.encoder import EncodingRules, fastest_engine, shared_encoder
+    from raymega.prepare.tokenizer.encoder import EncodingRules, open_encoder
 
     files = {path.name: path.read_bytes() for path in tokenizer.iterdir()}
     for name, content in files.items():
@@ -148,10 +150,11 @@ def ours(corpus: Path, tokenizer: Path, folder: Path, *, is_fast: bool) -> tuple
     eod_id = special_ids(files).eos
     assert eod_id is not None, "every tokenizer of a dataset has an end"
     text, rules = files["tokenizer.json"].decode(), EncodingRules(eod_id=eod_id)
-    engine = fastest_engine(text, rules) if is_fast else "tokenizers"
+    encoder = open_encoder(text, rules, is_fast=is_fast)
+    encoder.encode_batch(["warm"])
+    engine = encoder.engine
     if not is_fast:
-        shards.fastest_engine = lambda *_: "tokenizers"
-    shared_encoder(text, rules, engine).encode_batch(["warm"])
+        shards.open_encoder = lambda *_, **__: encoder
     groups = make_groups(list_files([str(corpus)], include=["*"], exclude=[]))
 
     def work() -> np.typing.NDArray[np.int64]:

@@ -49,6 +49,7 @@ from raymega.prepare.tokenizer.encoder import EncodingRules
 from raymega.prepare.totals import Totals
 from raymega.session import session_at
 
+log = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
 Output = FolderOutput | StoreOutput
 
@@ -257,15 +258,22 @@ def _tokenize(
     on_progress: OnProgress,
 ) -> _Work:
     """Write the shards on the cluster, one task per group."""
-    totals = Totals(vocab_size)
     on_progress("starting Ray", 0, 1)
-    started = monotonic()
+    started, fraction = monotonic(), options.valid_fraction
     with session_at(options.address):
         ray_start_seconds = monotonic() - started
-        on_progress("tokenising", 0, len(groups))
-        for done in _run_groups(groups, output, options.valid_fraction, rules):
-            totals.add(done)
-            on_progress("tokenising", totals.num_groups, len(groups))
+        # Where the fast engine is disproved in one group, no group is left as it wrote it.
+        for is_fast in (True, False):
+            totals = Totals(vocab_size)
+            on_progress("tokenising", 0, len(groups))
+            for done in _run_groups(groups, output, fraction, rules, is_fast=is_fast):
+                totals.add(done)
+                on_progress("tokenising", totals.num_groups, len(groups))
+                if done.is_disproved:
+                    break
+            else:
+                break
+            log.warning("gigatoken differs from tokenizers here; tokenizers writes all shards")
     return _Work(totals=totals, ray_start_seconds=ray_start_seconds)
 
 
@@ -291,7 +299,12 @@ def _draw_sample(
 
 
 def _run_groups(
-    groups: Sequence[ShardGroup], output: Output, valid_fraction: float, rules: EncodingRules
+    groups: Sequence[ShardGroup],
+    output: Output,
+    valid_fraction: float,
+    rules: EncodingRules,
+    *,
+    is_fast: bool,
 ) -> Iterator[GroupDone]:
     """Run one task per group and yield the results of the tasks as Ray Data returns them."""
     # Ray Data's own progress bars and log lines would break into the command's.
@@ -299,7 +312,8 @@ def _run_groups(
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    run = partial(_run_task, output=output, valid_fraction=valid_fraction, rules=rules)
+    write = partial(write_group, valid_fraction=valid_fraction, rules=rules, is_fast=is_fast)
+    run = partial(_run_task, output=output, write=write)
     # One block a group, so that each group is a task of its own.
     items = ray.data.from_items(list(groups), override_num_blocks=len(groups))
     for row in items.map(run, num_cpus=1).iter_rows():
@@ -307,13 +321,13 @@ def _run_groups(
 
 
 def _run_task(
-    row: dict[str, Any], *, output: Output, valid_fraction: float, rules: EncodingRules
+    row: dict[str, Any], *, output: Output, write: Callable[..., GroupDone]
 ) -> dict[str, Any]:
     """Run a group's task on a row of Ray Data, a dict whose only value is the group."""
     group: ShardGroup = row["item"]
     try:
         with output.task_folder() as folder:
-            done = write_group(group, folder=folder, valid_fraction=valid_fraction, rules=rules)
+            done = write(group, folder=folder)
     except StorageError as error:
         # A failed upload is a fault in the report, as the errors that write_group catches.
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))

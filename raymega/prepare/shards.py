@@ -23,8 +23,7 @@ from raymega.prepare.tokenizer.encoder import (
     EncodingRules,
     EngineName,
     EnginesDifferError,
-    fastest_engine,
-    shared_encoder,
+    open_encoder,
 )
 
 Counts = npt.NDArray[np.int64]
@@ -43,32 +42,39 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupDone:
-    """Report of a task: its parts by split and their engine, or the faults for which it failed."""
+    """Report of a task: its parts by split and their engine, or the faults for which it failed.
+
+    Without either, the engines differ on a piece of the group (``is_disproved``) and nothing was written.
+    """
 
     index: int
     engine: EngineName = "tokenizers"
+    is_disproved: bool = False
     num_replaced: int = 0
     parts: dict[str, SplitPart] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
 
 def write_group(
-    group: ShardGroup, *, folder: Path, valid_fraction: float, rules: EncodingRules
+    group: ShardGroup,
+    *,
+    folder: Path,
+    valid_fraction: float,
+    rules: EncodingRules,
+    is_fast: bool = True,
 ) -> GroupDone:
     """Write the group's shards below ``folder``, which holds the tokenizer.
 
-    The result depends on the arguments and input files alone, so a task may safely run twice.
+    The result depends on the arguments and input files alone, so a task may safely run twice. With
+    ``is_fast`` the engine may be another than `tokenizers`, with the same ids as far as both were asked.
     Errors are returned as faults in the report, not raised.
     """
     try:
         text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-        # Where the fast engine differs, the group is written anew by the slow one: bytes are the same.
-        try:
-            encoder = shared_encoder(text, rules, fastest_engine(text, rules))
-            return _write_group(group, folder, valid_fraction, encoder)
-        except EnginesDifferError:
-            encoder = shared_encoder(text, rules, "tokenizers")
-            return _write_group(group, folder, valid_fraction, encoder)
+        encoder = open_encoder(text, rules, is_fast=is_fast)
+        return _write_group(group, folder, valid_fraction, encoder)
+    except EnginesDifferError:
+        return GroupDone(index=group.index, is_disproved=True)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         return GroupDone(index=group.index, faults=faults)

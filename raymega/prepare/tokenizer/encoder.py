@@ -7,6 +7,7 @@ dataset has is decided in `raymega.prepare.tokenizer.choice`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,11 @@ CHECKED_CHARACTERS = 2048
 MIN_CHECKED = 1 << 16
 CHECKED_SHARE = 1 / 1024
 """Text that both engines encode in each process: its first MIN_CHECKED characters, then this share."""
+
+CACHE_CHARACTERS = 1 << 29
+"""Text after which the fast engine's words are forgotten; one takes about 115 bytes."""
+
+log = logging.getLogger(__name__)
 
 
 class EnginesDifferError(Exception):
@@ -70,10 +76,11 @@ class Encoder:
         self.vocab_size = vocab_size_of(loaded)
         self.dtype = token_dtype(self.vocab_size)
         self._reference = _tokenizers_engine(loaded)
+        self._json = tokenizer_json
         self._encode = self._reference
         if engine == "gigatoken":
             self._encode = _gigatoken(tokenizer_json, is_special_parsed=rules.is_special_parsed)
-        self._num_seen = self._num_checked = self._num_documents = 0
+        self._num_seen = self._num_checked = self._num_documents = self._num_cached = 0
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         """Return the tokens of documents, each with the tokens around it.
@@ -83,6 +90,7 @@ class Encoder:
         """
         if self._encode is not self._reference:
             self._check(texts)
+            self._bound_cache()
         parts: list[Tokens] = []
         lengths = []
         eod, bos = (
@@ -104,6 +112,7 @@ class Encoder:
         """Encode pieces of the texts by both engines, from their beginnings, middles and ends."""
         for text in texts:
             self._num_seen += len(text)
+            self._num_cached += len(text)
             if self._num_checked > MIN_CHECKED + CHECKED_SHARE * self._num_seen:
                 continue
             last = max(len(text) - CHECKED_CHARACTERS, 0)
@@ -114,22 +123,25 @@ class Encoder:
             if not np.array_equal(self._encode(piece), self._reference(piece)):
                 raise EnginesDifferError(piece)
 
+    def _bound_cache(self) -> None:
+        """Start `gigatoken` anew after CACHE_CHARACTERS: it keeps every word that it has seen."""
+        if self._num_cached > CACHE_CHARACTERS:
+            self._encode = _gigatoken(self._json, is_special_parsed=self.rules.is_special_parsed)
+            self._num_cached = 0
+
 
 @lru_cache(maxsize=2)
-def shared_encoder(tokenizer_json: str, rules: EncodingRules, engine: EngineName) -> Encoder:
-    """Return the process's encoder: a worker encodes many groups, and parses the file once."""
-    return Encoder(tokenizer_json, rules, engine=engine)
+def open_encoder(tokenizer_json: str, rules: EncodingRules, *, is_fast: bool = True) -> Encoder:
+    """Return the process's encoder: a worker encodes many groups, and parses the file once.
 
-
-def fastest_engine(tokenizer_json: str, rules: EncodingRules) -> EngineName:
-    """Return ``gigatoken`` where it is installed and knows this kind of tokenizer."""
-    if find_spec("gigatoken") is None:
-        return "tokenizers"
-    try:
-        _gigatoken(tokenizer_json, is_special_parsed=rules.is_special_parsed)
-    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError):
-        return "tokenizers"
-    return "gigatoken"
+    Its engine is `gigatoken` where that is installed and knows this kind of tokenizer.
+    """
+    if is_fast and find_spec("gigatoken") is not None:
+        try:
+            return Encoder(tokenizer_json, rules, engine="gigatoken")
+        except (ValueError, RuntimeError, TypeError, AttributeError, KeyError):
+            log.info("gigatoken does not know this tokenizer; tokenizers encodes", exc_info=True)
+    return Encoder(tokenizer_json, rules)
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
@@ -163,7 +175,6 @@ def _tokenizers_engine(tokenizer: Tokenizer) -> Engine:
     return encode
 
 
-@lru_cache(maxsize=2)
 def _gigatoken(tokenizer_json: str, *, is_special_parsed: bool) -> Engine:
     # It has no switch for special tokens: without their entries they are text.
     definition = json.loads(tokenizer_json)

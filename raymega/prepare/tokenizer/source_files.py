@@ -31,8 +31,8 @@ class SourceTokenizer:
 
     Attributes:
         json: Content of its `tokenizers` file.
-        settings: Content of its tokenizer_config.json, with special tokens by name (``eos_token``).
-        files: Its other files by name, in the bytes that were found.
+        settings: Content of tokenizer_config.json, with special tokens by name (``eos_token``).
+        files: Other files of it by name, in the bytes that were found.
         identity: Content by which the recipe of a dataset knows the tokenizer.
         witness: Ids of a text by the library that the tokenizer was made for; None if that is
             `tokenizers`.

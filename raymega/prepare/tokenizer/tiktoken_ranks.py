@@ -24,7 +24,7 @@ SUFFIX = ".tiktoken"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """What a `.tiktoken` file lacks: pattern of the words, and special tokens with their ids."""
+    """Facts that a `.tiktoken` file lacks: pattern of the words, special tokens with their ids."""
 
     pattern: str
     special: Mapping[str, int]

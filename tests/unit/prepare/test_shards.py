@@ -4,7 +4,7 @@ from raymega.data.arrow import TokenStream
 from raymega.data.format import TOKENIZER_FILE, SplitMeta
 from raymega.prepare.shards import write_group
 from raymega.prepare.sources import list_files, make_groups, split_of
-from raymega.prepare.tokenizer.encoder import EncodingRules
+from raymega.prepare.tokenizer.encoder import Encoder, EncodingRules, EnginesDifferError
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 
 RULES = EncodingRules(eod_id=256)
@@ -55,3 +55,15 @@ def test_failures_come_back_as_values_and_leave_no_shard(tmp_path):
     done = write_group(group, folder=out, valid_fraction=0.0, rules=RULES)
     assert "FileNotFoundError" in done.faults[0].fact and "b.txt" in done.faults[0].fact
     assert not done.parts and list(out.rglob("*.arrow")) == []
+
+
+def test_group_on_which_the_engines_differ_is_not_written(tmp_path, monkeypatch):
+    group, out = _group(tmp_path, a=b"one"), _prepare_folder(tmp_path / "out")
+
+    def differs(*_):
+        raise EnginesDifferError
+
+    monkeypatch.setattr(Encoder, "encode_batch", differs)
+    done = write_group(group, folder=out, valid_fraction=0.0, rules=RULES)
+    assert done.is_disproved and not done.parts and not done.faults
+    assert list(out.rglob("*.arrow")) == list(out.rglob("*.partial")) == []

@@ -7,7 +7,7 @@ from raymega.prepare.tokenizer.encoder import (
     Encoder,
     EncodingRules,
     EnginesDifferError,
-    fastest_engine,
+    open_encoder,
 )
 from tests.unit.prepare.tokenizer.files import ODD, TEXT, write_llama3_like, write_sentencepiece
 
@@ -43,8 +43,6 @@ def test_engines_give_the_same_tokens(tmp_path, kind, is_parsed):
         pytest.importorskip("sentencepiece")
         kind = write_sentencepiece(tmp_path / "tokenizer.model")
     made = _made(kind, parse_special_tokens=is_parsed)
-    if fastest_engine(made.json, made.rules) == "tokenizers":
-        pytest.skip("gigatoken does not know this kind")
     texts = [*ODD, "a<|endoftext|>b", "a<end>b</s>c<turn>"]
     fast = Encoder(made.json, made.rules, engine="gigatoken").encode_batch(texts)
     slow = Encoder(made.json, made.rules).encode_batch(texts)
@@ -87,16 +85,34 @@ def test_share_of_a_large_group_that_both_engines_encode_is_small_and_from_all_p
 
 def test_without_the_fast_engine_the_other_is_taken(monkeypatch):
     made = _made("bytes")
+    open_encoder.cache_clear()
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    assert fastest_engine(made.json, made.rules) == "tokenizers"
+    assert open_encoder(made.json, made.rules).engine == "tokenizers"
     monkeypatch.undo()
+    open_encoder.cache_clear()
 
     def refuses(*_, **__):
         raise ValueError("unsupported")
 
     monkeypatch.setattr(module, "find_spec", lambda _: True)
     monkeypatch.setattr(module, "_gigatoken", refuses)
-    assert fastest_engine(made.json, made.rules) == "tokenizers"
+    assert open_encoder(made.json, made.rules).engine == "tokenizers"
+
+
+def test_words_that_the_fast_engine_keeps_are_bounded(monkeypatch):
+    made, engines = _made("bytes"), []
+    reference = Encoder(made.json, made.rules)
+
+    def engine(*_, **__):
+        engines.append(len(engines))
+        return lambda text: reference.encode_batch([text]).tokens[:-1]
+
+    monkeypatch.setattr(module, "_gigatoken", engine)
+    monkeypatch.setattr(module, "CACHE_CHARACTERS", 100)
+    encoder = Encoder(made.json, made.rules, engine="gigatoken")
+    for _ in range(10):
+        encoder.encode_batch(["a" * 60])
+    assert len(engines) == 6
 
 
 def test_large_vocabulary_has_wider_tokens():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from raymega.prepare.tokenizer.choice import TokenizerOptions, choose_tokenizer, make_tokenizer
-from raymega.prepare.tokenizer.encoder import Encoder, fastest_engine
+from raymega.prepare.tokenizer.encoder import Encoder, open_encoder
 from tests.support import published
 from tests.unit.prepare.tokenizer.files import write_all, write_sentencepiece
 
@@ -86,7 +86,7 @@ def test_ids_are_the_publishers(tmp_path, kind):
         if not ids == [*original(text), made.rules.eod_id] == [*exported(text), made.rules.eod_id]:
             other.append(text)
     assert not other, f"{len(other)} documents differ, first {other[0]!r}"
-    if fastest_engine(made.json, made.rules) == "gigatoken":
+    if open_encoder(made.json, made.rules).engine == "gigatoken":
         fast = Encoder(made.json, made.rules, engine="gigatoken").encode_batch(texts)
         assert fast.lengths == slow.lengths and (fast.tokens == slow.tokens).all()
 
