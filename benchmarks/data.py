@@ -165,7 +165,7 @@ def ours(corpus: Path, tokenizer: Path, folder: Path, *, is_fast: bool) -> tuple
         assert all(part.engine == engine and not part.faults for part in done), (
             "an engine fell back"
         )
-        total: np.typing.NDArray[np.int64] = sum(part.parts["train"].counts for part in done)  # type: ignore[assignment]
+        total: np.typing.NDArray[np.int64] = sum(part.parts["train"].counts for part in done)
         return total
 
     return f"{engine}, {len(groups)} groups", work

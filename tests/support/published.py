@@ -45,7 +45,7 @@ def _fetched(folder, command, pattern, opened):
 
 
 def documents(number):
-    """That many documents: paragraphs of the Debian reference in four languages, and Python's own code."""
+    """Return that many documents: paragraphs of the Debian reference in four languages, Python's code."""
     share = number // (len(LANGUAGES) + 1)
     texts = [text for language in LANGUAGES for text in _paragraphs(language)[:share]]
     texts += _definitions(number - len(texts))

@@ -39,11 +39,11 @@ def convert_sentencepiece(path: Path) -> tuple[str, dict[str, Any], Callable[[st
     try:
         proto.ParseFromString(path.read_bytes())
         original = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        spec = proto.trainer_spec
+        if spec.model_type not in (UNIGRAM, BPE):
+            raise ValueError("another type")
     except Exception as error:  # protobuf's DecodeError, sentencepiece's RuntimeError
         raise ConfigError(_no_model(path, str(error))) from error
-    if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
-        raise ConfigError(_no_model(path, "its type is neither BPE nor Unigram"))
-    spec = proto.trainer_spec
     named = {
         name: piece
         for name, at, piece in (

@@ -66,6 +66,12 @@ def test_conversion_that_differs_on_the_corpus_is_refused(tmp_path):
         make_tokenizer(swapped, [TEXT])
 
 
+def test_model_of_another_type_is_refused(tmp_path):
+    path = write_sentencepiece(tmp_path / "t.model", model_type="char", byte_fallback=False)
+    with pytest.raises(ConfigError, match="another type"):
+        choose_tokenizer(TokenizerOptions(name=str(path)))
+
+
 def test_file_that_is_no_model_is_refused(tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"\nnot a model")
