@@ -25,6 +25,7 @@ from raymega.data.epochs import budget_steps
 from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
+from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
 from raymega.events import RunFinished
@@ -184,6 +185,7 @@ def train(
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
+        keep_tokenizer(store, next(iter(job.data.datasets)))
         return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
 
 

@@ -65,6 +65,7 @@ def export(
         str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")
     ] = "saved",
     max_file_bytes: Annotated[int, typer.Option(min=1)] = MAX_FILE_BYTES,
+    tokenizer: Annotated[str, typer.Option(metavar="DATASET")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint (for a run, its newest) to a folder that transformers loads.
@@ -72,10 +73,13 @@ def export(
     Options:
         out: Output folder, which is created.
         max_file_bytes: Maximum size of a weight file in bytes; a larger tensor gets a file of its own.
+        tokenizer: Dataset whose tokenizer is exported; default: that of the run.
 
     Example: raymega convert hf-export ~/.raymega/runs/verify --out verify-hf --dtype bfloat16
     """
-    done = hf_export(uri, folder_at(out), dtype=dtype, max_file_bytes=max_file_bytes)
+    done = hf_export(
+        uri, folder_at(out), dtype=dtype, max_file_bytes=max_file_bytes, tokenizer=tokenizer
+    )
     if as_json:
         print_json(json_object(done, folder="output", key="manifest"))
         return

@@ -27,6 +27,9 @@ def prepare(
     valid_fraction: float = 0.02,
     include: list[str] | None = None,
     exclude: list[str] | None = None,
+    eod_token: str = "",
+    add_bos: bool = False,
+    parse_special_tokens: bool = False,
     address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -38,10 +41,14 @@ def prepare(
     Options:
         inputs: Input files, folders or URIs.
         out: Output folder that all nodes share, or s3://bucket/prefix.
-        tokenizer: bytes, bpe:N (trained on the corpus), or a tokenizers file.
+        tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model,
+            .tiktoken.
         valid_fraction: Share of documents held out for validation, chosen by a hash of their path; 0 is none.
         include: Read only files that match, such as '*.py'; repeatable.
         exclude: Skip files that match, such as test/; repeatable.
+        eod_token: Token that ends each document; default: the eos_token of tokenizer_config.json.
+        add_bos: Begin each document with the tokenizer's bos_token.
+        parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
     """
@@ -57,10 +64,20 @@ def prepare(
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
         address=address,
+        eod_token=eod_token,
+        add_bos=add_bos,
+        parse_special_tokens=parse_special_tokens,
     )
     with phase_bars() as on_progress:
         done = run_prepare(options, on_progress=on_progress)
-    result = {"output": done.uri, "seconds": done.seconds, "is_cached": done.is_cached}
+    result: dict[str, object] = {
+        "output": done.uri,
+        "seconds": done.seconds,
+        "ray_start_seconds": done.ray_start_seconds,
+        "engine": ", ".join(f"{name} ({count} groups)" for name, count in done.engines.items())
+        or "none",
+        "is_cached": done.is_cached,
+    }
     _show(done.meta, result, packing={}, as_json=as_json)
 
 

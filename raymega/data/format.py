@@ -3,7 +3,8 @@
 It owns dataset.json and the names of the other files; `raymega.data.arrow` owns a shard's bytes.
 
     dataset.json        written last: a folder without it is not a dataset
-    tokenizer.json      a `tokenizers` file
+    tokenizer.json      a `tokenizers` file, whatever the tokenizer was made from
+    tokenizer_config.json, chat_template.jinja, ...  its other files, as AutoTokenizer reads them
     train/000000.arrow  token shards, Arrow IPC
     train/unigram.npy   number of occurrences of each token, int64 [vocab_size]
     valid/...           the same for the held-out documents
@@ -21,8 +22,15 @@ from raymega.errors import ConfigError, DataError, Fault
 
 META_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+    "chat_template*", "spiece.model",
+)  # fmt: skip
+"""Names of the files of a Hugging Face tokenizer."""
 COUNTS_FILE = "unigram.npy"
 END_OF_DOCUMENT = "<|endoftext|>"
+"""End-of-document token of tokenizers that raymega makes, and of files that name no other."""
 SPLITS = ("train", "valid")
 
 
@@ -84,6 +92,24 @@ class SourceMeta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerMeta:
+    """Tokenizer of a dataset; the defaults describe datasets that were prepared without this entry.
+
+    Attributes:
+        files: Names of the tokenizer's files in the dataset's folder; AutoTokenizer loads them.
+        eod_token: Text of the end-of-document token.
+        bos_id: Id of the token that begins every document; -1 when documents begin with their text.
+        is_special_parsed: True if special tokens that documents spell out became these tokens; False
+            if they were read as text.
+    """
+
+    files: tuple[str, ...] = (TOKENIZER_FILE,)
+    eod_token: str = END_OF_DOCUMENT
+    bos_id: int = -1
+    is_special_parsed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetMeta:
     """Content of dataset.json.
 
@@ -97,6 +123,7 @@ class DatasetMeta:
             distribution, nats per token; the loss of a model that knows only token frequencies.
             -1 without a valid split.
         source: Sources of the text.
+        tokenizer: Files and rules of the tokenizer.
         version: Version of this layout. Shards of version 2 hold the lengths of their documents.
     """
 
@@ -107,6 +134,7 @@ class DatasetMeta:
     splits: dict[str, SplitMeta]
     valid_entropy: float
     source: SourceMeta
+    tokenizer: TokenizerMeta = TokenizerMeta()
     version: Literal[1, 2] = 2
 
     @property

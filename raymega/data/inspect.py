@@ -77,6 +77,8 @@ def describe(meta: DatasetMeta) -> dict[str, Any]:
         "tokenizer_sample_bytes": meta.source.num_tokenizer_bytes,
         "vocab_size": meta.vocab_size,
         "eod_id": meta.eod_id,
+        "eod_token": meta.tokenizer.eod_token,
+        **({"bos_id": meta.tokenizer.bos_id} if meta.tokenizer.bos_id >= 0 else {}),
         "valid_unigram_entropy_nats": meta.valid_entropy,
         "unigram_smoothing": "add one to every train count",
         "source_files": meta.source.num_files,

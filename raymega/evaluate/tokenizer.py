@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from raymega.checkpoint.tools.handle import Checkpoint
-from raymega.config.data import NO_PATH, is_synthetic
 from raymega.convert.huggingface.extra_files import carried_config, find_carried
-from raymega.data.format import META_FILE, TOKENIZER_FILE
-from raymega.errors import ConfigError, Fault, RaymegaError
-from raymega.storage.registry import open_store
+from raymega.convert.huggingface.extra_files import find_tokenizer as find_files
+from raymega.data.format import TOKENIZER_FILE
+from raymega.data.tokenizer_files import special_ids
+from raymega.errors import ConfigError, Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,27 +53,16 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
         if not file.is_file():
             raise ConfigError(_fault(f"--tokenizer {file}", "it must be a tokenizer.json"))
         return _load(file.read_text(encoding="utf-8"), None, str(file))
-    # files that came with the model
-    carried = find_carried(checkpoint.store, checkpoint.manifest)
-    if TOKENIZER_FILE in carried:
-        eod_id = carried_config(carried).get("eos_token_id")
-        text = carried[TOKENIZER_FILE].decode()
-        return _load(text, eod_id if isinstance(eod_id, int) else None, "the model's own files")
-    # the dataset of the run
-    data = checkpoint.manifest.job.get("data")
-    sources = [data, *data.get("sources", ())] if isinstance(data, dict) else []
-    paths = [str(source.get("path", NO_PATH)) for source in sources]
-    path = next((path for path in paths if path != NO_PATH), "")
-    if path and not is_synthetic(path):
-        try:
-            store = open_store(path)
-            meta = json.loads(store.get(META_FILE))
-            return _load(store.get(TOKENIZER_FILE).decode(), meta["eod_id"], path)
-        except RaymegaError as error:
-            fact = f"the run's dataset {path} cannot be read: {error}"
-            raise ConfigError(_fault(fact, "a task's text is cut into the run's tokens")) from error
-    fact = f"{checkpoint.store.uri} has neither a tokenizer nor a dataset with one"
-    raise ConfigError(_fault(fact, "a task's text is cut into the model's tokens"))
+    # files that came with the model, else those of the run's dataset
+    store, manifest = checkpoint
+    carried = find_carried(store, manifest)
+    files = carried if TOKENIZER_FILE in carried else find_files(store, manifest, "")
+    if TOKENIZER_FILE not in files:
+        fact = f"{store.uri} has no tokenizer, and neither has the dataset of its run"
+        raise ConfigError(_fault(fact, "a task's text is cut into the model's tokens"))
+    eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
+    text = files[TOKENIZER_FILE].decode()
+    return _load(text, eod_id if isinstance(eod_id, int) else None, f"the tokenizer in {store.uri}")
 
 
 def _load(text: str, eod_id: int | None, source: str) -> ModelTokenizer:

@@ -18,9 +18,17 @@ from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
 from raymega.prepare.documents import Document, read_documents
 from raymega.prepare.sources import ShardGroup, split_of
-from raymega.prepare.tokenizer import Encoder
+from raymega.prepare.tokenizer.encoder import (
+    Encoder,
+    EncodingRules,
+    EngineName,
+    EnginesDifferError,
+    open_encoder,
+)
 
 Counts = npt.NDArray[np.int64]
+BATCH_BYTES = 1 << 20
+"""Text of a batch; it holds whole documents of this size or a little more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +42,39 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupDone:
-    """Report of a task: its parts by split, or the faults for which it failed."""
+    """Report of a task: its parts by split and their engine, or the faults for which it failed.
+
+    Without either, the engines differ on a piece of the group (``is_disproved``) and nothing was written.
+    """
 
     index: int
+    engine: EngineName = "tokenizers"
+    is_disproved: bool = False
     num_replaced: int = 0
     parts: dict[str, SplitPart] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
 
-def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> GroupDone:
+def write_group(
+    group: ShardGroup,
+    *,
+    folder: Path,
+    valid_fraction: float,
+    rules: EncodingRules,
+    is_fast: bool = True,
+) -> GroupDone:
     """Write the group's shards below ``folder``, which holds the tokenizer.
 
-    The result depends on the arguments and input files alone, so a task may safely run twice.
+    The result depends on the arguments and input files alone, so a task may safely run twice. With
+    ``is_fast`` the engine may be another than `tokenizers`, with the same ids as far as both were asked.
     Errors are returned as faults in the report, not raised.
     """
     try:
-        return _write_group(group, folder, valid_fraction)
+        text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+        encoder = open_encoder(text, rules, is_fast=is_fast)
+        return _write_group(group, folder, valid_fraction, encoder)
+    except EnginesDifferError:
+        return GroupDone(index=group.index, is_disproved=True)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         return GroupDone(index=group.index, faults=faults)
@@ -57,8 +82,9 @@ def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> Gr
         return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
 
 
-def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> GroupDone:
-    encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+def _write_group(
+    group: ShardGroup, folder: Path, valid_fraction: float, encoder: Encoder
+) -> GroupDone:
     splits: dict[str, _Split] = {}
     # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
@@ -73,27 +99,44 @@ def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> Grou
             num_replaced += document.num_replaced
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
-    return GroupDone(index=group.index, num_replaced=num_replaced, parts=parts)
+    return GroupDone(
+        index=group.index, num_replaced=num_replaced, parts=parts, engine=encoder.engine
+    )
 
 
 class _Split:
-    """An unfinished shard of one split, with its token counts."""
+    """An unfinished shard of one split, with its token counts and a batch of documents to encode."""
 
     def __init__(self, writer: ShardWriter, encoder: Encoder) -> None:
         self._writer, self._encoder = writer, encoder
         self._counts = np.zeros(encoder.vocab_size, dtype=np.int64)
-        self._num_text_bytes = 0
+        self._texts: list[str] = []
+        self._num_text_bytes = self._num_batch_bytes = 0
 
     def add(self, document: Document) -> None:
-        tokens = self._encoder.encode(document.text)
-        self._writer.append(tokens)
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        self._texts.append(document.text)
         self._num_text_bytes += document.num_bytes
+        self._num_batch_bytes += document.num_bytes
+        if self._num_batch_bytes >= BATCH_BYTES:
+            self._encode()
 
     def close(self) -> SplitPart:
+        self._encode()
         return SplitPart(
             shard=self._writer.close(), num_text_bytes=self._num_text_bytes, counts=self._counts
         )
+
+    def _encode(self) -> None:
+        if not self._texts:
+            return
+        batch = self._encoder.encode_batch(self._texts)
+        self._texts, self._num_batch_bytes = [], 0
+        # One count a batch, and one document at a time for the writer.
+        self._counts += np.bincount(batch.tokens, minlength=len(self._counts))
+        start = 0
+        for length in batch.lengths:
+            self._writer.append(batch.tokens[start : start + length])
+            start += length
 
 
 def _io_fault(group: ShardGroup, folder: Path, error: Exception) -> Fault:

@@ -35,6 +35,7 @@ class Totals:
         self.num_groups = self.num_replaced = 0
         self.faults: list[Fault] = []
         self.counts: dict[str, Counts] = {}
+        self.engines: dict[str, int] = {}
         self._vocab_size = vocab_size
         self._num_text_bytes = dict.fromkeys(SPLITS, 0)
         self._shards: dict[str, list[ShardMeta]] = {name: [] for name in SPLITS}
@@ -44,6 +45,8 @@ class Totals:
         self.num_groups += 1
         self.num_replaced += done.num_replaced
         self.faults += done.faults
+        if done.parts:
+            self.engines[done.engine] = self.engines.get(done.engine, 0) + 1
         for name, part in done.parts.items():
             zeros = np.zeros(self._vocab_size, dtype=np.int64)
             self.counts[name] = self.counts.get(name, zeros) + part.counts

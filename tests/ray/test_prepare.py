@@ -1,4 +1,5 @@
 import os
+from contextlib import nullcontext
 
 import pytest
 import ray
@@ -8,8 +9,9 @@ from raymega.data.format import META_FILE
 from raymega.data.inspect import inspect_dataset
 from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError
-from raymega.prepare import sources
+from raymega.prepare import pipeline, sources
 from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.prepare.shards import GroupDone
 from raymega.session import close_session, open_session
 
 pytestmark = pytest.mark.ray
@@ -69,6 +71,35 @@ def test_shards_are_the_same_on_a_private_instance_and_on_a_cluster_of_another_s
     assert _content(tmp_path / "first") == _content(tmp_path / "second")
     _check_dataset(first.meta, tmp_path / "first")
     _check_second_time(corpus, tmp_path / "first", first.meta)
+
+
+def test_engine_that_is_disproved_in_one_group_leaves_no_shard(corpus, tmp_path, monkeypatch):
+    """Its tasks run in this process: a lie in one group only, and the dataset is that of the other engine."""
+    honest, passes = pipeline.write_group, []
+
+    def run(groups, output, valid_fraction, rules, *, is_fast):
+        passes.append(is_fast)
+        for group in groups:
+            if is_fast and group.index == 3:
+                yield GroupDone(index=group.index, is_disproved=True)
+            else:
+                with output.task_folder() as folder:
+                    yield honest(
+                        group,
+                        folder=folder,
+                        valid_fraction=valid_fraction,
+                        rules=rules,
+                        is_fast=is_fast,
+                    )
+
+    monkeypatch.setattr(pipeline, "_run_groups", run)
+    monkeypatch.setattr(pipeline, "session_at", lambda _: nullcontext())
+    done, _ = _prepare(corpus, tmp_path / "out")
+    assert passes == [True, False] and set(done.engines) == {"tokenizers"}
+    assert (
+        inspect_dataset(str(tmp_path / "out"), is_verified=True, on_shard=lambda *_: None)
+        == done.meta
+    )
 
 
 def _check_dataset(meta, out):

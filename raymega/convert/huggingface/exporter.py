@@ -20,12 +20,20 @@ from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import config_from
-from raymega.convert.huggingface.extra_files import CONFIG, carried_config, find_carried
+from raymega.convert.huggingface.extra_files import (
+    CONFIG,
+    carried_config,
+    find_carried,
+    find_tokenizer,
+    generation_files,
+    has_tokenizer,
+)
 from raymega.convert.huggingface.names import HfTensor, hf_tensors
 from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_weights
+from raymega.data.format import TOKENIZER_FILE
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import SavedBox
 
@@ -58,7 +66,12 @@ class HfExport:
 
 
 def hf_export(
-    uri: str, folder: Path, *, dtype: str = "saved", max_file_bytes: int = MAX_FILE_BYTES
+    uri: str,
+    folder: Path,
+    *,
+    dtype: str = "saved",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer: str = "",
 ) -> HfExport:
     """Convert the newest checkpoint that ``uri`` names to a model in ``folder``.
 
@@ -67,6 +80,7 @@ def hf_export(
         folder: Folder to write, which must not exist or must be empty.
         dtype: Number format of the weights, or ``saved`` for that of the checkpoint.
         max_file_bytes: Largest weight file in bytes, unless one tensor is larger.
+        tokenizer: Path of the dataset whose tokenizer is exported; empty for that of the run.
 
     Raises:
         ConfigError: The arguments are wrong; nothing was written.
@@ -80,6 +94,12 @@ def hf_export(
     # Before the weights are looked up: names of tensors exist only for a model with a config.json.
     config = config_from(model, dtype=dtype, carried=carried_config(carried))
     saved = _weights_of(manifest, model)
+    # A model that was converted has its own files; a run from scratch has its dataset's tokenizer.
+    beside = dict(carried)
+    if tokenizer or not has_tokenizer(carried):
+        found = find_tokenizer(store, manifest, tokenizer)
+        raise_faults(ConfigError, _tokenizer_faults(tokenizer, found))
+        beside |= generation_files(found, config) if found or not carried else {}
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
@@ -91,23 +111,38 @@ def hf_export(
             _values(checkpoint, saved, theirs, target),
             max_file_bytes=max_file_bytes,
         )
-        _write_beside(partial, config, carried)
+        _write_beside(partial, config, beside)
     return HfExport(
         folder=folder, key=manifest.key, step=manifest.step, dtype=target,
         num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
         files=tuple(sorted(path.name for path in folder.iterdir())),
-        notes=_notes(model),
+        notes=_notes(model, is_readable=has_tokenizer(beside)),
     )  # fmt: skip
 
 
-def _notes(model: ModelSection) -> tuple[str, ...]:
+def _notes(model: ModelSection, *, is_readable: bool) -> tuple[str, ...]:
+    notes = []
     factor = model.moe.capacity_factor
-    if not model.moe.num_experts or not factor:
-        return ()
-    return (
-        f"model.moe.capacity_factor={factor:g}: raymega drops choices of a full expert in evaluation too, "
-        "transformers drops none",
-    )
+    if model.moe.num_experts and factor:
+        notes.append(
+            f"model.moe.capacity_factor={factor:g}: raymega drops choices of a full expert in evaluation too, "
+            "transformers drops none"
+        )
+    if not is_readable:
+        notes.append("no tokenizer: the run's data has none; name a dataset by --tokenizer")
+    return tuple(notes)
+
+
+def _tokenizer_faults(path: str, found: Mapping[str, bytes]) -> list[Fault]:
+    if not path or TOKENIZER_FILE in found:
+        return []
+    return [
+        Fault(
+            fact=f"--tokenizer {path!r} is no dataset with a {TOKENIZER_FILE}",
+            rule="the tokenizer is taken from a dataset of `raymega data prepare`",
+            remedy="name the dataset that the run was trained on",
+        )
+    ]
 
 
 def _dtype_faults(dtype: str) -> Iterator[Fault]:
@@ -172,8 +207,8 @@ def _values(
         yield values.T if tensor.is_transposed else values
 
 
-def _write_beside(folder: Path, config: dict[str, Any], carried: Mapping[str, bytes]) -> None:
-    for name, content in carried.items():
+def _write_beside(folder: Path, config: dict[str, Any], beside: Mapping[str, bytes]) -> None:
+    for name, content in beside.items():
         (folder / name).write_bytes(content)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")

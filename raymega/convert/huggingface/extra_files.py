@@ -1,7 +1,7 @@
 """Files that accompany a Hugging Face model: tokenizer, generation settings, config.json.
 
-They are kept in the folder `hf/` of the checkpoint's store. A run that started from converted weights
-has none of its own; they are looked up in the store that it started from.
+Those of converted weights are kept in the folder `hf/` of the checkpoint's store; a run that started from
+them looks there. A run from scratch has the tokenizer of its dataset.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.data import NO_PATH, SYNTHETIC_PATH
+from raymega.data.format import TOKENIZER_PATTERNS
+from raymega.data.tokenizer_files import kept_tokenizer, special_ids, tokenizer_of_dataset
 from raymega.errors import RaymegaError
 from raymega.storage.store import Store
 
 CONFIG = "config.json"
 PREFIX = "hf/"
-PATTERNS = (
-    CONFIG, "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template*", "spiece.model",
-)  # fmt: skip
+GENERATION_CONFIG = "generation_config.json"
+PATTERNS = (CONFIG, GENERATION_CONFIG, *TOKENIZER_PATTERNS)
 MAX_HOPS = 16
 """Longest chain of ``checkpoint.init_from`` that is followed; ends a circle."""
 
@@ -51,6 +52,44 @@ def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
         except RaymegaError:  # the origin may be gone; the weights do not depend on it
             break
     return {}
+
+
+def has_tokenizer(files: Mapping[str, bytes]) -> bool:
+    """Return True if the files hold a tokenizer, in any form that AutoTokenizer loads."""
+    forms = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*")
+    return any(fnmatch(name, form) for name in files for form in forms)
+
+
+def find_tokenizer(store: Store, manifest: Manifest, path: str) -> dict[str, bytes]:
+    """Return the files of the tokenizer that a run from scratch was trained with; empty without any.
+
+    Args:
+        store: Store of the run.
+        manifest: Manifest of a checkpoint of the run.
+        path: Path of the dataset to take it from; empty for the store of the run, else the dataset that
+            the job names.
+    """
+    if path:
+        return tokenizer_of_dataset(path)
+    data = manifest.job.get("data")
+    entries = [data, *data.get("sources", ())] if isinstance(data, dict) else []
+    named = [str(entry.get("path", SYNTHETIC_PATH)) for entry in entries]
+    first = next((path for path in named if path != NO_PATH), SYNTHETIC_PATH)
+    return kept_tokenizer(store) or tokenizer_of_dataset(first)
+
+
+def generation_files(tokenizer: Mapping[str, bytes], config: dict[str, Any]) -> dict[str, bytes]:
+    """Set begin and end of a text in ``config``; return the generation settings and the tokenizer.
+
+    Without a tokenizer both are null: an architecture's default ids would be tokens like any other.
+    """
+    ids = special_ids(tokenizer)
+    config |= {"bos_token_id": ids.bos, "eos_token_id": ids.eos}
+    if not tokenizer:
+        return {}
+    settings = {"bos_token_id": ids.bos, "eos_token_id": ids.eos}
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    return {**tokenizer, GENERATION_CONFIG: text.encode()}
 
 
 def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_every_grid_scores_as_transformers_and_repeats_its_bits(grid, llama):
         ("lambada", "nothing", EvalOptions(), "does not exist"),
         ("lambada", "empty", EvalOptions(), "has nothing to evaluate"),
         ("lambada", "texts", EvalOptions(tokenizer=Path("no")), "it must be a tokenizer.json"),
-        ("lambada", "texts", EvalOptions(tokenizer=None), "neither a tokenizer nor a dataset"),
+        ("lambada", "texts", EvalOptions(tokenizer=None), "has no tokenizer, and neither"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_starts(
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
     (tmp_path / "texts").write_text('{"text": "a b"}\n')
     (tmp_path / "empty").write_text("")
     (tmp_path / "tokenizer.json").write_text(make_tokenizer("bytes", []))
-    if told != "neither a tokenizer nor a dataset" and options.tokenizer is None:
+    if told != "has no tokenizer, and neither" and options.tokenizer is None:
         options = replace(options, tokenizer=tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError) as error:
         prepare_evaluation(uri, task, tmp_path / file, options)

@@ -4,7 +4,10 @@ from raymega.data.arrow import TokenStream
 from raymega.data.format import TOKENIZER_FILE, SplitMeta
 from raymega.prepare.shards import write_group
 from raymega.prepare.sources import list_files, make_groups, split_of
-from raymega.prepare.tokenizer import make_tokenizer
+from raymega.prepare.tokenizer.encoder import Encoder, EncodingRules, EnginesDifferError
+from raymega.prepare.tokenizer.trained import byte_tokenizer
+
+RULES = EncodingRules(eod_id=256)
 
 
 def _group(folder, **texts):
@@ -16,7 +19,7 @@ def _group(folder, **texts):
 
 def _prepare_folder(path):
     path.mkdir()
-    (path / TOKENIZER_FILE).write_text(make_tokenizer("bytes", []))
+    (path / TOKENIZER_FILE).write_text(byte_tokenizer())
     return path
 
 
@@ -24,7 +27,7 @@ def test_group_writes_each_document_to_its_split_closed_and_counted(tmp_path):
     texts = {f"t{i}": f"document {i}".encode() for i in range(20)}
     group = _group(tmp_path, **texts)
     out = _prepare_folder(tmp_path / "out")
-    done = write_group(group, folder=out, valid_fraction=0.3)
+    done = write_group(group, folder=out, valid_fraction=0.3, rules=RULES)
     assert done.faults == () and set(done.parts) == {"train", "valid"}
     for name, part in done.parts.items():
         split = SplitMeta(shards=(part.shard,), num_text_bytes=part.num_text_bytes)
@@ -39,9 +42,9 @@ def test_group_writes_each_document_to_its_split_closed_and_counted(tmp_path):
 def test_same_group_gives_the_same_bytes(tmp_path):
     group = _group(tmp_path, a=b"one", b=b"two", c=b"bad \xff")
     first, second = _prepare_folder(tmp_path / "1"), _prepare_folder(tmp_path / "2")
-    done = write_group(group, folder=first, valid_fraction=0.0)
+    done = write_group(group, folder=first, valid_fraction=0.0, rules=RULES)
     assert done.num_replaced == 1 and set(done.parts) == {"train"}
-    again = write_group(group, folder=second, valid_fraction=0.0)
+    again = write_group(group, folder=second, valid_fraction=0.0, rules=RULES)
     assert again.parts["train"].shard == done.parts["train"].shard
 
 
@@ -49,6 +52,18 @@ def test_failures_come_back_as_values_and_leave_no_shard(tmp_path):
     group = _group(tmp_path, a=b"one", b=b"two")
     out = _prepare_folder(tmp_path / "out")
     (tmp_path / "b.txt").unlink()
-    done = write_group(group, folder=out, valid_fraction=0.0)
+    done = write_group(group, folder=out, valid_fraction=0.0, rules=RULES)
     assert "FileNotFoundError" in done.faults[0].fact and "b.txt" in done.faults[0].fact
     assert not done.parts and list(out.rglob("*.arrow")) == []
+
+
+def test_group_on_which_the_engines_differ_is_not_written(tmp_path, monkeypatch):
+    group, out = _group(tmp_path, a=b"one"), _prepare_folder(tmp_path / "out")
+
+    def differs(*_):
+        raise EnginesDifferError
+
+    monkeypatch.setattr(Encoder, "encode_batch", differs)
+    done = write_group(group, folder=out, valid_fraction=0.0, rules=RULES)
+    assert done.is_disproved and not done.parts and not done.faults
+    assert list(out.rglob("*.arrow")) == list(out.rglob("*.partial")) == []
