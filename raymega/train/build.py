@@ -201,6 +201,8 @@ def _build_loader(
             device=device,
             context=make_context(groups, job.parallel, log),
             depth=depth,
+            is_guessing=split == "train",
+            timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
     assert isinstance(source, PackedSource), "dynamic_cp needs packing"

@@ -15,6 +15,7 @@ import torch
 from raymega.errors import DataError, Fault
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.core.host_copies import to_device
 from raymega.pipeline.executor import StepOutput
 from raymega.train.build import TrainingComponents
 
@@ -77,7 +78,7 @@ def evaluate(parts: TrainingComponents) -> dict[str, float]:
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
-    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
+    tokens = float(sum(batch.num_counted for batch in micro_batches))
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     total_loss, total_tokens = sum_over_world(parts, mine)
     if not total_tokens:
@@ -98,5 +99,10 @@ def no_labels(what: str) -> Fault:
 
 def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
     """Return the sum of each number over all ranks."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
-    return tuple(all_reduce(mine, parts.groups.world).tolist())
+    mine = to_device(numbers, parts.device)
+    return tuple(read_back(all_reduce(mine, parts.groups.world)).tolist())
+
+
+def read_back(numbers: torch.Tensor) -> torch.Tensor:
+    """Return ``numbers`` in host memory; of a step, here alone the host waits for the device."""
+    return numbers.cpu()

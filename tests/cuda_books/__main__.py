@@ -26,6 +26,7 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 BUDGETED = (
     "launches_per_layer",
     "syncs",
+    "syncs_in_passes",
     "collectives",
     "mallocs",
     "communicators",
