@@ -70,7 +70,7 @@ def _needs(plan: RunPlan, software: Software) -> float:
     """Return the bytes of the fullest rank under the published system.
 
     A system that gathers tensor by tensor holds two tensors instead of two blocks, and their
-    gradients in its own format.
+    gradients in its own format: there a weight's product is the gradient.
     """
     needs, job = memory_use(plan).total_bytes, plan.job
     if not software.gathers_tensors:
@@ -81,4 +81,5 @@ def _needs(plan: RunPlan, software: Software) -> float:
     element = DTYPE_BYTES[job.precision.dtype]
     # Two tensors in place of two blocks, with gradients of the system's format.
     share = largest / held.block * (element + software.gradient_bytes) / (element + 4)
-    return needs - passing * (1 - share)
+    product = largest * element if element < 4 else 0
+    return needs - product - passing * (1 - share)
