@@ -42,7 +42,7 @@ class PackedBatches:
         there = self.buffer.to(device, non_blocking=True)
 
         def same_place(host: Tensor) -> Tensor:
-            return _view(there, host.storage_offset() * host.element_size(), host)
+            return _view(there, int(host.storage_offset()) * host.element_size(), host)
 
         return [_change_tensors(batch, same_place) for batch in self.micro_batches]
 

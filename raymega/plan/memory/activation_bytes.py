@@ -198,7 +198,7 @@ def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
     """Return the bytes of a block's second half: a norm, and a feed-forward layer or experts."""
     if not has_experts:
         return _norm_bytes(shape) + _mlp_bytes(shape)
-    # Experts keep rows of their own, and the router a wide copy: nobody reads the norm's output.
+    # Experts keep rows of their own, and the router a wide copy: the norm's output is freed.
     is_read = not _router_input_bytes(shape) or shape.model.moe.shared_expert_intermediate_size
     unread = 0 if is_read or shape.remakes("norm") else shape.stream_bytes
     return _norm_bytes(shape) - unread + expert_bytes(shape)

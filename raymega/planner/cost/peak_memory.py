@@ -16,8 +16,6 @@ from raymega.plan.memory.activation_bytes import (
     ActivationShape,
     StageActivations,
     activation_shape,
-    further_bytes,
-    head_bytes,
 )
 from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.run_plan import RunPlan
@@ -27,10 +25,6 @@ from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
 from raymega.planner.cost.working_memory import (
     CUBLAS_BYTES,
-    attention_bytes_in_backward,
-    feed_forward_bytes_in_backward,
-    head_bytes_in_backward,
-    logits_copy_bytes,
     passing_bytes,
     transfer_bytes,
 )
@@ -95,7 +89,7 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         is_paired=plan.job.parallel.overlap_moe_expert_parallel_comm,
     )
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
-    head = _head_bytes(kind.stages, costs.shape)
+    head = sum(map(costs.head_bytes, kind.stages))
     mean = (sum(each.micro_batch_bytes for each in chunks) - head) / len(chunks)
     # Of several chunks the last one's backward follows its forward at once, unless forwards all come first.
     is_alone = len(chunks) > 1 and plan.job.schedule.name != "gpipe"
@@ -110,8 +104,8 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         num_neighbours=(pp_rank > 0) + (pp_rank < plan.grid.pp - 1),
     )
     is_cpu = plan.job.cluster.device == "cpu"
-    moments = _cpu_moments if is_cpu else _gpu_moments
-    fullest = max(moments(work, plan, costs.shape), key=sum)
+    moments = _cpu_moments(work, costs.shape) if is_cpu else _gpu_moments(work, plan, costs)
+    fullest = max(moments, key=sum)
     return MemoryUse(
         pp_rank=pp_rank,
         state_bytes=state.total_bytes - state.passing_bytes + fullest.passing_bytes,
@@ -153,31 +147,29 @@ class _RankWork:
         return max(each.rerun_bytes for each in self.chunks)
 
 
-def _cpu_moments(work: _RankWork, plan: RunPlan, shape: ActivationShape) -> Iterator[_Moment]:
+def _cpu_moments(work: _RankWork, shape: ActivationShape) -> Iterator[_Moment]:
     """Yield the moments of a CPU, whose kernels hold nothing and whose state waits nowhere else."""
     passing = work.state.passing_bytes
     yield _Moment(passing, work.kept + work.rerun_bytes + passing_bytes(shape))
     yield _Moment(passing, work.state.update_bytes)
 
 
-def _gpu_moments(work: _RankWork, plan: RunPlan, shape: ActivationShape) -> Iterator[_Moment]:
+def _gpu_moments(work: _RankWork, plan: RunPlan, costs: StageCosts) -> Iterator[_Moment]:
     """Yield the moments of a GPU: in the loss, the head, a block's two halves, and the update."""
-    gathered = _gathered_bytes(work, plan)
+    shape, gathered = costs.shape, _gathered_bytes(work, plan)
+    working = costs.working(has_experts=any(map(shape.blocks_with_experts, work.stages)))
     around = CUBLAS_BYTES + transfer_bytes(shape, num_neighbours=work.num_neighbours)
     if work.head:
         # Offload still copies the last unit away.
         leaving = work.rerun_bytes // 2 if "activations" in shape.memory.offload else 0
-        loss, head = leaving + logits_copy_bytes(shape), head_bytes_in_backward(shape)
-        for working, gradients in ((loss, 0), (head, work.held.end)):
+        for part, gradients in ((leaving + working.loss, 0), (working.head, work.held.end)):
             # Head and last block are gathered, where two blocks may be elsewhere.
             if plan.batch.num_micro_batches > 1:
                 gradients = work.held.end + work.held.block
             passing = min(gathered, _sharded_bytes(work, plan, shape, gradients))
-            yield _Moment(passing, work.kept + around + working)
-    has_experts = any(map(shape.blocks_with_experts, work.stages))
-    for part in (feed_forward_bytes_in_backward, attention_bytes_in_backward):
-        working = work.rerun_bytes + part(shape, has_experts=has_experts)
-        yield _Moment(gathered, work.kept - work.head + around + working)
+            yield _Moment(passing, work.kept + around + part)
+    for part in (working.feed_forward, working.attention):
+        yield _Moment(gathered, work.kept - work.head + around + work.rerun_bytes + part)
     yield _Moment(work.state.passing_bytes, CUBLAS_BYTES + work.state.update_bytes)
 
 
@@ -188,15 +180,6 @@ def _sharded_bytes(
     is_whole = level_of(plan.job.parallel) == ZeroLevel.PARAMETERS
     num_weights = (work.held.block + work.held.end) * is_whole
     return num_gradients * shape.wide + num_weights * shape.element
-
-
-def _head_bytes(stages: Sequence[Stage], shape: ActivationShape) -> int:
-    """Return the bytes that the heads of a rank keep of one micro-batch; 0 without the last stage."""
-    return sum(
-        head_bytes(shape) + len(shape.further(stage)) * further_bytes(shape)
-        for stage in stages
-        if stage.is_last
-    )
 
 
 def _gathered_bytes(work: _RankWork, plan: RunPlan) -> int:

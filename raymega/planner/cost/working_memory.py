@@ -7,6 +7,8 @@ torch's allocator on the device of ``docs/gpu.md``. Kernels of a CPU work in por
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.memory.activation_bytes import (
     ActivationShape,
@@ -19,6 +21,33 @@ from raymega.planner.cost.context_cost import shape_cost
 CUBLAS_BYTES = 2 * 32 * 2**20
 """Workspaces of cuBLAS, one for forward's thread and one for backward's: 32 MiB each on compute
 capability 9.0 (torch's ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingMemory:
+    """Bytes that kernels hold in each moment of a backward; less what is gone, so they may be negative.
+
+    Attributes:
+        loss: Bytes in cross entropy.
+        head: Bytes in the head's linear layer.
+        feed_forward: Bytes in a block's feed-forward layer or experts.
+        attention: Bytes in a block's attention.
+    """
+
+    loss: int
+    head: int
+    feed_forward: int
+    attention: int
+
+
+def working_memory(shape: ActivationShape, *, has_experts: bool) -> WorkingMemory:
+    """Return what kernels hold on a rank of ``shape`` that has blocks with or without experts."""
+    return WorkingMemory(
+        loss=logits_copy_bytes(shape),
+        head=head_bytes_in_backward(shape),
+        feed_forward=feed_forward_bytes_in_backward(shape, has_experts=has_experts),
+        attention=attention_bytes_in_backward(shape, has_experts=has_experts),
+    )
 
 
 def logits_copy_bytes(shape: ActivationShape) -> int:
