@@ -32,7 +32,8 @@ class ActivationShape:
 
     ``is_fused`` says that kernels between products read and write each tensor once; what is kept is
     the same. ``fp8_coverage`` has the products that blocks run in fp8, ``fp8_blocks`` the blocks
-    that do; None means all.
+    that do; None means all. ``has_working_memory`` is False for other systems: what their kernels hold,
+    and whether their routers copy their input, is not known.
     """
 
     model: ModelSection
@@ -44,6 +45,7 @@ class ActivationShape:
     fp8_coverage: Fp8Coverage = NONE_IN_EIGHT
     fp8_blocks: range | None = None
     is_fused: bool = False
+    has_working_memory: bool = True
 
     @property
     def family(self) -> FamilyTensors:
@@ -375,7 +377,7 @@ def expert_bytes(shape: ActivationShape) -> int:
 def _router_input_bytes(shape: ActivationShape) -> int:
     """Return the bytes of the router's copy of its input in its own format; 0 where that is the input's."""
     own = DTYPE_BYTES[shape.model.moe.router_dtype]
-    if own <= shape.element:
+    if own <= shape.element or not shape.has_working_memory:
         return 0
     return shape.tokens // shape.parallel.tp * shape.model.hidden_size * own
 

@@ -103,8 +103,10 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         held=kind.elements,
         num_neighbours=(pp_rank > 0) + (pp_rank < plan.grid.pp - 1),
     )
-    is_cpu = plan.job.cluster.device == "cpu"
-    moments = _cpu_moments(work, costs.shape) if is_cpu else _gpu_moments(work, plan, costs)
+    has_working_memory = costs.shape.has_working_memory and plan.job.cluster.device != "cpu"
+    moments = (
+        _gpu_moments(work, plan, costs) if has_working_memory else _plain_moments(work, costs.shape)
+    )
     fullest = max(moments, key=sum)
     return MemoryUse(
         pp_rank=pp_rank,
@@ -147,8 +149,8 @@ class _RankWork:
         return max(each.rerun_bytes for each in self.chunks)
 
 
-def _cpu_moments(work: _RankWork, shape: ActivationShape) -> Iterator[_Moment]:
-    """Yield the moments of a CPU, whose kernels hold nothing and whose state waits nowhere else."""
+def _plain_moments(work: _RankWork, shape: ActivationShape) -> Iterator[_Moment]:
+    """Yield the moments of a CPU, whose kernels work in portions: in a pass, and in the update."""
     passing = work.state.passing_bytes
     yield _Moment(passing, work.kept + work.rerun_bytes + passing_bytes(shape))
     yield _Moment(passing, work.state.update_bytes)
