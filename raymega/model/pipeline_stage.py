@@ -26,10 +26,10 @@ from raymega.parallel.context_parallel.context import (
     MicroBatch,
     Rows,
     TokenLayout,
-    held_positions,
     make_token_ids,
     make_token_layout,
     no_context,
+    row_positions,
     whole_rows,
 )
 from raymega.parallel.core.dropout import TokenKeys, row_keys
@@ -306,9 +306,9 @@ class StageModule(nn.Module):
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
 
-    def take_mtp_loss_sum(self) -> float:
+    def take_mtp_loss_sum(self) -> Tensor | float:
         """Return and reset the unweighted sum of multi-token prediction losses."""
-        taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
+        taken, self.mtp_loss_sum = self.mtp_loss_sum, 0.0
         return taken
 
     def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
@@ -326,9 +326,7 @@ class StageModule(nn.Module):
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
         """Return the dropout keys of the tokens, a function of seed, sample and position."""
-        at = rows.row_positions
-        if at is None:
-            at = held_positions(rows.documents, self.context).to(samples.device)
+        at = row_positions(rows, rows.context or self.context)
         own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
         if not self.drops_weights:
             return TokenKeys(own=own, rows=None)

@@ -105,7 +105,8 @@ class Optimizer:
             return None
         # torch's grad_scale is a float32 scalar, too coarse for float64 gradients.
         if self._table.dtype == torch.float32:
-            return torch.tensor(1 / factor, device=self._num_steps.device)
+            # A number in the kernel's arguments: the host waits for no copy.
+            return torch.full((), 1 / factor, device=self._num_steps.device)
         for bucket_state in self._bucket_state:
             bucket_state.gradient.mul_(factor)
         return None

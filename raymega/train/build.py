@@ -217,6 +217,8 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             device=device,
             context=make_context(groups, job.parallel, log),
             depth=depth,
+            is_guessing=is_training,
+            timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
     parallel = job.parallel

@@ -26,6 +26,7 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 BUDGETED = (
     "launches_per_layer",
     "syncs",
+    "syncs_in_passes",
     "collectives",
     "mallocs",
     "communicators",
@@ -35,6 +36,8 @@ BUDGETED = (
     "peak_bytes",
 )
 """Counts of one step that must be equal each time; the rest of a book is for reading."""
+PEAK_ERROR = 0.02
+"""Largest share by which `raymega plan` may miss the allocator's peak."""
 TIMEOUT_S = 600
 
 
@@ -71,6 +74,11 @@ def over_budget(book: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         for name in BUDGETED
         if book[name] != budget.get(name)
     ]
+    planned = book["planned_peak_bytes"]
+    if abs(planned / book["peak_bytes"] - 1) > PEAK_ERROR:
+        found.append(
+            f"peak_bytes {book['peak_bytes']}, planned {planned}: more than {PEAK_ERROR:.0%} off"
+        )
     return [*found, *(f"{len(book['races'])} races, first: {race}" for race in book["races"][:1])]
 
 

@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import raymega.parallel.expert_parallel.dispatcher as dispatcher
 from raymega.config.load import parse_mapping
+from raymega.data import prefetch
 from raymega.messages import Requests
 from raymega.parallel.comm import world
 from raymega.parallel.comm.nccl_warmup import open_communicators
@@ -38,6 +39,7 @@ from raymega.train.environment import prepare_process
 from raymega.train.state import TrainState, first_state
 from tests.cuda_books.layouts import job_of
 from tests.cuda_books.plants import PLANTS
+from tests.cuda_books.trace import HOST
 
 COUNTERS = (
     "launches",
@@ -81,7 +83,7 @@ class Books:
 class MemoryNotes(TorchDispatchMode):
     """Notes which memory of the device each operation reads and writes, on which stream.
 
-    Left out are views, allocations, and operations that are made of others. Compiled kernels do not pass here.
+    The host's own operations are noted with the pinned memory that they touch. Left out are views, allocations, and operations that are made of others. Compiled kernels do not pass here.
     """
 
     def __init__(self, books: Books) -> None:
@@ -97,8 +99,11 @@ class MemoryNotes(TorchDispatchMode):
         arguments = [*zip(args, func._schema.arguments, strict=False)]
         arguments += [(kwargs[a.name], a) for a in func._schema.arguments if a.name in kwargs]
         written = [v for v, a in arguments if a.alias_info and a.alias_info.is_write]
-        stream = torch.cuda.current_stream().cuda_stream
-        reads, writes = _spans((args, kwargs)), _spans((result, written))
+        everything = args, kwargs, result
+        is_on_device = any(t.is_cuda for t in _tensors(everything))
+        stream = torch.cuda.current_stream().cuda_stream if is_on_device else HOST
+        touched = torch.Tensor.is_cuda.__get__ if is_on_device else torch.Tensor.is_pinned
+        reads, writes = _spans((args, kwargs), touched), _spans((result, written), touched)
         if reads or writes:
             self._books.note(f"{stream:x}|{func}|{reads}|{writes}")
         return result
@@ -122,10 +127,12 @@ def _is_noted(func: Any) -> bool:
     return not (is_made_of_others or func.is_view or str(func).startswith(NO_ACCESS))
 
 
-def _spans(values: Any) -> str:
-    tensors = [
-        t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_cuda and t.numel()
-    ]
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.numel()]
+
+
+def _spans(values: Any, touched: Callable[[torch.Tensor], bool]) -> str:
+    tensors = filter(touched, _tensors(values))
     return ",".join(f"{t.data_ptr():x}:{_bytes_of(t)}" for t in tensors)
 
 
@@ -133,6 +140,34 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to behind its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((n - 1) * abs(stride) for n, stride in steps) + 1) * tensor.element_size()
+
+
+def note_prefetching(books: Books) -> None:
+    """Note the pinned memory that the loader's thread fills."""
+    begin = prefetch.Ahead.__init__
+
+    def with_notes(self: Any, make: Callable[..., Any], **options: Any) -> None:
+        def noted(*args: Any) -> Any:
+            with MemoryNotes(books):
+                return make(*args)
+
+        begin(self, noted, **options)
+
+    prefetch.Ahead.__init__ = with_notes  # type: ignore[method-assign]
+
+
+def count_passes(books: Books) -> list[int]:
+    """Return a list that gets the host synchronisations of each forward and backward over a step's micro-batches."""
+    run, found = train_step.forward_backward, list[int]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = books.counts()["syncs"]
+        output = run(*args, **kwargs)
+        found.append(books.counts()["syncs"] - before)
+        return output
+
+    train_step.forward_backward = counted
+    return found
 
 
 def put_in_totals(tokens: float) -> None:
@@ -233,6 +268,8 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     device = prepare_process(plan, device="cuda", local_rank=0)
     books = Books()
+    note_prefetching(books)
+    passes = count_passes(books)
     with books.counting(folder / "open.tsv") as opening:
         groups = open_alone(plan, device)
     torch.cuda.reset_peak_memory_stats()
@@ -243,6 +280,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     with books.counting(folder / "step.tsv") as step, MemoryNotes(books):
         rank.step()
     peak = torch.cuda.max_memory_allocated()
+    in_passes = passes[-1]
     with books.counting(folder / "recorded.tsv") as recorded, MemoryNotes(books):
         rank.step(is_recording=True)
     use = pipeline_memory(plan)[0][0]
@@ -259,6 +297,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "launches": step["launches"],
         "launches_per_layer": (deep_step["launches"] - step["launches"]) / more_layers,
         "syncs": step["syncs"],
+        "syncs_in_passes": in_passes,
         "syncs_recorded": recorded["syncs"],
         "collectives": step["collectives"],
         "mallocs": step["mallocs"],

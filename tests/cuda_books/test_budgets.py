@@ -31,10 +31,12 @@ def test_each_plant_is_in_a_layout_and_shows_in_what_is_looked_at():
 
 def test_one_more_launch_and_one_race_are_told():
     budget = budgets["one rank"]
-    book = {**budget, "races": []}
+    book = {**budget, "races": [], "planned_peak_bytes": budget["peak_bytes"]}
     assert over_budget(book, budget) == []
     assert (
         len(over_budget({**book, "launches_per_layer": book["launches_per_layer"] + 1}, budget))
         == 1
     )
+    missed = {**book, "planned_peak_bytes": round(0.97 * book["peak_bytes"])}
+    assert "more than 2% off" in over_budget(missed, budget)[0]
     assert "1 races" in over_budget({**book, "races": ["mul and send"]}, budget)[0]

@@ -74,7 +74,7 @@ BATCHES: tuple[Mutation, ...] = (
         name="what was made ahead is the first step again",
         file="data/prefetch.py",
         old="self._thread.submit(self._make, *key)",
-        new="self._thread.submit(self._make, 0, key[1])",
+        new="self._thread.submit(self._make, key[0], 0)",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED,
     ),
@@ -102,8 +102,8 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="slots without a sample count",
         file="data/loader.py",
-        old="mask=take([row.mask for row in rows]).float(),",
-        new="mask=take([row.mask for row in rows]).float().fill_(1.0),",
+        old="mask = take([row.mask for row in rows]).float()",
+        new="mask = take([row.mask for row in rows]).float().fill_(1.0)",
         layout=Layout(dp=4),
     ),
     Mutation(
