@@ -16,6 +16,7 @@ from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.core.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.core.compile import can_fuse
+from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
@@ -59,14 +60,23 @@ def build_model(
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
+    host_bytes: int = 0,
 ) -> Model:
     """Build the chunks of ``stages`` with initial values; ``experts`` carries the log of transfers.
+
+    ``host_bytes`` of host memory are mapped for offloaded activations.
 
     Modules are made on the meta device. Each bucket is then allocated, filled and, under ZeRO-3,
     sharded before the next one, so no rank ever holds all weights or a second copy.
     """
     # modules on the meta device: shapes without memory
-    modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
+    host = None
+    if "activations" in plan.job.memory.offload:
+        host = HostMemory(device)
+        host.reserve(host_bytes)
+    modules = _build_modules(
+        plan, stages, context=context, experts=experts, device=device, host=host
+    )
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
     # buckets: which parameters share one collective, over which replicas
@@ -100,6 +110,7 @@ def _build_modules(
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
+    host: HostMemory | None,
 ) -> list[StageModule]:
     """Return the rank's model chunks; the last stage shares a tied embedding with a first on this rank."""
     job = plan.job
@@ -122,7 +133,7 @@ def _build_modules(
                 is_meta=True,
             )
         )
-        modules[-1].recompute(job.memory)
+        modules[-1].recompute(job.memory, host)
     return modules
 
 

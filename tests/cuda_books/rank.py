@@ -25,20 +25,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import raymega.parallel.expert_parallel.dispatcher as dispatcher
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
 from raymega.parallel.comm import process_groups as world
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.plan.cp_layout import inner_ranks
+from raymega.plan.host_memory import host_memory
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.train import step as train_step
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.environment import prepare_process
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, first_state
 from tests.cuda_books.layouts import job_of
 from tests.cuda_books.plants import PLANTS
+from tests.support.memory_store import MemoryStore
 
 COUNTERS = (
     "launches",
@@ -165,6 +169,7 @@ class Rank:
 
     parts: TrainingComponents
     state: TrainState
+    writer: CheckpointWriter
 
     def step(self, *, is_recording: bool = False) -> None:
         """Do one optimizer step."""
@@ -201,11 +206,14 @@ def open_alone(plan: RunPlan, device: torch.device) -> world.Groups:
 
 
 def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
-    """Assemble rank 0 and do the step after which memory is steady."""
+    """Assemble rank 0 with the host memory of its saves, and restore it; the values stay as they are."""
     parts = build_parts(plan, rank=RANK, groups=groups, device=device)
-    rank = Rank(parts, first_state(plan.job.precision))
-    rank.step()
-    return rank
+    list(parts.optimizer.blocks())  # which a load fills
+    parts.optimizer.sync_weights()
+    writer = CheckpointWriter(MemoryStore(), rank=RANK, attempt=1, report=lambda _report: None)
+    nobody: Any = None  # no save is reported: none is made
+    SaveScheduler(parts, channel=nobody, writer=writer, snapshots=None, rank=RANK).reserve()
+    return Rank(parts, first_state(plan.job.precision), writer)
 
 
 def keep_books(name: str, folder: Path) -> dict[str, Any]:
@@ -222,7 +230,10 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         groups = open_alone(plan, device)
     torch.cuda.reset_peak_memory_stats()
     rank = build(plan, groups, device)
-    build_peak = torch.cuda.max_memory_allocated()
+    build_peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+    pinned = books.counts()["pinned_bytes"]
+    rank.step()  # after which memory is steady
+    pinned_later = books.counts()["pinned_bytes"] - pinned
     state = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with books.counting(folder / "step.tsv") as step, MemoryNotes(books):
@@ -236,6 +247,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     deeper = build(
         make_plan(parse_mapping(job_of(name, num_layers=2 * num_layers)).job()), groups, device
     )
+    deeper.step()
     with books.counting(folder / "deeper.tsv") as deep_step:
         deeper.step()
     more_layers = num_layers // plan.grid.pp * plan.batch.num_micro_batches
@@ -250,6 +262,10 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "communicators": opening["communicators"],
         "num_micro_batches": plan.batch.num_micro_batches,
         "build_peak_bytes": build_peak,
+        "pinned_bytes": pinned,
+        "pinned_in_step_bytes": step["pinned_bytes"] + recorded["pinned_bytes"],
+        "pinned_in_first_step_bytes": pinned_later,
+        "planned_pinned_bytes": host_memory(plan, RANK).pinned_bytes,
         "state_bytes": state,
         "peak_bytes": peak,
         "planned_state_bytes": use.state_bytes,

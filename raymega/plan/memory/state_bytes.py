@@ -49,10 +49,11 @@ class StateSize:
         moment_bytes: Bytes of the optimizer's other state.
         passing_bytes: Bytes of sharded weights that are gathered for a use, and of sharded
             gradients of one micro-batch: two units of the model each, one in use and one in
-            transfer. With optimizer state on the host also those of what is being updated.
+            transfer.
         host_bytes: Bytes of optimizer state on the host, all of it.
         update_bytes: Bytes that exist for a moment in an update or right after it, when no
-            activation does; not part of the total.
+            activation does; not part of the total. With optimizer state on the host these are the
+            portions that are being updated.
     """
 
     num_parameters: int
@@ -273,12 +274,12 @@ def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
 
 
 def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
-    """Return the size with masters and moments on the host, except ``most`` portions at a time."""
+    """Return the size with masters and moments on the host; an update has ``most`` portions here."""
     away = size.master_bytes + size.moment_bytes
     here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(
-        size, master_bytes=0, moment_bytes=0, passing_bytes=size.passing_bytes + here,
-        host_bytes=away,
+        size, master_bytes=0, moment_bytes=0, host_bytes=away,
+        update_bytes=size.update_bytes + here,
     )  # fmt: skip
 
 
