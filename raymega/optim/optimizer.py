@@ -57,11 +57,8 @@ class Optimizer:
         owned = map(table.owned, table.buckets)
         can_cut = self._can_cut if is_on_host else _never
         portions = list(cut_portions(owned, PORTION_ELEMENTS, can_cut))
-        # torch's fused updates increment one step count a tensor: views of one vector, set by one write.
-        num_extents = sum(len(list(part.extents())) for parts in portions for part in parts)
         device = table.buckets[0].spans[0].param.device
-        self._num_steps = torch.zeros(num_extents, device=device)
-        counts = iter(self._num_steps)
+        self._step = torch.zeros((), device=device)
         # Made one by one, so that an offloaded portion has left the device before the next is there.
         self._host = HostState(device)
         self._update_chunks: list[list[BucketState]] = []
@@ -69,7 +66,7 @@ class Optimizer:
         for parts in portions:
             chunk = [
                 make_bucket_state(
-                    part, weights.owned_part(part), gradients.owned_part(part), section, counts
+                    part, weights.owned_part(part), gradients.owned_part(part), section
                 )
                 for part in parts
             ]
@@ -101,10 +98,10 @@ class Optimizer:
         Afterwards the gradient buffer holds that product.
         """
         self._weights.wait_for_all()
-        self._num_steps.fill_(step - 1)
+        self._step.fill_(step)
         divisor = self._divisor(gradient_factor)
         for number in self._host.turns() if self._is_on_host else range(len(self._update_chunks)):
-            self._updates[number].update(lr=lr, divisor=divisor)
+            self._updates[number].update(step=self._step, lr=lr, divisor=divisor)
             self._round(self._update_chunks[number])
         self._weights.mark_updated()
 
@@ -114,7 +111,7 @@ class Optimizer:
             return None
         # torch's grad_scale is a float32 scalar, too coarse for float64 gradients.
         if self._table.dtype == torch.float32:
-            return torch.tensor(1 / factor, device=self._num_steps.device)
+            return torch.tensor(1 / factor, device=self._step.device)
         for bucket_state in self._bucket_state:
             bucket_state.gradient.mul_(factor)
         return None

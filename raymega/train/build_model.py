@@ -52,7 +52,7 @@ class Model:
     weights: WeightBuffer
 
 
-def build_model(
+def build_model(  # noqa: PLR0913  # build is the one place that calls it
     plan: RunPlan,
     stages: Sequence[Stage],
     *,

@@ -28,6 +28,9 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     _sum_in_float32()
     if device == "cpu":
         return torch.device("cpu")
+    # 8 buffers of 4 MiB: no two streams share one, so that equal products give equal bits, and the plan
+    # knows the bytes. cuBLAS reads this at the first handle, which comes after.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     index = local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -67,8 +70,7 @@ def _repeat_exactly(*, is_on: bool) -> None:
         torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
     if is_on:
-        # cuBLAS and NCCL read these at the first handle and communicator, which come after this.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NCCL reads this at the first communicator, which comes after this.
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 

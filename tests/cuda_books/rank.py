@@ -32,6 +32,7 @@ from raymega.parallel.comm import process_groups as world
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.host_memory import host_memory
+from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.zero_levels import data_parallel_shard_size
 from raymega.planner.cost.peak_memory import pipeline_memory
@@ -150,6 +151,16 @@ def put_in_totals(tokens: float) -> None:
     train_step._totals_of = totals_of
 
 
+def answer_no() -> None:
+    """Take the device's answer to a question for no, after it has been read: it holds what was there before."""
+    read = torch.Tensor.__bool__
+
+    def is_true(tensor: torch.Tensor) -> bool:
+        return read(tensor) and not tensor.is_cuda
+
+    torch.Tensor.__bool__ = is_true  # type: ignore[method-assign]
+
+
 def put_in_even_routing() -> None:
     """Give each expert-parallel rank equally many rows after the device's zeros have been read."""
     read = dispatcher._read_parts
@@ -221,6 +232,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     plan = make_plan(parse_mapping(job_of(name)).job())
     put_in_totals(float(plan.batch.global_batch_size * plan.job.data.seq_len))
     put_in_even_routing()
+    answer_no()
     # cuDNN plans its kernels on the device, and the memory-efficient ones ask it for limits: both need a real one
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -234,7 +246,9 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     pinned = books.counts()["pinned_bytes"]
     rank.step()  # after which memory is steady
     pinned_later = books.counts()["pinned_bytes"] - pinned
+    torch.empty(1, device=device)  # an allocation collects what copies have let go of
     state = torch.cuda.memory_allocated()
+    requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     with books.counting(folder / "step.tsv") as step, MemoryNotes(books):
         rank.step()
@@ -242,6 +256,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     with books.counting(folder / "recorded.tsv") as recorded, MemoryNotes(books):
         rank.step(is_recording=True)
     use = pipeline_memory(plan)[0][0]
+    planned_state = rank_state(plan.job, plan.stages_of(RANK), plan.grid, tp_rank=0)
     num_layers = plan.job.model.num_layers
     del rank
     deeper = build(
@@ -268,7 +283,8 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "planned_pinned_bytes": host_memory(plan, RANK).pinned_bytes,
         "state_bytes": state,
         "peak_bytes": peak,
-        "planned_state_bytes": use.state_bytes,
+        "requested_state_bytes": requested,
+        "planned_state_bytes": planned_state.resting_bytes,
         "planned_peak_bytes": use.state_bytes + use.activation_bytes,
     }
 

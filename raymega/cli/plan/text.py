@@ -28,7 +28,7 @@ MAX_ROWS = 32
 MOST_FALLBACKS = 4
 PARTS = {
     "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
-    "gathered": "passing",
+    "fixed": "fixed", "gathered": "passing",
 }  # fmt: skip
 
 
