@@ -50,7 +50,8 @@ class RunSection(Section):
     # Kernels.
     deterministic: bool = Field(
         default=False,
-        description="Refuse kernels whose result varies between equal runs. Matters on GPUs.",
+        description="Use kernels whose result does not vary between equal runs, and refuse those that have no "
+        "such form. Matters on GPUs, where sums by atomic adds vary without it.",
     )
     kernels: Literal["eager", "compile"] = Field(
         default="eager",

@@ -69,6 +69,8 @@ def _repeat_exactly(*, is_on: bool) -> None:
     ):  # the call loads torch's compiler: 1 s
         torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
+    # torch would fill each new tensor, to show reads of what was never written: a pass over all memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if is_on:
         # NCCL reads this at the first communicator, which comes after this.
         os.environ.setdefault("NCCL_ALGO", "Ring")

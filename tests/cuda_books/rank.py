@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -227,6 +228,19 @@ def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
     return Rank(parts, first_state(plan.job.precision), writer)
 
 
+ATOMIC = re.compile(r"ReduceAdd|flash_bwd_dot_do_o_kernel<true")
+"""Kernels that add by atomic operations; flash attention's first one clears what the others add to so."""
+EXACT = re.compile(r"<true, (long|int), ")
+"""Those of integers, whose sum has the same bits in any order."""
+
+
+def atomic_sums(trace: Path) -> int:
+    """Count the kernels of a step whose sums of floats depend on the order in which threads arrive."""
+    with trace.open() as lines:
+        kernels = [line for line in lines if "\tkernel\t" in line]
+    return sum(bool(ATOMIC.search(each)) and not EXACT.search(each) for each in kernels)
+
+
 def keep_books(name: str, folder: Path) -> dict[str, Any]:
     """Run rank 0 of a layout, and of one with twice its layers; return what was counted."""
     plan = make_plan(parse_mapping(job_of(name)).job())
@@ -277,13 +291,14 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "communicators": opening["communicators"],
         "num_micro_batches": plan.batch.num_micro_batches,
         "build_peak_bytes": build_peak,
+        "atomic_sums": atomic_sums(folder / "step.tsv"),
         "pinned_bytes": pinned,
         "pinned_in_step_bytes": step["pinned_bytes"] + recorded["pinned_bytes"],
         "pinned_in_first_step_bytes": pinned_later,
         "planned_pinned_bytes": host_memory(plan, RANK).pinned_bytes,
         "state_bytes": state,
         "peak_bytes": peak,
-        "requested_state_bytes": requested,
+        "state_error_bytes": requested - planned_state.resting_bytes,
         "planned_state_bytes": planned_state.resting_bytes,
         "planned_peak_bytes": use.state_bytes + use.activation_bytes,
     }

@@ -52,6 +52,7 @@ class StateSize:
         master_bytes: Bytes of masters; 0 when the compute format is float32 or better, because the
             optimizer then works on the weights themselves.
         moment_bytes: Bytes of the optimizer's other state.
+        copy_bytes: Bytes of those copies, which each step makes anew.
         fixed_bytes: Bytes that no parallelism divides: a table of cosines and one of sines for each
             model chunk, the update's number, and on a GPU cuBLAS's workspaces, one for each thread
             that multiplies.
@@ -71,6 +72,7 @@ class StateSize:
     gradient_bytes: int
     master_bytes: int
     moment_bytes: int
+    copy_bytes: int = 0
     fixed_bytes: int = 0
     passing_bytes: int = 0
     ahead_bytes: int = 0
@@ -85,7 +87,7 @@ class StateSize:
     @property
     def resting_bytes(self) -> int:
         """Bytes on the device between two steps."""
-        return self._kept_bytes + self.ahead_bytes
+        return self._kept_bytes - self.copy_bytes + self.ahead_bytes
 
     @property
     def _kept_bytes(self) -> int:
@@ -276,6 +278,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
+        copy_bytes=copies,
         fixed_bytes=_fixed_bytes(job, held, full),
         passing_bytes=passing,
         ahead_bytes=ahead,
