@@ -70,7 +70,7 @@ def _repeat_exactly(*, is_on: bool) -> None:
         torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
     # torch would fill each new tensor, to show reads of what was never written: a pass over all memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its types
     if is_on:
         # NCCL reads this at the first communicator, which comes after this.
         os.environ.setdefault("NCCL_ALGO", "Ring")

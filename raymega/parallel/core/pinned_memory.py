@@ -94,7 +94,7 @@ class HostPool:
 
 def _pin(pages: mmap.mmap, held: Tensor) -> None:
     """Pin pages for asynchronous copies from and to a GPU; without that they take longer."""
-    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types
+    cuda = torch.cuda.cudart()
     begin = held.data_ptr()
     if int(cuda.cudaHostRegister(begin, held.nbytes, 0)):
         log.warning("%d bytes of host memory could not be pinned", held.nbytes)
