@@ -33,6 +33,7 @@ from raymega.parallel.context_parallel.context import (
     whole_rows,
 )
 from raymega.parallel.core.dropout import TokenKeys, row_keys
+from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue
@@ -170,12 +171,9 @@ class StageModule(nn.Module):
             return self.embedding.tokens.weight
         return table if table is not None else factory.make(TOKEN_TABLE)
 
-    def recompute(self, memory: MemorySection) -> None:
-        """Choose what backward recomputes and what is offloaded to the host; by default nothing."""
-        is_away, first = "activations" in memory.offload, next(self.parameters(), None)
-        self.offloader = (
-            ActivationOffloader(first.device) if is_away and first is not None else None
-        )
+    def recompute(self, memory: MemorySection, host: HostMemory | None = None) -> None:
+        """Choose what backward recomputes; offload activations to ``host`` if it is given."""
+        self.offloader = ActivationOffloader(host) if host is not None else None
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())

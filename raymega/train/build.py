@@ -33,6 +33,7 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
+from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
@@ -109,7 +110,13 @@ def build_parts(
     experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
     # model chunks with gradient and weight buffers
     model = build_model(
-        plan, stages, groups=groups, context=context, experts=experts, device=device
+        plan,
+        stages,
+        groups=groups,
+        context=context,
+        experts=experts,
+        device=device,
+        host_bytes=offloaded_activation_bytes(plan, rank),
     )
     modules = model.modules
     _log_attention_weights(job)

@@ -196,8 +196,8 @@ def _settle(  # all of a step
 ) -> tuple[_Pass, BadStep]:
     """Run a bad step's second pass, and act by the job's policy if that pass is bad too.
 
-    No weight has changed, and a pass depends on weights and samples alone. So the second pass has the
-    bits that the first would have had without a hardware fault.
+    No weight has changed, and a pass depends on weights and samples alone. So the second pass has what the
+    first would have had without a hardware fault: its bits, except on a GPU without run.deterministic.
     """
     settled = partial(BadStep, step=state.step + 1)
     # second pass

@@ -32,12 +32,19 @@ BUDGETED = (
     "communicators",
     "communicators_unused",
     "early_receives",
+    "build_peak_bytes",
     "state_bytes",
+    "state_error_bytes",
     "peak_bytes",
+    "pinned_bytes",
+    "pinned_in_step_bytes",
+    "atomic_sums",
 )
 """Counts of one step that must be equal each time; the rest of a book is for reading."""
 PEAK_ERROR = 0.02
 """Largest share by which `raymega plan` may miss the allocator's peak."""
+PINNED_SLACK_BYTES = 64 * 2**10
+"""Bytes by which pinned memory may be more than planned: rows that replicas share unevenly."""
 TIMEOUT_S = 600
 
 
@@ -79,6 +86,8 @@ def over_budget(book: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         found.append(
             f"peak_bytes {book['peak_bytes']}, planned {planned}: more than {PEAK_ERROR:.0%} off"
         )
+    if book["pinned_bytes"] > book["planned_pinned_bytes"] + PINNED_SLACK_BYTES:
+        found.append(f"pinned_bytes {book['pinned_bytes']}, planned {book['planned_pinned_bytes']}")
     return [*found, *(f"{len(book['races'])} races, first: {race}" for race in book["races"][:1])]
 
 

@@ -116,7 +116,7 @@ class Record:
             self._begin(device)
         sums, margin = self._sums, self._margin
         assert sums is not None, "begun"
-        self._sums = self._margin = None
+        self._sums, self._margin, self._parts = None, None, {}
         if margin is None:
             margin = torch.full((), torch.inf, device=device)
         return sums, margin.to(torch.float64)
