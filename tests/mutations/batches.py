@@ -8,7 +8,7 @@ from tests.mutations.mutation import BLENDED, DROPOUT, GPT2, PACKED, Mutation
 BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="a dataset begins anew in each stage",
-        file="data/mixture.py",
+        file="data/blends/mixture.py",
         old="return dataset, self._before[stage][dataset] + count",
         new="return dataset, count",
         layout=Layout(dp=2),
@@ -16,7 +16,7 @@ BATCHES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the datasets of a blend have one another's weights",
-        file="data/mixture.py",
+        file="data/blends/mixture.py",
         old="        dataset = self._members[stage][source]",
         new="        dataset = self._members[stage][-1 - source]",
         layout=Layout(dp=2),

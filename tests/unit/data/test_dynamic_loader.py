@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from raymega.config.data import DataSource
+from raymega.data.blends.mixture import Mixture
 from raymega.data.dynamic_loader import DynamicLoader
-from raymega.data.mixture import Mixture
 from raymega.data.packing import PackedSource
 from raymega.data.samples import Samples
 from raymega.parallel.comm.process_groups import Group, alone

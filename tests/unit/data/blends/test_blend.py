@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-import raymega.data.blend as module
-from raymega.data.blend import Blend, longest_window, whole_weights
+import raymega.data.blends.blend as module
+from raymega.data.blends.blend import Blend, longest_window, whole_weights
 
 
 def _largest_error(blend, first, num_samples):
