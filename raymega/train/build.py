@@ -35,7 +35,6 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
-from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
@@ -118,15 +117,7 @@ def build_parts(
         else None,
     )
     # model chunks with gradient and weight buffers
-    model = build_model(
-        plan,
-        stages,
-        groups=groups,
-        context=context,
-        experts=experts,
-        device=device,
-        host_bytes=offloaded_activation_bytes(plan, rank),
-    )
+    model = build_model(plan, rank, groups=groups, context=context, experts=experts, device=device)
     modules = model.modules
     _log_attention_weights(job)
     # pipeline transfers of activations [S/(cp*sp), B, D]

@@ -21,6 +21,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter, check_spec
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import level_of
@@ -52,19 +53,16 @@ class Model:
     weights: WeightBuffer
 
 
-def build_model(  # noqa: PLR0913  # build is the one place that calls it
+def build_model(
     plan: RunPlan,
-    stages: Sequence[Stage],
+    rank: int,
     *,
     groups: Groups,
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
-    host_bytes: int = 0,
 ) -> Model:
-    """Build the chunks of ``stages`` with initial values; ``experts`` carries the log of transfers.
-
-    ``host_bytes`` of host memory are mapped for offloaded activations.
+    """Build the chunks of ``rank`` with initial values; ``experts`` carries the log of transfers.
 
     Modules are made on the meta device. Each bucket is then allocated, filled and, under ZeRO-3,
     sharded before the next one, so no rank ever holds all weights or a second copy.
@@ -73,9 +71,9 @@ def build_model(  # noqa: PLR0913  # build is the one place that calls it
     host = None
     if "activations" in plan.job.memory.offload:
         host = HostMemory(device)
-        host.reserve(host_bytes)
+        host.reserve(offloaded_activation_bytes(plan, rank))
     modules = _build_modules(
-        plan, stages, context=context, experts=experts, device=device, host=host
+        plan, plan.stages_of(rank), context=context, experts=experts, device=device, host=host
     )
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])

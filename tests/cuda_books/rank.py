@@ -231,7 +231,7 @@ def build(plan: RunPlan, groups: world.Groups, device: torch.device) -> Rank:
 ATOMIC = re.compile(r"ReduceAdd|flash_bwd_dot_do_o_kernel<true")
 """Kernels that add by atomic operations; flash attention's first one clears what the others add to so."""
 EXACT = re.compile(r"<true, (long|int), ")
-"""Those of integers, whose sum has the same bits in any order."""
+"""Such kernels of integers, whose sum has the same bits in any order."""
 
 
 def atomic_sums(trace: Path) -> int:
