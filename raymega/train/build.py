@@ -33,7 +33,6 @@ from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
-from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
@@ -109,15 +108,7 @@ def build_parts(
     context = make_context(groups, job.parallel, comm_log)
     experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
     # model chunks with gradient and weight buffers
-    model = build_model(
-        plan,
-        stages,
-        groups=groups,
-        context=context,
-        experts=experts,
-        device=device,
-        host_bytes=offloaded_activation_bytes(plan, rank),
-    )
+    model = build_model(plan, rank, groups=groups, context=context, experts=experts, device=device)
     modules = model.modules
     _log_attention_weights(job)
     load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)

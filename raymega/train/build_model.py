@@ -21,6 +21,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter, check_spec
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import level_of
@@ -57,26 +58,22 @@ class Model(ModelWeights):
     gradients: GradBuffer
 
 
-def build_model(  # noqa: PLR0913  # build is the one place that calls it
+def build_model(
     plan: RunPlan,
-    stages: Sequence[Stage],
+    rank: int,
     *,
     groups: Groups,
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
-    host_bytes: int = 0,
 ) -> Model:
-    """Build the chunks of ``stages`` with initial values and gradients, as :func:`build_weights` does.
-
-    ``host_bytes`` of host memory are mapped for offloaded activations.
-    """
+    """Build the chunks of ``rank`` with initial values and gradients, as :func:`build_weights` does."""
     host = None
     if "activations" in plan.job.memory.offload:
         host = HostMemory(device)
-        host.reserve(host_bytes)
+        host.reserve(offloaded_activation_bytes(plan, rank))
     model = build_weights(
-        plan, stages, groups=groups, context=context, experts=experts, device=device, host=host
+        plan, rank, groups=groups, context=context, experts=experts, device=device, host=host
     )
     return Model(
         modules=model.modules,
@@ -89,7 +86,7 @@ def build_model(  # noqa: PLR0913  # build is the one place that calls it
 
 def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     plan: RunPlan,
-    stages: Sequence[Stage],
+    rank: int,
     *,
     groups: Groups,
     context: Context,
@@ -98,7 +95,7 @@ def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     has_initial_values: bool = True,
     host: HostMemory | None = None,
 ) -> ModelWeights:
-    """Build the chunks of ``stages``; ``experts`` carries the log of transfers.
+    """Build the chunks of ``rank``; ``experts`` carries the log of transfers.
 
     Weights get initial values, or zeros without ``has_initial_values``, for a checkpoint to fill.
     ``host`` holds offloaded activations.
@@ -108,7 +105,7 @@ def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     """
     # modules on the meta device: shapes without memory
     modules = _build_modules(
-        plan, stages, context=context, experts=experts, device=device, host=host
+        plan, plan.stages_of(rank), context=context, experts=experts, device=device, host=host
     )
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
