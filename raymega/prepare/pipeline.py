@@ -1,6 +1,7 @@
 """Runs `raymega data prepare`: from text to a committed dataset, on Ray Data.
 
-It owns the order of the phases; the phases are in the other modules of `raymega.prepare`.
+It owns the order of the phases; the phases are in the other modules of `raymega.prepare`. What is
+finished is kept in the output, so that a preparation that was killed or refused continues.
 """
 
 from __future__ import annotations
@@ -10,40 +11,42 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
 import ray.data
+from isal import isal_zlib
 
 from raymega.data.format import (
     COUNTS_FILE,
     TOKENIZER_FILE,
     DatasetMeta,
+    ShardMeta,
     SourceMeta,
     local_folder,
 )
+from raymega.data.origins import SOURCES_FILE, encode_sources
 from raymega.data.remote_dataset import is_remote
-from raymega.errors import ConfigError, Fault, StorageError, raise_faults
-from raymega.prepare.documents import read_documents
+from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
+from raymega.prepare.assembly import ShardPlan, plan_shards, source_labels, write_shard
+from raymega.prepare.groups import make_groups, with_keys
 from raymega.prepare.output import FolderOutput
 from raymega.prepare.remote_output import StoreOutput
-from raymega.prepare.shards import Counts, GroupDone, write_group
-from raymega.prepare.sources import (
-    ShardGroup,
-    SourceFile,
-    files_digest,
-    list_files,
-    make_groups,
-    split_of,
-)
+from raymega.prepare.sample import draw_sample
+from raymega.prepare.shards import ORIGINS_SUFFIX, Counts, GroupDone, write_group
+from raymega.prepare.sources import ShardGroup, SourceFile, files_digest, list_files
 from raymega.prepare.tokenizer import Encoder, check_tokenizer, make_tokenizer, needs_sample
 from raymega.prepare.totals import Totals
 from raymega.session import session_at
 
-SAMPLE_BYTES = 8 << 20
+log = logging.getLogger(__name__)
+
+# Faulty groups after which the others are not started.
+MAX_FAULTY_GROUPS = 20
+# Shards are joined on the cluster from this number on.
+MANY_SHARDS = 5
 OnProgress = Callable[[str, int, int], None]
 Output = FolderOutput | StoreOutput
 
@@ -57,9 +60,12 @@ class PrepareOptions:
         out: Folder of the dataset, which all nodes must share; or a URI in an object store.
         tokenizer: Tokenizer: ``bytes``, ``bpe:N`` or the path of a `tokenizers` file.
         valid_fraction: Share of documents held out, from 0 to below 1, chosen by a hash of their
-            names.
+            text.
         include: Patterns of files to read; a file must match at least one.
         exclude: Patterns of files to leave out; a file must match none.
+        text_key: Key of JSON objects or column of tables that holds the text.
+        max_bad_lines: Number of lines, rows or text files without a document that are left out;
+            one more refuses the corpus.
         address: Address of the Ray cluster; see `raymega.session.session_at`.
     """
 
@@ -69,6 +75,8 @@ class PrepareOptions:
     valid_fraction: float = 0.02
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
+    text_key: str = "text"
+    max_bad_lines: int = 0
     address: str = "auto"
 
 
@@ -85,15 +93,17 @@ class Prepared:
 def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
     """Prepare a dataset, or return the finished one with the same recipe.
 
-    The same inputs and options give the same shards, byte for byte, for any number of CPUs. Memory
-    is bounded by the largest document times the CPUs, and the sample of the tokenizer.
+    The same inputs and options give the same shards, byte for byte, for any number of CPUs, and
+    wherever an earlier preparation was killed. Memory is bounded by the largest document times the
+    CPUs, and the sample of the tokenizer.
 
     Args:
         options: Options of the preparation.
         on_progress: Callback with (phase, done, total) during the work.
 
     Raises:
-        ConfigError: An option, an input or the output is invalid; nothing was committed.
+        ConfigError: An option, an input or the output is invalid; nothing was committed, and
+            finished groups are kept.
         DataError: The output holds a finished dataset whose shards are missing or damaged.
         StorageError: The output's object store fails.
     """
@@ -108,6 +118,9 @@ def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
         output.claim(recipe)
         meta = _write_dataset(options, recipe, output, files, on_progress)
         output.commit(meta)
+    else:
+        # Left by a preparation that was killed after its commit.
+        output.clean()
     return Prepared(uri=output.uri, meta=meta, seconds=monotonic() - started, is_cached=is_cached)
 
 
@@ -142,6 +155,7 @@ def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str],
         "inputs": files_digest(files),
         "tokenizer": tokenizer,
         "valid_fraction": repr(options.valid_fraction),
+        "text_key": options.text_key,
     }
     return recipe, files
 
@@ -173,28 +187,48 @@ def _write_dataset(
 ) -> DatasetMeta:
     """Write everything but dataset.json, whose content is returned."""
     # Tokenizer: trained on a sample, or given.
-    groups = make_groups(files)
-    sample = _draw_sample(groups, options, on_progress)
+    sample = list[str]()
+    if needs_sample(options.tokenizer):
+        sample = draw_sample(
+            files,
+            text_key=options.text_key,
+            valid_fraction=options.valid_fraction,
+            max_bad_lines=options.max_bad_lines,
+            on_progress=partial(on_progress, "sampling"),
+        )
     tokenizer = make_tokenizer(options.tokenizer, sample)
-    output.put(TOKENIZER_FILE, tokenizer.encode())
     encoder = Encoder(tokenizer)
-    # Tokenise on the cluster, one task per group.
-    totals = Totals(encoder.vocab_size)
-    on_progress("tokenising", 0, len(groups))
+    # Groups, and those that are finished already.
+    groups = with_keys(_group_files(files, options), _what_tokens_depend_on(recipe, tokenizer))
+    totals = Totals(encoder.vocab_size, max_bad_lines=options.max_bad_lines)
+    for done in output.find_done(groups):
+        totals.add(done)
+    output.put_state(TOKENIZER_FILE, tokenizer.encode())
+    on_progress("tokenising", totals.num_groups, len(groups))
     with session_at(options.address):
-        for done in _run_groups(groups, output, options.valid_fraction):
+        # Tokenise on the cluster, one task per group.
+        pending = [group for group in groups if group.index not in totals.reports]
+        for done in _run_groups(pending, output, options):
             totals.add(done)
+            _tell(done)
             on_progress("tokenising", totals.num_groups, len(groups))
-    raise_faults(ConfigError, totals.faults or totals.split_faults(options.valid_fraction))
-    # Token counts, then the description.
+            if totals.num_bad > options.max_bad_lines or len(totals.faulty) >= MAX_FAULTY_GROUPS:
+                break
+        raise_faults(ConfigError, totals.faults() or totals.split_faults(options.valid_fraction))
+        # Join what they wrote.
+        plans = plan_shards(groups, [totals.reports[group.index] for group in groups])
+        shards = _join(plans, output, encoder.dtype, on_progress)
+    # Token counts and small files, then the description.
     for name, counts in totals.counts.items():
         output.put(f"{name}/{COUNTS_FILE}", _npy(counts))
+    output.put(TOKENIZER_FILE, tokenizer.encode())
+    output.put(SOURCES_FILE, encode_sources(source_labels(groups)))
     return DatasetMeta(
         recipe=recipe,
         vocab_size=encoder.vocab_size,
         eod_id=encoder.eod_id,
         dtype=encoder.dtype,
-        splits=totals.splits(),
+        splits=totals.splits(shards),
         valid_entropy=totals.valid_entropy(),
         source=SourceMeta(
             inputs=options.inputs,
@@ -202,58 +236,115 @@ def _write_dataset(
             num_bytes=sum(file.num_bytes for file in files),
             num_replaced=totals.num_replaced,
             num_tokenizer_bytes=sum(len(text.encode()) for text in sample),
+            num_bad_lines=totals.num_bad,
         ),
     )
 
 
-def _draw_sample(
-    groups: Sequence[ShardGroup], options: PrepareOptions, on_progress: OnProgress
-) -> list[str]:
-    """Return texts of the training split to train a tokenizer on; none if it needs no training.
+def _group_files(files: Sequence[SourceFile], options: PrepareOptions) -> list[ShardGroup]:
+    try:
+        return make_groups(files, text_key=options.text_key)
+    except OSError as error:
+        raise ConfigError(_unopened(error)) from error
 
-    Groups are random samples of the corpus, so the first SAMPLE_BYTES represent it.
-    """
-    texts: list[str] = []
-    num_bytes = 0
-    documents = chain.from_iterable(map(read_documents, groups))
-    while needs_sample(options.tokenizer) and num_bytes < SAMPLE_BYTES:
-        document = next(documents, None)
-        if document is None:
-            break
-        if split_of(document.name, options.valid_fraction) == "train":
-            texts.append(document.text)
-            num_bytes += document.num_bytes
-            on_progress("sampling", min(num_bytes, SAMPLE_BYTES), SAMPLE_BYTES)
-    return texts
+
+def _what_tokens_depend_on(recipe: dict[str, str], tokenizer: str) -> dict[str, str]:
+    """Return the recipe of a group: without the other files, and with the tokenizer as it was made."""
+    crc32 = f"{isal_zlib.crc32(tokenizer.encode()):08x}"
+    return {key: value for key, value in recipe.items() if key != "inputs"} | {"tokenizer": crc32}
+
+
+def _tell(done: GroupDone) -> None:
+    # At once, as the other groups may take days.
+    for line in done.bad:
+        log.warning("bad line left out: %s", line)
+    for fault in done.faults:
+        log.warning("%s", fault.fact)
 
 
 def _run_groups(
-    groups: Sequence[ShardGroup], output: Output, valid_fraction: float
+    groups: Sequence[ShardGroup], output: Output, options: PrepareOptions
 ) -> Iterator[GroupDone]:
     """Run one task per group and yield the results of the tasks as Ray Data returns them."""
+    run = partial(
+        _run_group,
+        output=output,
+        valid_fraction=options.valid_fraction,
+        max_bad_lines=options.max_bad_lines,
+    )
+    yield from _on_cluster(groups, run)
+
+
+def _on_cluster(items: Sequence[Any], run: Callable[[Any], Any]) -> Iterator[Any]:
+    """Run ``run`` on each item as a Ray Data task of one CPU, and yield its results as they come."""
+    if not items:
+        return
     # Ray Data's own progress bars and log lines would break into the command's.
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    run = partial(_run_task, output=output, valid_fraction=valid_fraction)
-    # One block a group, so that each group is a task of its own.
-    items = ray.data.from_items(list(groups), override_num_blocks=len(groups))
-    for row in items.map(run, num_cpus=1).iter_rows():
+    # One block an item, so that each is a task of its own. Rows are dicts with one value.
+    rows = ray.data.from_items(list(items), override_num_blocks=len(items))
+    for row in rows.map(partial(_run_row, run=run), num_cpus=1).iter_rows():
         yield row["item"]
 
 
-def _run_task(row: dict[str, Any], *, output: Output, valid_fraction: float) -> dict[str, Any]:
-    """Run a group's task on a row of Ray Data, a dict whose only value is the group."""
-    group: ShardGroup = row["item"]
+def _run_row(row: dict[str, Any], *, run: Callable[[Any], Any]) -> dict[str, Any]:
+    return {"item": run(row["item"])}
+
+
+def _run_group(
+    group: ShardGroup, *, output: Output, valid_fraction: float, max_bad_lines: int
+) -> GroupDone:
+    """Tokenise a group and note that it is finished."""
     try:
         with output.task_folder() as folder:
-            done = write_group(group, folder=folder, valid_fraction=valid_fraction)
-    except StorageError as error:
-        # A failed upload is a fault in the report, as the errors that write_group catches.
-        faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
-        done = GroupDone(index=group.index, faults=faults)
-    return {"item": done}
+            done = write_group(
+                group, folder=folder, valid_fraction=valid_fraction, max_bad_lines=max_bad_lines
+            )
+        # The record comes last: what it names is whole.
+        if not done.faults:
+            output.put_record(group.key, done)
+    except (StorageError, OSError) as error:
+        # A failed write is a fault in the report, as the errors that write_group catches.
+        done = GroupDone(index=group.index, faults=_faults_of(error))
+    return done
+
+
+def _join(
+    plans: Sequence[ShardPlan], output: Output, dtype: str, on_progress: OnProgress
+) -> list[ShardMeta]:
+    """Write the dataset's shards: a few here, many on the cluster."""
+    run = partial(_run_join, output=output, dtype=dtype)
+    shards, results = list[ShardMeta](), map(run, plans)
+    for number, result in enumerate(
+        results if len(plans) < MANY_SHARDS else _on_cluster(plans, run), start=1
+    ):
+        if isinstance(result, RaymegaError):
+            raise result
+        shards += [result] if result else []
+        on_progress("joining", number, len(plans))
+    return shards
+
+
+def _run_join(plan: ShardPlan, *, output: Output, dtype: str) -> ShardMeta | RaymegaError | None:
+    """Write one shard; an error is a value, because Ray Data would wrap it."""
+    files = {part.shard.file for part in plan.parts}
+    files |= {str(Path(file).with_suffix(ORIGINS_SUFFIX)) for file in files}
+    try:
+        with output.shard_folders(sorted(files)) as (state, folder):
+            return write_shard(plan, state=state, folder=folder, dtype=dtype)
+    except RaymegaError as error:
+        return error
+    except OSError as error:
+        return ConfigError(*_faults_of(error))
+
+
+def _faults_of(error: RaymegaError | OSError) -> tuple[Fault, ...]:
+    if isinstance(error, OSError):
+        return (_unwritten(error),)
+    return tuple(fault for fault in error.faults if isinstance(fault, Fault))
 
 
 def _npy(counts: Counts) -> bytes:
@@ -262,16 +353,25 @@ def _npy(counts: Counts) -> bytes:
     return buffer.getvalue()
 
 
-def _option_faults(options: PrepareOptions) -> list[Fault]:
-    if 0 <= options.valid_fraction < 1:
-        return []
-    return [
-        Fault(
+def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
+    if not 0 <= options.valid_fraction < 1:
+        yield Fault(
             fact=f"--valid-fraction {options.valid_fraction}",
             rule="it must be at least 0 and below 1",
             remedy="use 0.02",
         )
-    ]
+    if options.max_bad_lines < 0:
+        yield Fault(
+            fact=f"--max-bad-lines {options.max_bad_lines}",
+            rule="it must be at least 0",
+            remedy="use 0",
+        )
+    if not options.text_key:
+        yield Fault(
+            fact="--text-key is empty",
+            rule="it must be a key of JSON objects or a column of tables",
+            remedy="use text",
+        )
 
 
 def _no_text(inputs: Sequence[str]) -> Fault:
@@ -295,4 +395,20 @@ def _output_in_input(folder: Path) -> Fault:
         fact=f"--out {folder} holds files that an INPUT selects",
         rule="a dataset must not become its own source",
         remedy="give an --out outside of every INPUT, or leave it out with --exclude",
+    )
+
+
+def _unopened(error: OSError) -> Fault:
+    return Fault(
+        fact=f"a large file cannot be cut: {error}",
+        rule="every node must be able to read the inputs",
+        remedy="correct its permissions, or leave it out with --exclude",
+    )
+
+
+def _unwritten(error: OSError) -> Fault:
+    return Fault(
+        fact=f"{type(error).__name__}: {error}",
+        rule="every node must be able to write to --out, with room for twice the tokens",
+        remedy="put it where every node sees it, with enough room; finished work is kept",
     )

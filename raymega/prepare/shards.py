@@ -1,6 +1,7 @@
-"""Runs one task of the preparation: reads a group of documents, writes shards, counts tokens.
+"""Runs one task of the preparation: reads a group of documents, writes its tokens, counts them.
 
-It owns the work inside a task. Tasks are distributed by `raymega.prepare.pipeline`.
+It owns the work inside a task. Tasks are distributed by `raymega.prepare.pipeline`, and what they
+wrote is joined to the dataset's shards by `raymega.prepare.assembly`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import pyarrow as pa
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
-from raymega.prepare.documents import Document, read_documents
+from raymega.prepare.documents import BadLine, Document, read_documents
 from raymega.prepare.sources import ShardGroup, split_of
 from raymega.prepare.tokenizer import Encoder
 
 Counts = npt.NDArray[np.int64]
+
+
+# Beside a group's tokens: the piece and the row in it of each document, int64 [N, 2].
+ORIGINS_SUFFIX = ".npy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +39,35 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupDone:
-    """Report of a task: its parts by split, or the faults for which it failed."""
+    """Report of a task: its parts by split, or the faults for which it failed.
+
+    Attributes:
+        index: Number of the group.
+        num_replaced: Number of replacement characters in its documents.
+        num_rows: Number of rows of each of its pieces, with documents or without.
+        bad: Bad lines, which were left out.
+        parts: Contribution to each split.
+        faults: Reasons why the group failed; the rest is then empty.
+    """
 
     index: int
     num_replaced: int = 0
+    num_rows: tuple[int, ...] = ()
+    bad: tuple[BadLine, ...] = ()
     parts: dict[str, SplitPart] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
 
-def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> GroupDone:
-    """Write the group's shards below ``folder``, which holds the tokenizer.
+def write_group(
+    group: ShardGroup, *, folder: Path, valid_fraction: float, max_bad_lines: int = 0
+) -> GroupDone:
+    """Write the group's tokens below ``folder``, which holds the tokenizer.
 
-    The result depends on the arguments and input files alone, so a task may safely run twice.
+    The files are ``SPLIT/KEY.arrow``, a shard, and ``SPLIT/KEY.npy``, the documents' origins. The result depends on the arguments and input files alone, so a task may safely run twice.
     Errors are returned as faults in the report, not raised.
     """
     try:
-        return _write_group(group, folder, valid_fraction)
+        return _write_group(group, folder, valid_fraction, max_bad_lines)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         return GroupDone(index=group.index, faults=faults)
@@ -57,38 +75,52 @@ def write_group(group: ShardGroup, *, folder: Path, valid_fraction: float) -> Gr
         return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
 
 
-def _write_group(group: ShardGroup, folder: Path, valid_fraction: float) -> GroupDone:
+def _write_group(
+    group: ShardGroup, folder: Path, valid_fraction: float, max_bad_lines: int
+) -> GroupDone:
     encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     splits: dict[str, _Split] = {}
     # A split's shard is opened at its first document, so an empty split has no shard.
+    documents = read_documents(group, max_bad_lines=max_bad_lines)
     num_replaced = 0
     with ExitStack() as stack:
-        for document in read_documents(group):
-            name = split_of(document.name, valid_fraction)
+        for document in documents:
+            name = split_of(document.text, valid_fraction)
             if name not in splits:
-                file = f"{name}/{group.index:06d}.arrow"
+                file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(folder, file, dtype=encoder.dtype)
                 splits[name] = _Split(stack.enter_context(writer), encoder)
             splits[name].add(document)
             num_replaced += document.num_replaced
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
-    return GroupDone(index=group.index, num_replaced=num_replaced, parts=parts)
+    for name, part in parts.items():
+        path = (folder / part.shard.file).with_suffix(ORIGINS_SUFFIX)
+        np.save(path, np.array(splits[name].origins, dtype=np.int64))
+    return GroupDone(
+        index=group.index,
+        num_replaced=num_replaced,
+        num_rows=tuple(documents.num_rows),
+        bad=tuple(documents.bad),
+        parts=parts,
+    )
 
 
 class _Split:
-    """An unfinished shard of one split, with its token counts."""
+    """An unfinished shard of one split, with its token counts and the origins of its documents."""
 
     def __init__(self, writer: ShardWriter, encoder: Encoder) -> None:
         self._writer, self._encoder = writer, encoder
         self._counts = np.zeros(encoder.vocab_size, dtype=np.int64)
         self._num_text_bytes = 0
+        self.origins: list[tuple[int, int]] = []
 
     def add(self, document: Document) -> None:
         tokens = self._encoder.encode(document.text)
         self._writer.append(tokens)
         self._counts += np.bincount(tokens, minlength=len(self._counts))
         self._num_text_bytes += document.num_bytes
+        self.origins.append((document.piece, document.row))
 
     def close(self) -> SplitPart:
         return SplitPart(

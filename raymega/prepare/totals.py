@@ -6,10 +6,13 @@ It owns the splits' totals and the smoothing of frequencies. Tokens are counted 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from raymega.data.format import SPLITS, ShardMeta, SplitMeta
 from raymega.errors import Fault
+from raymega.prepare.documents import too_many_bad
 from raymega.prepare.shards import Counts, GroupDone
 
 
@@ -29,36 +32,63 @@ def cross_entropy(counts: Counts, *, under: Counts) -> float:
 
 
 class Totals:
-    """Sums over the finished groups, independent of the order in which they finish."""
+    """Sums over the finished groups, independent of the order in which they finish.
 
-    def __init__(self, vocab_size: int) -> None:
-        self.num_groups = self.num_replaced = 0
-        self.faults: list[Fault] = []
+    Attributes:
+        reports: Reports of the groups without faults, by index.
+        faulty: Reports of the others.
+        counts: Occurrences of each token by split, [V].
+        num_replaced: Number of replacement characters.
+        num_bad: Number of bad lines.
+    """
+
+    def __init__(self, vocab_size: int, *, max_bad_lines: int = 0) -> None:
+        self.num_replaced = self.num_bad = 0
+        self.reports: dict[int, GroupDone] = {}
+        self.faulty: list[GroupDone] = []
         self.counts: dict[str, Counts] = {}
-        self._vocab_size = vocab_size
+        self._vocab_size, self._max_bad_lines = vocab_size, max_bad_lines
         self._num_text_bytes = dict.fromkeys(SPLITS, 0)
-        self._shards: dict[str, list[ShardMeta]] = {name: [] for name in SPLITS}
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that were added."""
+        return len(self.reports) + len(self.faulty)
 
     def add(self, done: GroupDone) -> None:
         """Add one task's report."""
-        self.num_groups += 1
+        if done.faults:
+            self.faulty.append(done)
+            return
+        self.reports[done.index] = done
         self.num_replaced += done.num_replaced
-        self.faults += done.faults
+        self.num_bad += len(done.bad)
         for name, part in done.parts.items():
             zeros = np.zeros(self._vocab_size, dtype=np.int64)
             self.counts[name] = self.counts.get(name, zeros) + part.counts
             self._num_text_bytes[name] += part.num_text_bytes
-            self._shards[name].append(part.shard)
 
-    def splits(self) -> dict[str, SplitMeta]:
-        """Return the splits that have documents, with shards in order of their groups."""
+    def faults(self) -> list[Fault]:
+        """Return the faults of all groups, in their order, and one for too many bad lines."""
+        faulty = sorted(self.faulty, key=lambda done: done.index)
+        found = [fault for done in faulty for fault in done.faults]
+        bad = [line for index in sorted(self.reports) for line in self.reports[index].bad]
+        return (
+            [*found, too_many_bad(bad, self._max_bad_lines)]
+            if self.num_bad > self._max_bad_lines
+            else found
+        )
+
+    def splits(self, shards: Sequence[ShardMeta]) -> dict[str, SplitMeta]:
+        """Return the splits that have documents, with their shards in order."""
+        ordered = sorted(shards, key=lambda shard: shard.file)
         return {
             name: SplitMeta(
-                shards=tuple(sorted(self._shards[name], key=lambda shard: shard.file)),
+                shards=tuple(shard for shard in ordered if shard.file.startswith(f"{name}/")),
                 num_text_bytes=self._num_text_bytes[name],
             )
             for name in SPLITS
-            if self._shards[name]
+            if name in self.counts
         }
 
     def valid_entropy(self) -> float:
@@ -73,7 +103,7 @@ class Totals:
         return [
             Fault(
                 fact=f"the {name} split is empty",
-                rule=f"--valid-fraction {valid_fraction} chooses documents by a hash of their names",
+                rule=f"--valid-fraction {valid_fraction} chooses documents by a hash of their text",
                 remedy="prepare more documents, change --valid-fraction, or set it to 0",
             )
             for name in wanted
