@@ -78,6 +78,8 @@ class Opened:
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the decompressed bytes of the piece."""
+        if self.piece.file.form.compression and not self.piece.file.num_bytes:
+            raise DamagedError(0, "it is empty, and a compressed file never is")
         for block in self._range(self.piece.start, self.piece.end):
             self._num_read += len(block)
             yield block

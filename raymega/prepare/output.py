@@ -78,12 +78,20 @@ class FolderOutput:
         # The marker says that the folder is ours, before anything in it is removed.
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.folder.iterdir()) and not marker.is_file():
+            if not (marker.is_file() or self._is_untouched()):
                 raise ConfigError(occupied(str(self.folder)))
             self._state.mkdir(exist_ok=True)
             write_whole(marker, json.dumps(recipe, indent=1).encode())
         except OSError as error:
             raise ConfigError(unwritable(str(self.folder), error)) from error
+
+    def _is_untouched(self) -> bool:
+        # The marker itself may have been under way when a preparation was killed.
+        marker = self._state / RECIPE_FILE
+        begun = [*self._state.iterdir()] if self._state.is_dir() else []
+        return set(self.folder.iterdir()) <= {self._state} and (
+            set(begun) <= {_partial(marker)} and not self._state.is_file()
+        )
 
     def put_state(self, name: str, content: bytes) -> None:
         """Write a small file that tasks read."""
@@ -154,9 +162,13 @@ class FolderOutput:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that gets its final name only when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = _partial(path)
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_suffix(".partial")
 
 
 def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault:

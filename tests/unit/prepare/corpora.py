@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+from pathlib import Path
 from random import Random
 
 import pyarrow as pa
@@ -138,7 +139,8 @@ def prepared(folder, out, **changes):
 
 def content(folder, *, but=()):
     """The bytes of a folder's files by name."""
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    found = sorted(Path(folder).rglob("*"))
+    names = {path.relative_to(folder).as_posix(): path for path in found}
     return {n: p.read_bytes() for n, p in names.items() if p.is_file() and n not in but}
 
 
