@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, Self
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +95,8 @@ class ShardWriter:
         self._folder, self._file = folder, file
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = path.with_suffix(".partial")
+        # Of its own, as Ray may run a task twice at the same time.
+        self._partial = path.with_suffix(f".{uuid4().hex[:8]}.partial")
         self._schema = pa.schema([(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))])
         self._writer = pa.ipc.new_file(str(self._partial), self._schema)
         self._pending: list[npt.NDArray[np.unsignedinteger]] = []

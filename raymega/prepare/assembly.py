@@ -18,11 +18,11 @@ from raymega.data.format import ShardMeta
 from raymega.data.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
 from raymega.data.origins import encode_origins
 from raymega.errors import DataError, Fault
+from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
-from raymega.prepare.sources import ShardGroup
 
-# Tokens of a shard, but for its last document. Each shard that is read takes a memory map, of which
-# Linux gives a process 65,530: enough for 4e12 tokens.
+# Tokens of a shard, without the end of its last document. A shard that is read takes a memory map, and
+# Linux gives a process 65,530 of them: enough for 4e12 tokens.
 SHARD_TOKENS = 1 << 26
 
 

@@ -1,7 +1,7 @@
 """Reads the documents of a group of files, whatever their format and compression.
 
 It owns what a document is, bad lines, and which reader reads which format. The readers are in
-`lines.py`, `tables.py` and `web.py`; it makes no tokens.
+`raymega.prepare.readers`; it makes no tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raymega.errors import ConfigError, Fault, first_few
-from raymega.prepare.entries import DamagedError, Entry, Opened
-from raymega.prepare.formats import Format, told_by_magic
-from raymega.prepare.lines import read_json, read_json_lines
-from raymega.prepare.sources import FilePiece, ShardGroup, open_root
-from raymega.prepare.tables import read_arrow, read_parquet
-from raymega.prepare.web import read_html, read_warc
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
+from raymega.prepare.readers.formats import Format, told_by_magic
+from raymega.prepare.readers.lines import read_json, read_json_lines
+from raymega.prepare.readers.pieces import FilePiece, ShardGroup, open_root
+from raymega.prepare.readers.tables import read_arrow, read_parquet
+from raymega.prepare.readers.web import read_html, read_warc
 
 REPLACEMENT = "\ufffd"
 

@@ -13,9 +13,10 @@ from itertools import accumulate, pairwise
 
 import pyarrow as pa
 
-from raymega.prepare.frames import frame_starts
-from raymega.prepare.sources import FilePiece, ShardGroup, SourceFile, identity_of, open_root
-from raymega.prepare.tables import num_record_batches, row_groups
+from raymega.prepare.readers.frames import frame_starts
+from raymega.prepare.readers.pieces import FilePiece, ShardGroup, SourceFile, open_root
+from raymega.prepare.readers.tables import num_record_batches, row_groups
+from raymega.prepare.sources import identity_of
 
 # Bounds of a group in bytes; between these bounds a corpus has about ENOUGH_GROUPS groups.
 MIN_GROUP_BYTES, MAX_GROUP_BYTES, ENOUGH_GROUPS = 1 << 20, 64 << 20, 64

@@ -21,6 +21,7 @@ from raymega.data.format import (
     size_faults,
 )
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
+from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.records import (
     RECIPE_FILE,
     RECORDS_FOLDER,
@@ -30,7 +31,6 @@ from raymega.prepare.records import (
     record_name,
 )
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
-from raymega.prepare.sources import ShardGroup
 
 # Below _state: the dataset's files before they are moved to their places.
 FINAL_FOLDER = "final"

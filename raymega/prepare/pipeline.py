@@ -13,7 +13,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray.data
@@ -25,19 +25,16 @@ from raymega.data.format import (
     DatasetMeta,
     ShardMeta,
     SourceMeta,
-    local_folder,
 )
 from raymega.data.origins import SOURCES_FILE, encode_sources
-from raymega.data.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
 from raymega.prepare.assembly import ShardPlan, plan_shards, source_labels, write_shard
 from raymega.prepare.groups import make_groups, with_keys
-from raymega.prepare.output import FolderOutput
-from raymega.prepare.remote_output import StoreOutput
+from raymega.prepare.options import Output, PrepareOptions, output_at, plan_work
+from raymega.prepare.readers.pieces import ShardGroup, SourceFile
 from raymega.prepare.sample import draw_sample
 from raymega.prepare.shards import ORIGINS_SUFFIX, Counts, GroupDone, write_group
-from raymega.prepare.sources import ShardGroup, SourceFile, files_digest, list_files
-from raymega.prepare.tokenizer import Encoder, check_tokenizer, make_tokenizer, needs_sample
+from raymega.prepare.tokenizer import Encoder, make_tokenizer, needs_sample
 from raymega.prepare.totals import Totals
 from raymega.session import session_at
 
@@ -48,36 +45,6 @@ MAX_FAULTY_GROUPS = 20
 # Shards are joined on the cluster from this number on.
 MANY_SHARDS = 5
 OnProgress = Callable[[str, int, int], None]
-Output = FolderOutput | StoreOutput
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """Options of a preparation.
-
-    Attributes:
-        inputs: Files, folders or URIs with text.
-        out: Folder of the dataset, which all nodes must share; or a URI in an object store.
-        tokenizer: Tokenizer: ``bytes``, ``bpe:N`` or the path of a `tokenizers` file.
-        valid_fraction: Share of documents held out, from 0 to below 1, chosen by a hash of their
-            text.
-        include: Patterns of files to read; a file must match at least one.
-        exclude: Patterns of files to leave out; a file must match none.
-        text_key: Key of JSON objects or column of tables that holds the text.
-        max_bad_lines: Number of lines, rows or text files without a document that are left out;
-            one more refuses the corpus.
-        address: Address of the Ray cluster; see `raymega.session.session_at`.
-    """
-
-    inputs: tuple[str, ...]
-    out: str
-    tokenizer: str
-    valid_fraction: float = 0.02
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    text_key: str = "text"
-    max_bad_lines: int = 0
-    address: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +75,9 @@ def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
         StorageError: The output's object store fails.
     """
     started = monotonic()
-    output = _output_at(options.out)
+    output = output_at(options.out)
     # Check everything; a finished dataset of the same recipe is the result.
-    recipe, files = _plan_work(options, output)
+    recipe, files = plan_work(options, output)
     meta = output.find_finished(recipe)
     is_cached = meta is not None
     # Otherwise claim the output, write the data, and commit.
@@ -122,60 +89,6 @@ def prepare(options: PrepareOptions, *, on_progress: OnProgress) -> Prepared:
         # Left by a preparation that was killed after its commit.
         output.clean()
     return Prepared(uri=output.uri, meta=meta, seconds=monotonic() - started, is_cached=is_cached)
-
-
-def _output_at(out: str) -> Output:
-    if is_remote(out):
-        return StoreOutput(uri=out)
-    return FolderOutput(folder=local_folder(out).absolute())
-
-
-def _plan_work(options: PrepareOptions, output: Output) -> tuple[dict[str, str], list[SourceFile]]:
-    """Return the recipe, which determines the dataset, and the files to read.
-
-    Raises:
-        ConfigError: With one fault for each invalid option, input or output.
-    """
-    # Collect the faults of options, tokenizer, inputs and output before raising any.
-    faults: list[Fault | str] = [*_option_faults(options)]
-    tokenizer = _or_faults(faults, partial(check_tokenizer, options.tokenizer))
-    include, exclude = options.include, options.exclude
-    files = _or_faults(
-        faults, partial(list_files, options.inputs, include=include, exclude=exclude)
-    )
-    if files is not None and not any(file.num_bytes for file in files):
-        faults.append(_no_text(options.inputs))
-    if isinstance(output, FolderOutput):
-        faults += _folder_faults(output.folder, files or [])
-    if faults:
-        raise ConfigError(*faults)
-    assert tokenizer is not None and files is not None, "what is missing was a fault"
-    # Everything that the bytes of the shards depend on.
-    recipe = {
-        "inputs": files_digest(files),
-        "tokenizer": tokenizer,
-        "valid_fraction": repr(options.valid_fraction),
-        "text_key": options.text_key,
-    }
-    return recipe, files
-
-
-Made = TypeVar("Made")
-
-
-def _or_faults(faults: list[Fault | str], make: Callable[[], Made]) -> Made | None:
-    """Return the result of ``make``; on a ConfigError add its faults to ``faults``, return None."""
-    try:
-        return make()
-    except ConfigError as error:
-        faults += error.faults
-        return None
-
-
-def _folder_faults(folder: Path, files: Sequence[SourceFile]) -> list[Fault]:
-    if any(Path(file.path).is_relative_to(folder) for file in files):
-        return [_output_in_input(folder)]
-    return [_output_is_a_file(folder)] if folder.exists() and not folder.is_dir() else []
 
 
 def _write_dataset(
@@ -351,51 +264,6 @@ def _npy(counts: Counts) -> bytes:
     buffer = BytesIO()
     np.save(buffer, counts)
     return buffer.getvalue()
-
-
-def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
-    if not 0 <= options.valid_fraction < 1:
-        yield Fault(
-            fact=f"--valid-fraction {options.valid_fraction}",
-            rule="it must be at least 0 and below 1",
-            remedy="use 0.02",
-        )
-    if options.max_bad_lines < 0:
-        yield Fault(
-            fact=f"--max-bad-lines {options.max_bad_lines}",
-            rule="it must be at least 0",
-            remedy="use 0",
-        )
-    if not options.text_key:
-        yield Fault(
-            fact="--text-key is empty",
-            rule="it must be a key of JSON objects or a column of tables",
-            remedy="use text",
-        )
-
-
-def _no_text(inputs: Sequence[str]) -> Fault:
-    return Fault(
-        fact=f"the files of {', '.join(inputs)} are all empty",
-        rule="a dataset needs text",
-        remedy="give files with text in them",
-    )
-
-
-def _output_is_a_file(folder: Path) -> Fault:
-    return Fault(
-        fact=f"--out {folder} is a file",
-        rule="a dataset is a folder",
-        remedy="give another path, or remove the file",
-    )
-
-
-def _output_in_input(folder: Path) -> Fault:
-    return Fault(
-        fact=f"--out {folder} holds files that an INPUT selects",
-        rule="a dataset must not become its own source",
-        remedy="give an --out outside of every INPUT, or leave it out with --exclude",
-    )
 
 
 def _unopened(error: OSError) -> Fault:

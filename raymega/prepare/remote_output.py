@@ -18,6 +18,7 @@ from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, 
 from raymega.data.remote_dataset import meta_at, missing_shards
 from raymega.errors import ConfigError, DataError, raise_faults
 from raymega.prepare.output import occupied, other_recipe
+from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.records import (
     RECIPE_FILE,
     RECORDS_FOLDER,
@@ -27,7 +28,6 @@ from raymega.prepare.records import (
     record_name,
 )
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
-from raymega.prepare.sources import ShardGroup
 from raymega.storage.registry import open_store, store_faults
 from raymega.storage.store import Store
 

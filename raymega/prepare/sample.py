@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from raymega.prepare.documents import Document, read_documents
-from raymega.prepare.sources import FilePiece, ShardGroup, SourceFile, hash_of, split_of
+from raymega.prepare.readers.pieces import FilePiece, ShardGroup, SourceFile
+from raymega.prepare.sources import hash_of, split_of
 
 SAMPLE_BYTES = 8 << 20
 # Bytes that are taken of one file before it is the next one's turn.

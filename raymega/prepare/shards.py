@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
 from raymega.prepare.documents import BadLine, Document, read_documents
-from raymega.prepare.sources import ShardGroup, split_of
+from raymega.prepare.readers.pieces import ShardGroup
+from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer import Encoder
 
 Counts = npt.NDArray[np.int64]
@@ -64,15 +64,16 @@ def write_group(
     """Write the group's tokens below ``folder``, which holds the tokenizer.
 
     The files are ``SPLIT/KEY.arrow``, a shard, and ``SPLIT/KEY.npy``, the documents' origins. The result depends on the arguments and input files alone, so a task may safely run twice.
-    Errors are returned as faults in the report, not raised.
+    What is wrong with the inputs is returned as faults in the report, not raised.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
     try:
         return _write_group(group, folder, valid_fraction, max_bad_lines)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
         return GroupDone(index=group.index, faults=faults)
-    except (OSError, pa.ArrowException) as error:
-        return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
 
 
 def _write_group(
@@ -126,12 +127,3 @@ class _Split:
         return SplitPart(
             shard=self._writer.close(), num_text_bytes=self._num_text_bytes, counts=self._counts
         )
-
-
-def _io_fault(group: ShardGroup, folder: Path, error: Exception) -> Fault:
-    files = sorted({piece.file.path for piece in group.pieces})
-    return Fault(
-        fact=f"{type(error).__name__}: {error}, with {files[0]} and {len(files) - 1} more files",
-        rule=f"every node must be able to read the inputs and to write to {folder}",
-        remedy="put both where every node sees them, with room for the tokens",
-    )

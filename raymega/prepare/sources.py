@@ -1,14 +1,13 @@
 """Selects the files to read, orders them, and chooses the held-out documents.
 
 It owns selection and order, which depend on relative paths alone, so that the same corpus gives the
-same dataset on every machine. Folders are listed by `raymega.prepare.listing`, files are grouped by
+same dataset on every machine. Folders are listed by `raymega.prepare.readers.listing`, files are grouped by
 `raymega.prepare.groups` and read by `raymega.prepare.documents`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import accumulate
@@ -18,70 +17,18 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raymega.errors import ConfigError, Fault, first_few
-from raymega.prepare.formats import WEB_FORMATS, Form, form_of, missing_library, unknown_suffixes
-from raymega.prepare.listing import Listed, list_root, root_of
+from raymega.prepare.readers.formats import (
+    WEB_FORMATS,
+    Form,
+    form_of,
+    missing_library,
+    unknown_suffixes,
+)
+from raymega.prepare.readers.listing import Listed, list_root, root_of
+from raymega.prepare.readers.pieces import SourceFile
 
 # Folders that raymega writes beside what is to be read.
 OWN_FOLDERS = ("_state", "_report")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceFile:
-    """File selected for reading.
-
-    Attributes:
-        root: URI of the input that it belongs to; determines the file system of ``path``.
-        path: Path in the root's file system.
-        name: Path relative to the root; its stem determines the order.
-        label: Path for messages and for tracing: the input as given, and the name.
-        num_bytes: Size of the file in bytes.
-        modified_ns: Time of the last modification, in nanoseconds since the epoch.
-        form: Format and compression, from the name.
-    """
-
-    root: str
-    path: str
-    name: str
-    label: str
-    num_bytes: int
-    modified_ns: int
-    form: Form
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilePiece:
-    """Part of a file that one task reads: the whole, or a range of it.
-
-    Attributes:
-        file: The file.
-        start: Start of the range: a byte, or the number of a row group or record batch of a table.
-        end: End of the range, in the same units.
-        num_bytes: Size in bytes of the piece in storage.
-        is_cut: Whether it is a part only.
-    """
-
-    file: SourceFile
-    start: int
-    end: int
-    num_bytes: int
-    is_cut: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardGroup:
-    """Group of pieces that one task tokenises.
-
-    Attributes:
-        index: Number of the group in the order of the corpus.
-        pieces: Pieces, in order.
-        text_key: Key or column of the text.
-        key: Digest of all that its tokens depend on; names its files.
-    """
-
-    index: int
-    pieces: tuple[FilePiece, ...]
-    text_key: str = "text"
-    key: str = ""
 
 
 def list_files(
@@ -134,11 +81,6 @@ def identity_of(file: SourceFile) -> str:
     return f"{file.name}\0{file.num_bytes}\0{file.modified_ns}\n"
 
 
-def open_root(root: str) -> fs.FileSystem:
-    """Return the file system of an input's root URI."""
-    return fs.FileSystem.from_uri(root)[0]
-
-
 def hash_of(text: str, purpose: str) -> int:
     """Return a hash of ``text`` below 2**64; hashes of other purposes are independent of it."""
     # Names may hold bytes that are no UTF-8, which Python spells as surrogates.
@@ -155,7 +97,7 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
         info = system.get_file_info(top)
         listed = [_one_file(info, top)] if info.is_file else list_root(system, top)
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(_unreadable(name, str(error).splitlines()[0])) from error
+        raise ConfigError(_unreadable(name, _reason(error))) from error
     unknown, broken = [], []
     for each in listed:
         is_left_out = each.name.partition("/")[0] in OWN_FOLDERS or _matches(each.name, exclude)
@@ -164,7 +106,7 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
         label = name if info.is_file else f"{name.rstrip('/')}/{each.name}"
         form = form_of(each.name, include)
         if each.why:
-            broken.append(Fault(fact=f"{label} {each.why}", **_LISTING_RULE))
+            broken.append(_unlisted(label, each.why))
         elif form is None:
             unknown.append(label)
         else:
@@ -172,6 +114,10 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
     faults = [*broken[:5], *([unknown_suffixes(unknown)] if unknown else [])]
     if faults:
         raise ConfigError(*faults)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", "") or str(error).splitlines()[0]
 
 
 def _one_file(info: fs.FileInfo, top: str) -> Listed:
@@ -203,10 +149,12 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
-_LISTING_RULE = {
-    "rule": "what is in an INPUT must be files that can be read, each in one place",
-    "remedy": "give the target as an INPUT of its own, or leave it out with --exclude",
-}
+def _unlisted(label: str, why: str) -> Fault:
+    return Fault(
+        fact=f"{label} {why}",
+        rule="what is in an INPUT must be files that can be read, each in one place",
+        remedy="give the target as an INPUT of its own, or leave it out with --exclude",
+    )
 
 
 def _unreadable(name: str, why: str) -> Fault:

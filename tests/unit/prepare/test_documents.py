@@ -6,9 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymega.errors import ConfigError
-from raymega.prepare import entries, groups
+from raymega.prepare import groups
 from raymega.prepare.documents import read_documents
 from raymega.prepare.groups import make_groups
+from raymega.prepare.readers import entries
 from raymega.prepare.sources import list_files
 
 

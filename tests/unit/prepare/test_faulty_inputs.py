@@ -9,7 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymega.data.format import META_FILE
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, DataError
+from raymega.prepare import assembly, groups, pipeline
+from raymega.prepare.output import FolderOutput
+from raymega.prepare.readers import formats
 from tests.unit.prepare import corpora
 from tests.unit.prepare.corpora import prepared, zstd
 
@@ -177,6 +180,48 @@ def test_read_only_output_is_refused(tmp_path):
     # A file system that root cannot write to either.
     with pytest.raises(ConfigError, match=r"--out /proc/out cannot be written"):
         prepared(tmp_path / "corpus", "/proc/out", valid_fraction=0.0)
+
+
+def test_output_that_breaks_during_the_work_is_refused_and_finished_groups_are_kept(
+    tmp_path, monkeypatch
+):
+    _put(tmp_path / "corpus", "a.jsonl", FINE)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderOutput, "put_record", full)
+        with pytest.raises(ConfigError, match=r"No space left.*room for twice the tokens"):
+            prepared(tmp_path / "corpus", tmp_path / "out", valid_fraction=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "write_shard", lambda *_, **__: full())
+        with pytest.raises(ConfigError, match=r"No space left.*room for twice the tokens"):
+            prepared(tmp_path / "corpus", tmp_path / "out", valid_fraction=0.0)
+    assert len(list((tmp_path / "out").glob("_state/groups/*.json"))) == 1
+    # Tokens that change on the disk are not joined.
+    with monkeypatch.context() as patched:
+        patched.setattr(assembly, "file_crc32", lambda _: 0)
+        with pytest.raises(DataError, match=r"_state/train/\w+\.arrow is not what its task wrote"):
+            prepared(tmp_path / "corpus", tmp_path / "out", valid_fraction=0.0)
+
+
+def test_web_pages_without_the_library_are_refused_with_its_line(tmp_path, monkeypatch):
+    _put(tmp_path / "corpus", "a.html", PAGE)
+    monkeypatch.setattr(formats, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'raymega\[web\]'"):
+        prepared(tmp_path / "corpus", tmp_path / "out", valid_fraction=0.0)
+
+
+def test_large_file_that_cannot_be_opened_is_refused(tmp_path, monkeypatch, small_groups):
+    _put(tmp_path / "corpus", "a.parquet", _parquet(text=[str(i) * 9 for i in range(9999)]))
+
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(groups, "open_root", forbidden)
+    with pytest.raises(ConfigError, match=r"a large file cannot be cut: .*Permission denied"):
+        prepared(tmp_path / "corpus", tmp_path / "out", valid_fraction=0.0)
 
 
 def test_folder_that_was_refused_is_no_input(tmp_path):

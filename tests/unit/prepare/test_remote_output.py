@@ -9,9 +9,9 @@ from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, TOKENIZER_FILE, read_meta
 from raymega.data.remote_dataset import local_copy, meta_at
 from raymega.errors import ConfigError, DataError
+from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.remote_output import StoreOutput
 from raymega.prepare.shards import GroupDone, SplitPart
-from raymega.prepare.sources import ShardGroup
 from raymega.storage.registry import open_store
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.data.datasets import write_dataset

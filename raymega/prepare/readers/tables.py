@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raymega.errors import first_few
-from raymega.prepare.entries import DamagedError, Entry, Opened
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
 BATCH_ROWS = 1024
 ARROW_FILE_MAGIC = b"ARROW1"

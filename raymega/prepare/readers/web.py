@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raymega.prepare.entries import DamagedError, Entry, Opened
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
 RECORD_END = b"\r\n\r\n"
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # the decoder's own pattern
 from typing import Any
 
-from raymega.prepare.entries import DamagedError, Entry, Opened
-from raymega.prepare.formats import told_by_magic
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
+from raymega.prepare.readers.formats import told_by_magic
 
 BOM = b"\xef\xbb\xbf"
 MAX_VALUE_CHARACTERS = 1 << 28
@@ -148,7 +148,7 @@ class _Values:
                     place = self._byte(getattr(error, "pos", self._at))
                     raise DamagedError(place, f"{type(error).__name__}: {error}") from error
                 continue
-            # A number at the end of a block may go on in the next one.
+            # A number at the end of a block may be continued in the next one.
             if end == len(self._text) and self._read(1):
                 continue
             self._at = end

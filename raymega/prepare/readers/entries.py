@@ -1,4 +1,4 @@
-"""What readers have in common: rows of a file, and a file's bytes with their compression undone.
+"""Rows of a file, and a file's bytes with their compression undone, for all readers.
 
 It owns the position up to which a file was read. Formats are read by `lines.py`, `tables.py` and
 `web.py`, which `documents.py` chooses from.
@@ -12,7 +12,7 @@ from typing import Self
 
 import pyarrow as pa
 
-from raymega.prepare.sources import FilePiece
+from raymega.prepare.readers.pieces import FilePiece
 
 BLOCK_BYTES = 1 << 18
 
