@@ -40,7 +40,7 @@ from raymega.session import session_at
 
 log = logging.getLogger(__name__)
 
-# Faulty groups after which the others are not started.
+# Groups with damaged files after which the others are not started.
 MAX_FAULTY_GROUPS = 20
 # Shards are joined on the cluster from this number on.
 MANY_SHARDS = 5
@@ -123,10 +123,11 @@ def _write_dataset(
         pending = [group for group in groups if group.index not in totals.reports]
         for done in _run_groups(pending, output, options):
             totals.add(done)
-            _tell(done)
             on_progress("tokenising", totals.num_groups, len(groups))
-            if totals.num_bad > options.max_bad_lines or len(totals.faulty) >= MAX_FAULTY_GROUPS:
+            # A damaged file does not stop the other groups, as they are kept; a wrong --text-key does.
+            if totals.has_too_many_bad or len(totals.faulty) >= MAX_FAULTY_GROUPS:
                 break
+            _tell(done)
         raise_faults(ConfigError, totals.faults() or totals.split_faults(options.valid_fraction))
         # Join what they wrote.
         plans = plan_shards(groups, [totals.reports[group.index] for group in groups])

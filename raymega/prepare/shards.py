@@ -16,7 +16,7 @@ import numpy.typing as npt
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
-from raymega.prepare.documents import BadLine, Document, read_documents
+from raymega.prepare.documents import BadLine, Document, Documents, read_documents
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer import Encoder
@@ -45,9 +45,9 @@ class GroupDone:
         index: Number of the group.
         num_replaced: Number of replacement characters in its documents.
         num_rows: Number of rows of each of its pieces, with documents or without.
-        bad: Bad lines, which were left out.
+        bad: Bad lines, which were left out, or for which the group failed.
         parts: Contribution to each split.
-        faults: Reasons why the group failed; the rest is then empty.
+        faults: Reasons why the group failed; nothing else but bad lines is then there.
     """
 
     index: int
@@ -69,20 +69,20 @@ def write_group(
     Raises:
         OSError: The folder cannot be written.
     """
+    documents = read_documents(group, max_bad_lines=max_bad_lines)
     try:
-        return _write_group(group, folder, valid_fraction, max_bad_lines)
+        return _write_group(group, documents, folder, valid_fraction)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
-        return GroupDone(index=group.index, faults=faults)
+        return GroupDone(index=group.index, bad=tuple(documents.bad), faults=faults)
 
 
 def _write_group(
-    group: ShardGroup, folder: Path, valid_fraction: float, max_bad_lines: int
+    group: ShardGroup, documents: Documents, folder: Path, valid_fraction: float
 ) -> GroupDone:
     encoder = Encoder((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     splits: dict[str, _Split] = {}
     # A split's shard is opened at its first document, so an empty split has no shard.
-    documents = read_documents(group, max_bad_lines=max_bad_lines)
     num_replaced = 0
     with ExitStack() as stack:
         for document in documents:

@@ -57,27 +57,31 @@ class Totals:
 
     def add(self, done: GroupDone) -> None:
         """Add one task's report."""
+        self.num_bad += len(done.bad)
         if done.faults:
             self.faulty.append(done)
             return
         self.reports[done.index] = done
         self.num_replaced += done.num_replaced
-        self.num_bad += len(done.bad)
         for name, part in done.parts.items():
             zeros = np.zeros(self._vocab_size, dtype=np.int64)
             self.counts[name] = self.counts.get(name, zeros) + part.counts
             self._num_text_bytes[name] += part.num_text_bytes
 
+    @property
+    def has_too_many_bad(self) -> bool:
+        """True if there are more bad lines than allowed."""
+        return self.num_bad > self._max_bad_lines
+
     def faults(self) -> list[Fault]:
-        """Return the faults of all groups, in their order, and one for too many bad lines."""
+        """Return one fault for too many bad lines, and those of all groups in their order."""
         faulty = sorted(self.faulty, key=lambda done: done.index)
-        found = [fault for done in faulty for fault in done.faults]
-        bad = [line for index in sorted(self.reports) for line in self.reports[index].bad]
-        return (
-            [*found, too_many_bad(bad, self._max_bad_lines)]
-            if self.num_bad > self._max_bad_lines
-            else found
-        )
+        ordered = sorted([*self.reports.values(), *faulty], key=lambda done: done.index)
+        bad = [line for done in ordered for line in done.bad]
+        found = [too_many_bad(bad, self._max_bad_lines)] if self.has_too_many_bad else []
+        # A group that failed for its bad lines has none but these.
+        damaged = [done for done in faulty if len(done.bad) <= self._max_bad_lines]
+        return [*found, *(fault for done in damaged for fault in done.faults)]
 
     def splits(self, shards: Sequence[ShardMeta]) -> dict[str, SplitMeta]:
         """Return the splits that have documents, with their shards in order."""

@@ -97,7 +97,7 @@ def unknown_suffixes(names: Sequence[str]) -> Fault:
         " ".join(f"--{word} '{each}'" for each in patterns[:5]) for word in ("include", "exclude")
     )
     return Fault(
-        fact=f"{len(names)} files have no known suffix: {first_few(names)}",
+        fact=f"no known suffix: {first_few(names)}",
         rule="a file is read by its suffix: .json .jsonl .ndjson .parquet .arrow .html .htm .warc, a text such as "
         ".txt .md .py, each also with .gz .zst .bz2",
         remedy=f"leave them out with {leave}, or read them as texts with {admit} --include '*'",

@@ -94,8 +94,8 @@ FILES = {
     "text-called-arrow": ("a.arrow", FINE * 9, r"@0 cannot "),
     "arrow-without-the-column": ("a.arrow", _arrow(tokens=[1]), r"@0 cannot .*columns are tokens"),
     "text-called-warc": ("a.warc", FINE * 9, r"@\d+ cannot .*(no response|WARC)"),
-    "unknown-suffix": ("a.docx", FINE, r" files have no known suffix: \S*a\.docx; "),
-    "no-suffix": ("README", FINE, r" files have no known suffix: \S*README; .*--include 'README'"),
+    "unknown-suffix": ("a.docx", FINE, r"no known suffix: \S*a\.docx; "),
+    "no-suffix": ("README", FINE, r"no known suffix: \S*README; .*--include 'README'"),
 }  # fmt: skip
 
 
