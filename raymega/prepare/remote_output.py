@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, encode_meta
@@ -50,7 +51,7 @@ class StoreOutput:
         """
         # dataset.json is uploaded last, so its presence means a finished dataset.
         raise_faults(ConfigError, store_faults(self.uri, field="--out"))
-        if META_FILE not in open_store(self.uri).list(META_FILE):
+        if META_FILE not in _store(self.uri).list(META_FILE):
             return None
         meta = meta_at(self.uri)
         if meta.recipe != recipe:
@@ -64,13 +65,13 @@ class StoreOutput:
         Raises:
             ConfigError: The location has other content.
         """
-        keys = list(open_store(self.uri).list(""))
+        keys = list(_store(self.uri).list(""))
         marker = f"{STATE_FOLDER}/{RECIPE_FILE}"
         if keys and marker not in keys:
             raise ConfigError(occupied(self.uri))
         self.put_state(RECIPE_FILE, json.dumps(recipe, indent=1).encode())
         # Shards of a preparation that ended while it joined them.
-        store = open_store(self.uri)
+        store = _store(self.uri)
         for key in keys:
             if key.startswith(tuple(f"{split}/" for split in SPLITS)):
                 store.delete(key)
@@ -81,11 +82,11 @@ class StoreOutput:
 
     def put(self, name: str, content: bytes) -> None:
         """Write one of the dataset's small files."""
-        open_store(self.uri).put(name, [content], overwrite=True)
+        _store(self.uri).put(name, [content], overwrite=True)
 
     def find_done(self, groups: Sequence[ShardGroup]) -> list[GroupDone]:
         """Return the reports of the groups that are finished, and remove files of all others."""
-        store = open_store(self.uri)
+        store = _store(self.uri)
         wanted = {group.key: group.index for group in groups}
         prefix = f"{STATE_FOLDER}/"
         names = {key.removeprefix(prefix) for key in store.list(prefix)}
@@ -107,7 +108,7 @@ class StoreOutput:
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
         """Yield a temporary folder with the tokenizer; files in it are uploaded when the block ends."""
-        store = open_store(self.uri)
+        store = _store(self.uri)
         with tempfile.TemporaryDirectory(prefix="raymega-prepare-") as name:
             folder = Path(name)
             (folder / TOKENIZER_FILE).write_bytes(store.get(f"{STATE_FOLDER}/{TOKENIZER_FILE}"))
@@ -121,7 +122,7 @@ class StoreOutput:
     @contextmanager
     def shard_folders(self, files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
         """Yield a folder with copies of groups' files, and one whose files are uploaded at the end."""
-        store = open_store(self.uri)
+        store = _store(self.uri)
         with tempfile.TemporaryDirectory(prefix="raymega-prepare-") as name:
             state, folder = Path(name, "state"), Path(name, "final")
             for file in files:
@@ -137,9 +138,15 @@ class StoreOutput:
 
     def clean(self) -> None:
         """Remove ``_state``, which a finished dataset does not need."""
-        store = open_store(self.uri)
+        store = _store(self.uri)
         for key in list(store.list(f"{STATE_FOLDER}/")):
             store.delete(key)
+
+
+@cache
+def _store(uri: str) -> Store:
+    # Once a process: a client takes 0.1 CPU seconds to make, and may be shared by threads.
+    return open_store(uri)
 
 
 def _files(done: GroupDone) -> set[str]:

@@ -7,14 +7,17 @@ import pytest
 
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, TOKENIZER_FILE, read_meta
+from raymega.data.origins import trace
 from raymega.data.remote_dataset import local_copy, meta_at
 from raymega.errors import ConfigError, DataError
+from raymega.prepare import groups, pipeline
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.remote_output import StoreOutput
 from raymega.prepare.shards import GroupDone, SplitPart
 from raymega.storage.registry import open_store
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.data.datasets import write_dataset
+from tests.unit.prepare import corpora
 
 RECIPE = {"tokenizer": "bytes"}
 
@@ -88,8 +91,8 @@ def test_finished_groups_are_found_again_and_the_others_are_removed(output):
     output.put_record("unwanted", done)
     output.put_record("torn", _run_task(output, "torn"))
     open_store(output.uri).delete("_state/train/torn.npy")
-    groups = [_group(5, "done"), _group(6, "unfinished"), _group(7, "torn")]
-    (found,) = output.find_done(groups)
+    wanted = [_group(5, "done"), _group(6, "unfinished"), _group(7, "torn")]
+    (found,) = output.find_done(wanted)
     assert found.index == 5 and found.parts["train"].shard == done.parts["train"].shard
     assert _keys(output) == [
         "_state/groups/done.json", "_state/recipe.json", "_state/tokenizer.json",
@@ -119,3 +122,32 @@ def test_task_that_fails_sends_nothing(output):
 def test_place_that_cannot_be_written_is_the_users_mistake(endpoint):
     with pytest.raises(ConfigError, match=r"--out=.*no-such-bucket/x.*NoSuchBucket"):
         StoreOutput(uri="s3://no-such-bucket/x").find_finished(RECIPE)
+
+
+def test_store_to_store_is_continued_after_a_refusal_and_equals_a_folder(
+    endpoint, tmp_path, without_ray, monkeypatch
+):
+    monkeypatch.setattr(groups, "MIN_GROUP_BYTES", 1 << 14)
+    monkeypatch.setattr(pipeline, "MANY_SHARDS", 1)
+    raw = corpora.json_lines(corpora.texts())
+    (tmp_path / "corpus.jsonl").write_bytes(raw)
+    corpora.prepared(tmp_path / "corpus.jsonl", tmp_path / "near")
+    # The same lines in a store, and a bad one.
+    root = f"s3://{BUCKET}/{uuid4().hex}"
+    source, out = open_store(f"{root}/source"), f"{root}/out"
+    source.put("corpus.jsonl", [raw + b"{\n"], overwrite=True)
+    with pytest.raises(
+        ConfigError, match=rf"{root}/source/corpus\.jsonl@{len(raw)} has no document"
+    ):
+        corpora.prepared(f"{root}/source", out)
+    keys = list(open_store(out).list(""))
+    assert {key.partition("/")[0] for key in keys} == {"_state"}
+    assert sum(key.startswith("_state/groups/") for key in keys) > 2
+    done = corpora.prepared(f"{root}/source", out, max_bad_lines=1)
+    assert done.meta.source.num_bad_lines == 1
+    near = corpora.content(tmp_path / "near", but=("dataset.json", "sources.json"))
+    far = {key: open_store(out).get(key) for key in open_store(out).list("")}
+    assert near.items() <= far.items() and len(far) == len(near) + 2
+    token = done.meta.splits["train"].num_tokens - 1
+    origin = trace(out, done.meta, split="train", token=token)
+    assert origin.file == f"{root}/source/corpus.jsonl" and 0 < origin.row < corpora.NUM_TEXTS
