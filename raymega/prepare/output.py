@@ -103,6 +103,7 @@ class FolderOutput:
 
     def find_done(self, groups: Sequence[ShardGroup]) -> list[GroupDone]:
         """Return the reports of the groups that are finished, and remove files of all others."""
+        shutil.rmtree(self._state / FINAL_FOLDER, ignore_errors=True)
         wanted = {group.key: group.index for group in groups}
         found = list[GroupDone]()
         for path in sorted((self._state / RECORDS_FOLDER).glob("*.json")):
@@ -145,6 +146,9 @@ class FolderOutput:
 
     def commit(self, meta: DatasetMeta) -> None:
         """Move the files to their places, write dataset.json, then remove ``_state``."""
+        # Left by tasks that were killed and run again.
+        for path in (self._state / FINAL_FOLDER).rglob("*.partial"):
+            path.unlink()
         # What a commit that was interrupted has moved already is replaced.
         for path in (self._state / FINAL_FOLDER).iterdir():
             place = self.folder / path.name

@@ -39,7 +39,7 @@ def ran(monkeypatch):
     return indices
 
 
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.wide)])
 def test_preparation_that_is_killed_at_a_write_continues_to_the_same_bytes(
     step, corpus, tmp_path, ran
 ):
