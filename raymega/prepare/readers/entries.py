@@ -115,8 +115,16 @@ class Opened:
             else _Window(self.stream, start, end).file()
         )
         with pa.CompressedInputStream(source, compression) as stream:
-            while block := stream.read(BLOCK_BYTES):
+            while block := self._read(stream):
                 yield block
+
+    def _read(self, stream: pa.CompressedInputStream) -> bytes:
+        try:
+            return stream.read(BLOCK_BYTES)  # type: ignore[no-any-return]  # pyarrow has no types
+        except OSError as error:
+            # The decompressor reads ahead, and keeps what it had made of the last block.
+            read = f"{self.stream.tell():,} of the file's {self.piece.file.num_bytes:,} bytes were read"
+            raise DamagedError(self.place, f"{str(error).splitlines()[0]}; {read}") from error
 
 
 class _Window:

@@ -49,10 +49,10 @@ def _damaged(raw, at):
 
 # Name, content, and what the message has: the place and the reason.
 FILES = {
-    "truncated-gz": ("a.jsonl.gz", gzip.compress(RAW)[:-2000], r"@\d+ cannot .*Truncated"),
+    "truncated-gz": ("a.jsonl.gz", gzip.compress(RAW)[:-2000], r"@\d+ cannot .*Truncated.* bytes were read"),
     "truncated-gz-in-its-checksum": ("a.jsonl.gz", gzip.compress(FINE)[:-3], r"@0 cannot .*Truncated"),
-    "truncated-zst": ("a.jsonl.zst", zstd(RAW)[:-100], r"@\d+ cannot .*Truncated"),
-    "truncated-bz2": ("a.jsonl.bz2", bz2.compress(RAW)[:-1], r"@\d+ cannot .*Truncated"),
+    "truncated-zst": ("a.jsonl.zst", zstd(RAW)[:-100], r"@\d+ cannot .*Truncated.* bytes were read"),
+    "truncated-bz2": ("a.jsonl.bz2", bz2.compress(RAW)[:-1], r"@\d+ cannot .*Truncated.* bytes were read"),
     "damaged-gz": ("a.jsonl.gz", _damaged(gzip.compress(RAW), 9000), r"@\d+ cannot .*inflate failed"),
     "damaged-bz2": ("a.jsonl.bz2", _damaged(bz2.compress(RAW), 900), r"@\d+ cannot "),
     "damaged-zst": ("a.jsonl.zst", _damaged(zstd(RAW), 3000), r"@\d+ (cannot|has no document)"),
