@@ -9,8 +9,6 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raymega.prepare.pipeline import PrepareOptions, prepare
-
 NUM_TEXTS = 80
 WORDS = ("alpha", "beta", "caf\u00e9", "\u4e2d\u6587", "\U0001f600", '"quoted"', "two\nlines")
 
@@ -132,6 +130,11 @@ def every_form(found):
 
 def prepared(folder, out, **changes):
     """Prepare a folder; needs the fixture ``without_ray`` or a session."""
+    from raymega.prepare.pipeline import (  # here, as importing Ray takes seconds
+        PrepareOptions,
+        prepare,
+    )
+
     values = {"tokenizer": "bytes", "valid_fraction": 0.1, "address": "local"} | changes
     options = PrepareOptions(inputs=(str(folder),), out=str(out), **values)
     return prepare(options, on_progress=lambda *_: None)
