@@ -7,11 +7,14 @@ It owns where files are cut. Groups say who reads what; the dataset does not dep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
+from pyarrow import fs
 
 from raymega.prepare.readers.frames import frame_starts
 from raymega.prepare.readers.pieces import FilePiece, ShardGroup, SourceFile, open_root
@@ -20,6 +23,7 @@ from raymega.prepare.sources import identity_of
 
 # Bounds of a group in bytes; between these bounds a corpus has about ENOUGH_GROUPS groups.
 MIN_GROUP_BYTES, MAX_GROUP_BYTES, ENOUGH_GROUPS = 1 << 20, 64 << 20, 64
+FILES_IN_FLIGHT = 16
 # Part of a group's key: raise it when the files of finished groups change.
 GROUPS_VERSION = 1
 
@@ -37,7 +41,11 @@ def make_groups(files: Sequence[SourceFile], *, text_key: str = "text") -> list[
     total = sum(file.num_bytes for file in files)
     target = min(max(total // ENOUGH_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
     target = 1 << (target.bit_length() - 1)
-    pieces = [piece for file in files for piece in _cut(file, target)]
+    # Large files are opened, several at a time, as they tell where they can be cut.
+    large = [file for file in files if file.num_bytes > target]
+    with ThreadPoolExecutor(FILES_IN_FLIGHT, thread_name_prefix="cut") as pool:
+        borders = dict(zip(large, pool.map(partial(_borders, target=target), large), strict=True))
+    pieces = [piece for file in files for piece in _cut(file, borders.get(file, []))]
     # A piece belongs to the group in whose byte range it ends.
     ends = accumulate(piece.num_bytes for piece in pieces)
     members: dict[int, list[FilePiece]] = {}
@@ -66,15 +74,19 @@ def with_keys(groups: Sequence[ShardGroup], recipe: dict[str, str]) -> list[Shar
     return [replace(group, key=key(group)) for group in groups]
 
 
-def _cut(file: SourceFile, target: int) -> Iterator[FilePiece]:
-    """Yield the pieces of a file: the whole, or for a large one ranges of about ``target`` bytes."""
+def _borders(file: SourceFile, target: int) -> list[int]:
+    """Return the borders of pieces of about ``target`` bytes; none if the file cannot be cut."""
+    cutter = CUTTERS.get((file.form.format, bool(file.form.compression)))
+    return cutter(file, target) if cutter else []
+
+
+def _cut(file: SourceFile, borders: Sequence[int]) -> Iterator[FilePiece]:
+    """Yield the pieces of a file between ``borders``; the whole if there are none inside."""
     kind, compression = file.form.format, file.form.compression
     is_text = kind in ("text", "lines", "json", "html") and not compression
     # An empty text is no document; an empty table or archive is a fault, which its reader tells.
     if not file.num_bytes and is_text:
         return
-    cutter = CUTTERS.get((kind, bool(compression)))
-    borders = cutter(file, target) if cutter and file.num_bytes > target else []
     if len(borders) <= 2:
         yield FilePiece(file=file, start=0, end=file.num_bytes, num_bytes=file.num_bytes)
         return
@@ -91,7 +103,11 @@ def _cut_lines(file: SourceFile, target: int) -> list[int]:
 
 
 def _cut_frames(file: SourceFile, target: int) -> list[int]:
-    with open_root(file.root).open_input_file(file.path) as stream:
+    system = open_root(file.root)
+    # Frames are found by reading a few bytes at each block: in a store that is a request each.
+    if not isinstance(system, fs.LocalFileSystem):
+        return []
+    with system.open_input_file(file.path) as stream:
         starts = frame_starts(stream, file.num_bytes, file.form.compression)
     sizes = [end - start for start, end in pairwise([*starts, file.num_bytes])]
     return [[*starts, file.num_bytes][index] for index in _joined(sizes, target)]

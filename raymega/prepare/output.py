@@ -101,25 +101,23 @@ class FolderOutput:
         """Write one of the dataset's small files; it gets to its place at the commit."""
         write_whole(self._state / FINAL_FOLDER / name, content)
 
-    def find_done(self, groups: Sequence[ShardGroup]) -> list[GroupDone]:
-        """Return the reports of the groups that are finished, and remove files of all others."""
+    def find_done(self, groups: Sequence[ShardGroup]) -> Iterator[GroupDone]:
+        """Yield the reports of the groups that are finished, then remove files of all others."""
         shutil.rmtree(self._state / FINAL_FOLDER, ignore_errors=True)
         wanted = {group.key: group.index for group in groups}
-        found = list[GroupDone]()
+        kept = set[str]()
         for path in sorted((self._state / RECORDS_FOLDER).glob("*.json")):
             done = None
             if path.stem in wanted:
                 done = decode_record(path.read_bytes(), index=wanted[path.stem])
             if done is not None and self._is_whole(done):
-                found.append(done)
-                del wanted[path.stem]
+                kept.add(path.stem)
+                yield done
             else:
                 path.unlink()
-        kept = {Path(part.shard.file).stem for done in found for part in done.parts.values()}
         for path in self._state.glob("*/*"):
             if path.parent.name != RECORDS_FOLDER and path.is_file() and path.stem not in kept:
                 path.unlink()
-        return found
 
     def _is_whole(self, done: GroupDone) -> bool:
         paths = {self._state / part.shard.file: part.shard for part in done.parts.values()}

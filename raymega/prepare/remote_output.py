@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, encode_meta
 from raymega.data.remote_dataset import meta_at, missing_shards
@@ -22,7 +24,6 @@ from raymega.prepare.output import occupied, other_recipe
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.records import (
     RECIPE_FILE,
-    RECORDS_FOLDER,
     STATE_FOLDER,
     decode_record,
     encode_record,
@@ -34,6 +35,7 @@ from raymega.storage.store import Store
 
 # Longest piece of a group's file in memory while it is copied to a node.
 PIECE_BYTES = 16 << 20
+KEYS_IN_FLIGHT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,26 +86,26 @@ class StoreOutput:
         """Write one of the dataset's small files."""
         _store(self.uri).put(name, [content], overwrite=True)
 
-    def find_done(self, groups: Sequence[ShardGroup]) -> list[GroupDone]:
-        """Return the reports of the groups that are finished, and remove files of all others."""
+    def find_done(self, groups: Sequence[ShardGroup]) -> Iterator[GroupDone]:
+        """Yield the reports of the groups that are finished, then remove files of all others."""
         store = _store(self.uri)
         wanted = {group.key: group.index for group in groups}
         prefix = f"{STATE_FOLDER}/"
         names = {key.removeprefix(prefix) for key in store.list(prefix)}
-        found, kept = list[GroupDone](), {RECIPE_FILE, TOKENIZER_FILE}
-        for name in sorted(name for name in names if name.startswith(f"{RECORDS_FOLDER}/")):
-            key = Path(name).stem
-            if key not in wanted:
-                continue
-            done = decode_record(store.get(f"{prefix}{name}"), index=wanted[key])
+        kept = {RECIPE_FILE, TOKENIZER_FILE}
+        records = sorted(record_name(key) for key in wanted)
+        records = [name for name in records if name in names]
+        # Many at a time, as there may be one for each 64 MiB of a corpus.
+        for name, content in zip(
+            records, _at_once(lambda name: store.get(prefix + name), records), strict=True
+        ):
+            done = decode_record(content, index=wanted[Path(name).stem])
             files = _files(done) if done else set()
             # An object is whole if it is there.
             if done is not None and files <= names:
-                found.append(done)
                 kept |= files | {name}
-        for name in names - kept:
-            store.delete(f"{prefix}{name}")
-        return found
+                yield done
+        _delete(store, [prefix + name for name in sorted(names - kept)])
 
     @contextmanager
     def task_folder(self) -> Iterator[Path]:
@@ -139,8 +141,22 @@ class StoreOutput:
     def clean(self) -> None:
         """Remove ``_state``, which a finished dataset does not need."""
         store = _store(self.uri)
-        for key in list(store.list(f"{STATE_FOLDER}/")):
-            store.delete(key)
+        # The claim goes last: it says whose the others are.
+        keys = sorted(store.list(f"{STATE_FOLDER}/"), key=lambda key: key.endswith(RECIPE_FILE))
+        _delete(store, keys[:-1])
+        _delete(store, keys[-1:])
+
+
+def _at_once(function: Callable[[str], Any], keys: Sequence[str]) -> Iterator[Any]:
+    """Yield the results of ``function`` in the order of ``keys``; some keys are under way at a time."""
+    with ThreadPoolExecutor(KEYS_IN_FLIGHT, thread_name_prefix="prepare") as pool:
+        for start in range(0, len(keys), 4 * KEYS_IN_FLIGHT):
+            yield from pool.map(function, keys[start : start + 4 * KEYS_IN_FLIGHT])
+
+
+def _delete(store: Store, keys: Sequence[str]) -> None:
+    for _ in _at_once(store.delete, keys):
+        pass
 
 
 @cache

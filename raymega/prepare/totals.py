@@ -7,6 +7,7 @@ It owns the splits' totals and the smoothing of frequencies. Tokens are counted 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,11 +32,16 @@ def cross_entropy(counts: Counts, *, under: Counts) -> float:
     return float(-(counts * log_q).sum() / counts.sum())
 
 
+def zeros_of(size: int) -> Counts:
+    """Return counts of nothing, [size]."""
+    return np.zeros(size, dtype=np.int64)
+
+
 class Totals:
     """Sums over the finished groups, independent of the order in which they finish.
 
     Attributes:
-        reports: Reports of the groups without faults, by index.
+        reports: Reports of the groups without faults, by index; without their counts.
         faulty: Reports of the others.
         counts: Occurrences of each token by split, [V].
         num_replaced: Number of replacement characters.
@@ -61,12 +67,14 @@ class Totals:
         if done.faults:
             self.faulty.append(done)
             return
-        self.reports[done.index] = done
         self.num_replaced += done.num_replaced
         for name, part in done.parts.items():
-            zeros = np.zeros(self._vocab_size, dtype=np.int64)
+            zeros = zeros_of(self._vocab_size)
             self.counts[name] = self.counts.get(name, zeros) + part.counts
             self._num_text_bytes[name] += part.num_text_bytes
+        # Counts of every group would not fit in memory.
+        parts = {name: replace(part, counts=zeros_of(0)) for name, part in done.parts.items()}
+        self.reports[done.index] = replace(done, parts=parts)
 
     @property
     def has_too_many_bad(self) -> bool:

@@ -120,7 +120,7 @@ class Opened:
 
     def _read(self, stream: pa.CompressedInputStream) -> bytes:
         try:
-            return stream.read(BLOCK_BYTES)  # type: ignore[no-any-return]  # pyarrow has no types
+            return stream.read(BLOCK_BYTES)
         except OSError as error:
             # The decompressor reads ahead, and keeps what it had made of the last block.
             read = f"{self.stream.tell():,} of the file's {self.piece.file.num_bytes:,} bytes were read"

@@ -76,6 +76,12 @@ def _walk(top: str) -> Iterator[Listed]:
 
 def _file(listed: Listed, path: Path) -> Listed:
     try:
+        # Arrow takes no other names.
+        listed.path.encode()
+    except UnicodeEncodeError:
+        shown = ascii(listed.name)[1:-1]
+        return _broken(Listed(name=shown, path=shown), "has a name that is not UTF-8")
+    try:
         status = path.stat()
     except OSError as error:
         return _broken(listed, f"cannot be read: {error.strerror}")

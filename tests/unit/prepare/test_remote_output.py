@@ -92,7 +92,7 @@ def test_finished_groups_are_found_again_and_the_others_are_removed(output):
     output.put_record("torn", _run_task(output, "torn"))
     open_store(output.uri).delete("_state/train/torn.npy")
     wanted = [_group(5, "done"), _group(6, "unfinished"), _group(7, "torn")]
-    (found,) = output.find_done(wanted)
+    (found,) = list(output.find_done(wanted))
     assert found.index == 5 and found.parts["train"].shard == done.parts["train"].shard
     assert _keys(output) == [
         "_state/groups/done.json", "_state/recipe.json", "_state/tokenizer.json",

@@ -110,6 +110,13 @@ def test_link_to_a_file_is_read_and_one_to_a_folder_or_to_nothing_is_refused(tre
     assert _names(tree.parent / "alias", exclude=["loop", "gone.txt", "link.txt"]) == sorted(TREE)
 
 
+def test_name_that_is_not_utf8_is_refused(tree):
+    (tree / os.fsdecode(b"caf\xe9.txt")).write_text("a text")
+    with pytest.raises(ConfigError, match=r"/caf\\udce9\.txt has a name that is not UTF-8"):
+        _names(tree)
+    assert _names(tree, exclude=["caf*"]) == sorted(TREE)
+
+
 def test_datasets_folder_that_lacks_a_file_is_refused(tree):
     (tree / "hf").mkdir()
     (tree / "hf" / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
