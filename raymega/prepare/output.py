@@ -31,6 +31,7 @@ from raymega.prepare.records import (
     record_name,
 )
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
+from raymega.prepare.whole_files import PARTIAL_SUFFIX, write_whole
 
 # Below _state: the dataset's files before they are moved to their places.
 FINAL_FOLDER = "final"
@@ -87,11 +88,11 @@ class FolderOutput:
 
     def _is_untouched(self) -> bool:
         # The marker itself may have been under way when a preparation was killed.
-        marker = self._state / RECIPE_FILE
+        if not set(self.folder.iterdir()) <= {self._state} or self._state.is_file():
+            return False
         begun = [*self._state.iterdir()] if self._state.is_dir() else []
-        return set(self.folder.iterdir()) <= {self._state} and (
-            set(begun) <= {_partial(marker)} and not self._state.is_file()
-        )
+        marker = Path(RECIPE_FILE).stem
+        return all(p.suffix == PARTIAL_SUFFIX and p.name.startswith(marker) for p in begun)
 
     def put_state(self, name: str, content: bytes) -> None:
         """Write a small file that tasks read."""
@@ -143,34 +144,23 @@ class FolderOutput:
         yield self._state, self._state / FINAL_FOLDER
 
     def commit(self, meta: DatasetMeta) -> None:
-        """Move the files to their places, write dataset.json, then remove ``_state``."""
+        """Move the files to their places, dataset.json last, then remove ``_state``."""
+        final = self._state / FINAL_FOLDER
         # Left by tasks that were killed and run again.
-        for path in (self._state / FINAL_FOLDER).rglob("*.partial"):
+        for path in final.rglob(f"*{PARTIAL_SUFFIX}"):
             path.unlink()
-        # What a commit that was interrupted has moved already is replaced.
-        for path in (self._state / FINAL_FOLDER).iterdir():
+        self.put(META_FILE, encode_meta(meta))
+        for path in sorted(final.iterdir(), key=lambda path: path.name == META_FILE):
+            # What a commit that was interrupted has moved already is replaced.
             place = self.folder / path.name
             if place.is_dir():
                 shutil.rmtree(place)
             path.replace(place)
-        write_whole(self.folder / META_FILE, encode_meta(meta))
         self.clean()
 
     def clean(self) -> None:
         """Remove ``_state``, which a finished dataset does not need."""
         shutil.rmtree(self._state, ignore_errors=True)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that gets its final name only when complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
-    partial.write_bytes(content)
-    partial.replace(path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_suffix(".partial")
 
 
 def other_recipe(out: str, there: dict[str, str], here: dict[str, str]) -> Fault:

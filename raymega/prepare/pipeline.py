@@ -10,12 +10,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import numpy as np
 import ray.data
 from isal import isal_zlib
 
@@ -33,7 +31,7 @@ from raymega.prepare.groups import make_groups, with_keys
 from raymega.prepare.options import Output, PrepareOptions, output_at, plan_work
 from raymega.prepare.readers.pieces import ShardGroup, SourceFile
 from raymega.prepare.sample import draw_sample
-from raymega.prepare.shards import ORIGINS_SUFFIX, Counts, GroupDone, write_group
+from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone, encode_array, write_group
 from raymega.prepare.tokenizer import Encoder, make_tokenizer, needs_sample
 from raymega.prepare.totals import Totals
 from raymega.session import session_at
@@ -134,7 +132,7 @@ def _write_dataset(
         shards = _join(plans, output, encoder.dtype, on_progress)
     # Token counts and small files, then the description.
     for name, counts in totals.counts.items():
-        output.put(f"{name}/{COUNTS_FILE}", _npy(counts))
+        output.put(f"{name}/{COUNTS_FILE}", encode_array(counts))
     output.put(TOKENIZER_FILE, tokenizer.encode())
     output.put(SOURCES_FILE, encode_sources(source_labels(groups)))
     return DatasetMeta(
@@ -259,12 +257,6 @@ def _faults_of(error: RaymegaError | OSError) -> tuple[Fault, ...]:
     if isinstance(error, OSError):
         return (_unwritten(error),)
     return tuple(fault for fault in error.faults if isinstance(fault, Fault))
-
-
-def _npy(counts: Counts) -> bytes:
-    buffer = BytesIO()
-    np.save(buffer, counts)
-    return buffer.getvalue()
 
 
 def _unopened(error: OSError) -> Fault:

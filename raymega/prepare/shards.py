@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from raymega.prepare.documents import BadLine, Document, Documents, read_documen
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer import Encoder
+from raymega.prepare.whole_files import write_whole
 
 Counts = npt.NDArray[np.int64]
 
@@ -97,7 +99,8 @@ def _write_group(
         parts = {name: split.close() for name, split in splits.items()}
     for name, part in parts.items():
         path = (folder / part.shard.file).with_suffix(ORIGINS_SUFFIX)
-        np.save(path, np.array(splits[name].origins, dtype=np.int64))
+        origins = np.array(splits[name].origins, dtype=np.int64)
+        write_whole(path, encode_array(origins))
     return GroupDone(
         index=group.index,
         num_replaced=num_replaced,
@@ -105,6 +108,13 @@ def _write_group(
         bad=tuple(documents.bad),
         parts=parts,
     )
+
+
+def encode_array(array: Counts) -> bytes:
+    """Return the bytes of an ``.npy`` file."""
+    buffer = BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 class _Split:
