@@ -141,7 +141,8 @@ def ours(corpus: Path, tokenizer: Path, folder: Path, *, is_fast: bool) -> tuple
     """Return the whole task of `data prepare`: reading, splitting, encoding, counting, shards with checksums."""
     from raymega.data.tokenizer_files import special_ids
     from raymega.prepare import shards
-    from raymega.prepare.sources import list_files, make_groups
+    from raymega.prepare.groups import make_groups
+    from raymega.prepare.sources import list_files
     from raymega.prepare.tokenizer.encoder import EncodingRules, open_encoder
 
     files = {path.name: path.read_bytes() for path in tokenizer.iterdir()}

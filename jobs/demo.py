@@ -25,7 +25,8 @@ from raymega.events import (
     StepFinished,
     WorkersStarted,
 )
-from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
 from raymega.tracking.console import ConsoleSink
 
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 import typer
@@ -13,6 +14,7 @@ from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
+from raymega.data.origins import trace
 
 data_app = typer.Typer(
     help="Prepare, inspect and export datasets.\n\nExample: raymega data inspect corpus-tokens",
@@ -30,30 +32,35 @@ def prepare(
     eod_token: str = "",
     add_bos: bool = False,
     parse_special_tokens: bool = False,
+    text_key: str = "text",
+    max_bad_lines: int = 0,
     address: Address = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text into shards with a Ray Data pipeline.
 
-    A document is a text file, a line of a .jsonl file or a row of a .parquet file (key or column
-    `text`). The same command again finds the finished dataset.
+    A document is a text file, a line of .jsonl, an object of .json, a row of .parquet, .arrow or a
+    folder of Hugging Face datasets, a page of .html or .warc; each also as .gz, .zst or .bz2. The
+    same command again continues what was interrupted, or finds the finished dataset.
 
     Options:
         inputs: Input files, folders or URIs.
         out: Output folder that all nodes share, or s3://bucket/prefix.
         tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model,
             .tiktoken.
-        valid_fraction: Share of documents held out for validation, chosen by a hash of their path; 0 is none.
+        valid_fraction: Share of documents held out for validation, chosen by a hash of their text; 0 is none.
         include: Read only files that match, such as '*.py'; repeatable.
         exclude: Skip files that match, such as test/; repeatable.
         eod_token: Token that ends each document; default: the eos_token of tokenizer_config.json.
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
+        text_key: Key of JSON objects or column of tables that holds the text.
+        max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
     """
     # Imported here: Ray Data is slow to import, and the other commands do without it.
-    from raymega.prepare.pipeline import PrepareOptions
+    from raymega.prepare.options import PrepareOptions
     from raymega.prepare.pipeline import prepare as run_prepare
 
     options = PrepareOptions(
@@ -63,6 +70,8 @@ def prepare(
         valid_fraction=valid_fraction,
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
+        text_key=text_key,
+        max_bad_lines=max_bad_lines,
         address=address,
         eod_token=eod_token,
         add_bos=add_bos,
@@ -86,17 +95,22 @@ def inspect(
     verify: bool = False,
     seq_len: Annotated[int, typer.Option(min=0)] = 0,
     packing_window: Annotated[int, typer.Option(min=1)] = 4096,
+    token: Annotated[int, typer.Option(min=-1)] = -1,
+    split: str = "train",
     as_json: AsJson = False,
 ) -> None:
     """Show splits and sizes of a dataset; with --verify, check every byte of it.
 
-    With --seq-len, also the rows that data.packing=best_fit makes of its documents.
+    With --seq-len, also the rows that data.packing=best_fit makes of its documents. With --token,
+    where that token came from.
 
     Options:
         uri: Folder or URI of the dataset.
         verify: Read every byte and compare checksums.
         seq_len: Tokens per row: pack documents and report the efficiency; 0 does not pack.
         packing_window: Number of documents that are packed together.
+        token: Number of a token in its split; prints its file and row. -1 is none.
+        split: Split of --token.
 
     Example: raymega data inspect corpus-tokens --verify --seq-len 8192
     """
@@ -108,7 +122,10 @@ def inspect(
         )
     shape = Shape(seq_len=seq_len, packing="best_fit", window=packing_window)
     packing = describe_packing(uri, meta, shape) if seq_len else {}
-    _show(meta, {"output": uri, "is_verified": verify}, packing=packing, as_json=as_json)
+    result: dict[str, object] = {"output": uri, "is_verified": verify}
+    if token >= 0:
+        result |= {"token": token, **asdict(trace(uri, meta, split=split, token=token))}
+    _show(meta, result, packing=packing, as_json=as_json)
 
 
 def export(

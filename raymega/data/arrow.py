@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, Self
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,8 @@ class ShardWriter:
         self._folder, self._file = folder, file
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = path.with_suffix(".partial")
+        # Of its own, as Ray may run a task twice at the same time.
+        self._partial = path.with_suffix(f".{uuid4().hex[:8]}.partial")
         self._schema = pa.schema([(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))])
         self._writer = pa.ipc.new_file(str(self._partial), self._schema)
         self._pending: list[npt.NDArray[np.unsignedinteger]] = []
@@ -155,6 +157,30 @@ def file_crc32(path: Path) -> int:
     return crc
 
 
+def shard_documents(path: Path) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+    """Yield the tokens of each document of a shard, as views of its memory map."""
+    with pa.memory_map(str(path)) as mapped:
+        reader = pa.ipc.open_file(mapped)
+        for index in range(reader.num_record_batches):
+            found = reader.get_batch_with_custom_metadata(index)
+            tokens, at = found.batch.column(0).to_numpy(), 0
+            for length in _lengths(found.custom_metadata).tolist():
+                yield tokens[at : at + length]
+                at += length
+
+
+def shard_lengths(content: bytes) -> Tokens:
+    """Return the number of tokens of each document of a shard whose bytes are given, [N]."""
+    reader = pa.ipc.open_file(content)
+    found = map(reader.get_batch_with_custom_metadata, range(reader.num_record_batches))
+    return np.concatenate([_lengths(each.custom_metadata) for each in found])
+
+
+def _lengths(metadata: pa.KeyValueMetadata | None) -> Tokens:
+    texts = (metadata or {}).get(LENGTHS_KEY, b"").split(b",")
+    return np.array([int(text) for text in texts if text], dtype=np.int64)
+
+
 def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
     """Yield the document lengths of each batch of a shard; empty where none were written."""
     path = folder / shard.file
@@ -162,9 +188,7 @@ def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
         with pa.memory_map(str(path)) as mapped:
             reader = pa.ipc.open_file(mapped)
             for index in range(reader.num_record_batches):
-                metadata = reader.get_batch_with_custom_metadata(index).custom_metadata or {}
-                texts = metadata.get(LENGTHS_KEY, b"").split(b",")
-                yield np.array([int(text) for text in texts if text], dtype=np.int64)
+                yield _lengths(reader.get_batch_with_custom_metadata(index).custom_metadata)
     except (OSError, pa.ArrowInvalid, ValueError) as error:
         raise DataError(
             shard_fault(f"{path} cannot be read ({error})", "it must be whole")

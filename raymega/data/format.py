@@ -7,6 +7,7 @@ It owns dataset.json and the names of the other files; `raymega.data.arrow` owns
     tokenizer_config.json, chat_template.jinja, ...  its other files, as AutoTokenizer reads them
     train/000000.arrow  token shards, Arrow IPC
     train/unigram.npy   number of occurrences of each token, int64 [vocab_size]
+    train/000000.origins, sources.json   the documents' origins, see `raymega.data.origins`
     valid/...           the same for the held-out documents
 """
 
@@ -82,6 +83,7 @@ class SourceMeta:
         num_replaced: Number of replacement characters inserted where bytes were not UTF-8.
         num_tokenizer_bytes: Size in bytes of the sample that the tokenizer was trained on; 0 when
             it was not trained.
+        num_bad_lines: Number of lines, rows and files that were left out, having no document.
     """
 
     inputs: tuple[str, ...]
@@ -89,6 +91,7 @@ class SourceMeta:
     num_bytes: int
     num_replaced: int
     num_tokenizer_bytes: int
+    num_bad_lines: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

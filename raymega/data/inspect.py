@@ -84,6 +84,7 @@ def describe(meta: DatasetMeta) -> dict[str, Any]:
         "source_files": meta.source.num_files,
         "source_bytes": meta.source.num_bytes,
         "replaced_characters": meta.source.num_replaced,
+        "bad_lines": meta.source.num_bad_lines,
     }
 
 

@@ -1,26 +1,26 @@
-"""Reads documents from pieces of files: whole text files, JSON lines, Parquet rows.
+"""Reads the documents of a group of files, whatever their format and compression.
 
-It owns the three formats and the replacement of bytes that are not UTF-8; it makes no tokens.
+It owns what a document is, bad lines, and which reader reads which format. The readers are in
+`raymega.prepare.readers`; it makes no tokens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import BufferedReader
-from pathlib import PurePosixPath
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raymega.errors import ConfigError, Fault
-from raymega.prepare.sources import FilePiece, ShardGroup, open_root
+from raymega.errors import ConfigError, Fault, first_few
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
+from raymega.prepare.readers.formats import Format, told_by_magic
+from raymega.prepare.readers.lines import read_json, read_json_lines
+from raymega.prepare.readers.pieces import FilePiece, ShardGroup, open_root
+from raymega.prepare.readers.tables import read_arrow, read_parquet
+from raymega.prepare.readers.web import read_html, read_warc
 
-TEXT_KEY = "text"
 REPLACEMENT = "\ufffd"
-PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,97 +28,148 @@ class Document:
     """Document of the corpus.
 
     Attributes:
-        name: Path of its file, with ``@`` and a byte or row number when the file has several.
+        name: Path of its file and, after ``@``, its place there: a byte or a row number.
         text: Text of the document; never empty in results of :func:`read_documents`.
         num_bytes: Size in bytes of the encoded text.
-        num_replaced: Number of replacement characters inserted where bytes were not UTF-8.
+        num_replaced: Number of replacement characters inserted for lone surrogates of JSON.
+        piece: Index of its piece in the group.
+        row: Number of its row in the piece.
     """
 
     name: str
     text: str
     num_bytes: int
     num_replaced: int
+    piece: int = 0
+    row: int = 0
 
 
-def read_documents(group: ShardGroup) -> Iterator[Document]:
-    """Yield the non-empty documents of a group in order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadLine:
+    """Line, row or text file without a document; ``name`` is its file and place."""
 
-    Text files and JSON lines are read one document at a time, Parquet files PARQUET_ROWS rows at a
-    time.
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} has no document ({self.why})"
+
+
+class Documents:
+    """Iterator of a group's non-empty documents, in order; it counts what it has passed.
+
+    Attributes:
+        num_rows: Number of rows of each piece that was read, with documents or without.
+        bad: Bad lines so far.
+    """
+
+    def __init__(self, group: ShardGroup, *, max_bad_lines: int) -> None:
+        self.num_rows: list[int] = []
+        self.bad: list[BadLine] = []
+        self._group, self._max_bad_lines = group, max_bad_lines
+
+    def __iter__(self) -> Iterator[Document]:
+        # One file system for each input, as opening one may mean a login.
+        systems: dict[str, fs.FileSystem] = {}
+        for index, piece in enumerate(self._group.pieces):
+            system = systems.setdefault(piece.file.root, open_root(piece.file.root))
+            self.num_rows.append(0)
+            for entry in _entries(system, piece, self._group.text_key):
+                self.num_rows[-1] = entry.row + 1
+                if entry.why:
+                    self._refuse(f"{piece.file.label}@{entry.place}", entry.why)
+                elif entry.text:
+                    yield _document(piece, entry, index)
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.bad.append(BadLine(name=name, why=why))
+        if len(self.bad) > self._max_bad_lines:
+            raise ConfigError(too_many_bad(self.bad, self._max_bad_lines))
+
+
+def read_documents(group: ShardGroup, *, max_bad_lines: int = 0) -> Documents:
+    """Return the non-empty documents of a group, to iterate over once.
+
+    Memory is bounded by the largest document, and by 1,024 rows of a table.
 
     Raises:
-        ConfigError: A JSON line or a Parquet file has no text field.
+        ConfigError: While iterating: a file is damaged, has no text, or the group has more than
+            ``max_bad_lines`` bad lines. The message has the file and the byte.
     """
-    # One file system for each input, as opening one may mean a login.
-    systems: dict[str, fs.FileSystem] = {}
-    for piece in group.pieces:
-        system = systems.setdefault(piece.file.root, open_root(piece.file.root))
-        read = READERS.get(PurePosixPath(piece.file.name).suffix, _read_text)
-        with system.open_input_file(piece.file.path) as stream:
-            yield from (document for document in read(stream, piece) if document.text)
+    return Documents(group, max_bad_lines=max_bad_lines)
 
 
-def _read_text(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
-    yield _decode(piece.file.name, stream.read())
+def too_many_bad(bad: list[BadLine], most: int) -> Fault:
+    """Return the fault of more bad lines than ``--max-bad-lines`` allows."""
+    return Fault(
+        fact=first_few([str(line) for line in bad]),
+        rule=f"--max-bad-lines allows {most}; a document is UTF-8 text, a line of JSON an object with its text as a "
+        "string",
+        remedy=f"repair the file, leave it out with --exclude, or skip such lines with --max-bad-lines {len(bad)}",
+    )
 
 
-def _read_json_lines(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
-    """Yield the lines that begin in the piece, though the last may end beyond it."""
-    reader = BufferedReader(stream)
-    # A line that began before the piece belongs to the previous piece.
-    if piece.start:
-        reader.seek(piece.start - 1)
-        reader.readline()
-    # A blank line is no document. A line is decoded twice: as JSON, then the text inside it.
-    while (start := reader.tell()) < piece.end:
-        name = f"{piece.file.name}@{start}"
-        line = _decode(name, reader.readline())
-        if line.text.strip():
-            # JSON can hold lone surrogates (\ud800), which become replacement characters.
-            raw = _json_text(line).encode("utf-8", "surrogatepass")
-            yield _decode(name, raw, num_replaced=line.num_replaced)
-
-
-def _json_text(line: Document) -> str:
+def _entries(system: fs.FileSystem, piece: FilePiece, text_key: str) -> Iterator[Entry]:
+    """Yield the rows of a piece; whatever is wrong with the file becomes an error with its place."""
+    file = piece.file
+    opened = Opened(piece, text_key)
     try:
-        text = json.loads(line.text)[TEXT_KEY]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _no_text(line.name, f"{type(error).__name__}: {error}") from error
-    if not isinstance(text, str):
-        raise _no_text(line.name, f"its {TEXT_KEY} is a {type(text).__name__}")
-    return text
+        with system.open_input_file(file.path) as stream:
+            yield from READERS[file.form.format](opened.over(stream))
+    except DamagedError as error:
+        raise ConfigError(_damaged(f"{file.label}@{error.place}", error.why)) from error
+    # OSError and ArrowException of reading, decompressing and decoding
+    except (OSError, pa.ArrowException, EOFError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+        raise ConfigError(_damaged(f"{file.label}@{opened.place}", why)) from error
 
 
-def _read_parquet(stream: pa.NativeFile, piece: FilePiece) -> Iterator[Document]:
-    table = pq.ParquetFile(stream)
-    if TEXT_KEY not in table.schema_arrow.names:
-        raise _no_text(piece.file.name, f"its columns are {', '.join(table.schema_arrow.names)}")
-    # Rows are numbered over the whole file; a null is an empty document.
-    row = 0
-    for batch in table.iter_batches(PARQUET_ROWS, columns=[TEXT_KEY]):
-        for text in batch.column(0).to_pylist():
-            yield _decode(f"{piece.file.name}@{row}", (text or "").encode())
-            row += 1
+def _read_text(opened: Opened) -> Iterator[Entry]:
+    # One document, in memory as a whole: a tokenizer takes no less.
+    raw = opened.read_all()
+    text, place, why = "", 0, ""
+    nul = raw.find(b"\0")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        place, why = error.start, f"byte 0x{raw[error.start]:02x} is not UTF-8{told_by_magic(raw)}"
+    if nul >= 0:
+        place, why = nul, f"a NUL byte: it is no text{told_by_magic(raw)}"
+    yield Entry(row=0, place=place, text=text, why=why)
 
 
-def _decode(name: str, raw: bytes, *, num_replaced: int = 0) -> Document:
-    text = raw.decode("utf-8", "replace")
-    # Characters U+FFFD that the source itself holds do not count.
-    added = text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())
-    return Document(name=name, text=text, num_bytes=len(raw), num_replaced=num_replaced + added)
+def _document(piece: FilePiece, entry: Entry, index: int) -> Document:
+    try:
+        raw, text, num_replaced = entry.text.encode(), entry.text, 0
+    except UnicodeEncodeError:
+        # JSON can hold lone surrogates (\ud800), which become replacement characters.
+        raw = entry.text.encode("utf-8", "surrogatepass")
+        text = raw.decode("utf-8", "replace")
+        num_replaced = text.count(REPLACEMENT) - entry.text.count(REPLACEMENT)
+    return Document(
+        name=f"{piece.file.label}@{entry.place}",
+        text=text,
+        num_bytes=len(raw),
+        num_replaced=num_replaced,
+        piece=index,
+        row=entry.row,
+    )
 
 
-def _no_text(where: str, what: str) -> ConfigError:
-    fault = Fault(
-        fact=f"{where} has no document ({what})",
-        rule=f"a .jsonl line is an object with a string {TEXT_KEY!r}, a .parquet file has a string "
-        f"column {TEXT_KEY!r}",
+def _damaged(where: str, why: str) -> Fault:
+    return Fault(
+        fact=f"{where} cannot be read ({why})",
+        rule="a file must be whole, and every node must be able to read it",
         remedy="repair the file, or leave it out with --exclude",
     )
-    return ConfigError(fault)
 
 
-READERS: dict[str, Callable[[pa.NativeFile, FilePiece], Iterator[Document]]] = {
-    ".jsonl": _read_json_lines,
-    ".parquet": _read_parquet,
+READERS: dict[Format, Callable[[Opened], Iterator[Entry]]] = {
+    "text": _read_text,
+    "lines": read_json_lines,
+    "json": read_json,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "html": read_html,
+    "warc": read_warc,
 }

@@ -1,23 +1,25 @@
-"""Runs one task of the preparation: reads a group of documents, writes shards, counts tokens.
+"""Runs one task of the preparation: reads a group of documents, writes its tokens, counts them.
 
-It owns the work inside a task. Tasks are distributed by `raymega.prepare.pipeline`.
+It owns the work inside a task. Tasks are distributed by `raymega.prepare.pipeline`, and what they
+wrote is joined to the dataset's shards by `raymega.prepare.assembly`.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
-from raymega.prepare.documents import Document, read_documents
-from raymega.prepare.sources import ShardGroup, split_of
+from raymega.prepare.documents import BadLine, Document, Documents, read_documents
+from raymega.prepare.readers.pieces import ShardGroup
+from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer.encoder import (
     Encoder,
     EncodingRules,
@@ -25,10 +27,15 @@ from raymega.prepare.tokenizer.encoder import (
     EnginesDifferError,
     open_encoder,
 )
+from raymega.prepare.whole_files import write_whole
 
 Counts = npt.NDArray[np.int64]
 BATCH_BYTES = 1 << 20
 """Text of a batch; it holds whole documents of this size or a little more."""
+
+
+# Beside a group's tokens: the piece and the row in it of each document, int64 [N, 2].
+ORIGINS_SUFFIX = ".npy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +49,25 @@ class SplitPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupDone:
-    """Report of a task: its parts by split and their engine, or the faults for which it failed.
+    """Report of a task: its parts by split, or the faults for which it failed.
 
-    Without either, the engines differ on a piece of the group (``is_disproved``) and nothing was written.
+    Attributes:
+        index: Number of the group.
+        engine: Engine that encoded its documents.
+        is_disproved: True if the engines differ on a piece of the group; nothing else is then there.
+        num_replaced: Number of replacement characters in its documents.
+        num_rows: Number of rows of each of its pieces, with documents or without.
+        bad: Bad lines, which were left out, or for which the group failed.
+        parts: Contribution to each split.
+        faults: Reasons why the group failed; nothing else but bad lines is then there.
     """
 
     index: int
     engine: EngineName = "tokenizers"
     is_disproved: bool = False
     num_replaced: int = 0
+    num_rows: tuple[int, ...] = ()
+    bad: tuple[BadLine, ...] = ()
     parts: dict[str, SplitPart] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
@@ -61,61 +78,83 @@ def write_group(
     folder: Path,
     valid_fraction: float,
     rules: EncodingRules,
+    max_bad_lines: int = 0,
     is_fast: bool = True,
 ) -> GroupDone:
-    """Write the group's shards below ``folder``, which holds the tokenizer.
+    """Write the group's tokens below ``folder``, which holds the tokenizer.
 
-    The result depends on the arguments and input files alone, so a task may safely run twice. With
+    The files are ``SPLIT/KEY.arrow``, a shard, and ``SPLIT/KEY.npy``, the documents' origins. The
+    result depends on the arguments and input files alone, so a task may safely run twice. With
     ``is_fast`` the engine may be another than `tokenizers`, with the same ids as far as both were asked.
-    Errors are returned as faults in the report, not raised.
+    What is wrong with the inputs is returned as faults in the report, not raised.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
+    documents = read_documents(group, max_bad_lines=max_bad_lines)
     try:
         text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
         encoder = open_encoder(text, rules, is_fast=is_fast)
-        return _write_group(group, folder, valid_fraction, encoder)
+        return _write_group(group, documents, folder, valid_fraction, encoder)
     except EnginesDifferError:
         return GroupDone(index=group.index, is_disproved=True)
     except RaymegaError as error:
         faults = tuple(fault for fault in error.faults if isinstance(fault, Fault))
-        return GroupDone(index=group.index, faults=faults)
-    except (OSError, pa.ArrowException) as error:
-        return GroupDone(index=group.index, faults=(_io_fault(group, folder, error),))
+        return GroupDone(index=group.index, bad=tuple(documents.bad), faults=faults)
 
 
 def _write_group(
-    group: ShardGroup, folder: Path, valid_fraction: float, encoder: Encoder
+    group: ShardGroup, documents: Documents, folder: Path, valid_fraction: float, encoder: Encoder
 ) -> GroupDone:
     splits: dict[str, _Split] = {}
     # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
     with ExitStack() as stack:
-        for document in read_documents(group):
-            name = split_of(document.name, valid_fraction)
+        for document in documents:
+            name = split_of(document.text, valid_fraction)
             if name not in splits:
-                file = f"{name}/{group.index:06d}.arrow"
+                file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(folder, file, dtype=encoder.dtype)
                 splits[name] = _Split(stack.enter_context(writer), encoder)
             splits[name].add(document)
             num_replaced += document.num_replaced
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
+    for name, part in parts.items():
+        path = (folder / part.shard.file).with_suffix(ORIGINS_SUFFIX)
+        origins = np.array(splits[name].origins, dtype=np.int64)
+        write_whole(path, encode_array(origins))
     return GroupDone(
-        index=group.index, num_replaced=num_replaced, parts=parts, engine=encoder.engine
+        index=group.index,
+        engine=encoder.engine,
+        num_replaced=num_replaced,
+        num_rows=tuple(documents.num_rows),
+        bad=tuple(documents.bad),
+        parts=parts,
     )
 
 
+def encode_array(array: Counts) -> bytes:
+    """Return the bytes of an ``.npy`` file."""
+    buffer = BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 class _Split:
-    """An unfinished shard of one split, with its token counts and a batch of documents to encode."""
+    """An unfinished shard of one split: token counts, documents' origins, a batch to encode."""
 
     def __init__(self, writer: ShardWriter, encoder: Encoder) -> None:
         self._writer, self._encoder = writer, encoder
         self._counts = np.zeros(encoder.vocab_size, dtype=np.int64)
         self._texts: list[str] = []
         self._num_text_bytes = self._num_batch_bytes = 0
+        self.origins: list[tuple[int, int]] = []
 
     def add(self, document: Document) -> None:
         self._texts.append(document.text)
         self._num_text_bytes += document.num_bytes
+        self.origins.append((document.piece, document.row))
         self._num_batch_bytes += document.num_bytes
         if self._num_batch_bytes >= BATCH_BYTES:
             self._encode()
@@ -137,12 +176,3 @@ class _Split:
         for length in batch.lengths:
             self._writer.append(batch.tokens[start : start + length])
             start += length
-
-
-def _io_fault(group: ShardGroup, folder: Path, error: Exception) -> Fault:
-    files = sorted({piece.file.path for piece in group.pieces})
-    return Fault(
-        fact=f"{type(error).__name__}: {error}, with {files[0]} and {len(files) - 1} more files",
-        rule=f"every node must be able to read the inputs and to write to {folder}",
-        remedy="put both where every node sees them, with room for the tokens",
-    )

@@ -21,7 +21,7 @@ import yaml
 
 from raymega.cli.main import run
 from raymega.planner.calibration.published_runs import COLUMNS
-from raymega.prepare.tokenizer import make_tokenizer
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 
@@ -33,7 +33,7 @@ TEXTS = {
         (",".join(COLUMNS), ",".join("many" if n == "n_gpus" else "" for n in COLUMNS))
     ),
     "FREE_JOB": VERIFY.read_text().replace("parallel: {tp: 1, pp: 2, dp: 1}", "parallel: {}"),
-    "BYTES": make_tokenizer("bytes", []),
+    "BYTES": byte_tokenizer(),
     "WORDS": json.dumps(
         {
             "version": "1.0",

@@ -1,4 +1,4 @@
-"""Every planted mistake in saves, leases, guards and plans is caught before anybody trains on it."""
+"""Every planted mistake in saves, leases, guards, plans and readers is caught before anybody trains on it."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
+from tests.mutations.readers import READER_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
 
 pytestmark = pytest.mark.dist
@@ -33,8 +34,9 @@ def _copy(folder: Path) -> Path:
         ("leases", LEASE_MUTATIONS, "sound"),
         ("guards", GUARD_MUTATIONS, "sound"),
         ("plans", PLAN_MUTATIONS, "sound"),
+        ("readers", READER_MUTATIONS, "sound"),
     ],
-    ids=["saves", "leases", "guards", "plans"],
+    ids=["saves", "leases", "guards", "plans", "readers"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raymega.convert.huggingface.importer import hf_import
-from raymega.prepare.tokenizer import make_tokenizer
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.support.references import hf_models
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     model = hf_models.make_model("llama2")
     model.save_pretrained(folder / "theirs")
-    (folder / "theirs" / "tokenizer.json").write_text(make_tokenizer("bytes", []))
+    (folder / "theirs" / "tokenizer.json").write_text(byte_tokenizer())
     hf_import(folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (folder / "texts.jsonl").write_text(lines)

@@ -1,17 +1,19 @@
 import os
-from contextlib import nullcontext
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raymega.data.format import META_FILE
 from raymega.data.inspect import inspect_dataset
 from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError
-from raymega.prepare import pipeline, sources
-from raymega.prepare.pipeline import PrepareOptions, prepare
-from raymega.prepare.shards import GroupDone
+from raymega.prepare import groups
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
 from raymega.session import close_session, open_session
 
 pytestmark = pytest.mark.ray
@@ -21,7 +23,7 @@ NUM_FILES = 30
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MIN_GROUP_BYTES", 512)
+    monkeypatch.setattr(groups, "MIN_GROUP_BYTES", 512)
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(NUM_FILES):
@@ -56,8 +58,8 @@ def test_shards_are_the_same_on_a_private_instance_and_on_a_cluster_of_another_s
         assert ray.is_initialized()
     finally:
         close_session()
-    phase, num_done, num_groups = seen[-1]
-    assert phase == "tokenising" and num_done == num_groups > 4
+    _, num_done, num_groups = [at for at in seen if at[0] == "tokenising"][-1]
+    assert num_done == num_groups > 4 and seen[-1] == ("joining", 2, 2)
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
@@ -71,35 +73,6 @@ def test_shards_are_the_same_on_a_private_instance_and_on_a_cluster_of_another_s
     assert _content(tmp_path / "first") == _content(tmp_path / "second")
     _check_dataset(first.meta, tmp_path / "first")
     _check_second_time(corpus, tmp_path / "first", first.meta)
-
-
-def test_engine_that_is_disproved_in_one_group_leaves_no_shard(corpus, tmp_path, monkeypatch):
-    """Its tasks run in this process: a lie in one group only, and the dataset is that of the other engine."""
-    honest, passes = pipeline.write_group, []
-
-    def run(groups, output, valid_fraction, rules, *, is_fast):
-        passes.append(is_fast)
-        for group in groups:
-            if is_fast and group.index == 3:
-                yield GroupDone(index=group.index, is_disproved=True)
-            else:
-                with output.task_folder() as folder:
-                    yield honest(
-                        group,
-                        folder=folder,
-                        valid_fraction=valid_fraction,
-                        rules=rules,
-                        is_fast=is_fast,
-                    )
-
-    monkeypatch.setattr(pipeline, "_run_groups", run)
-    monkeypatch.setattr(pipeline, "session_at", lambda _: nullcontext())
-    done, _ = _prepare(corpus, tmp_path / "out")
-    assert passes == [True, False] and set(done.engines) == {"tokenizers"}
-    assert (
-        inspect_dataset(str(tmp_path / "out"), is_verified=True, on_shard=lambda *_: None)
-        == done.meta
-    )
 
 
 def _check_dataset(meta, out):
@@ -132,4 +105,42 @@ def _check_faults(tmp_path):
     (corpus / "a.jsonl").write_text('{"text": "fine"}\n{"body": "not"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl@17 has no document"):
         _prepare(corpus, out, tokenizer="bytes")
-    assert out.exists() and not (out / META_FILE).exists()
+    assert [path.name for path in out.iterdir()] == ["_state"]
+
+
+@pytest.mark.wide
+def test_command_that_is_killed_is_continued_and_gives_the_same_bytes(tmp_path):
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+    with corpus.open("w") as file:
+        for i in range(6000):
+            file.write(f'{{"text": "{i} {"word " * 200}"}}\n')
+    # One CPU: the groups run one after the other.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        words = ["data", "prepare", str(corpus), "--out", str(out), "--tokenizer", "bytes"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "raymega", *words, "--address", cluster.address]
+        ) as process:
+            while not list(out.glob("_state/groups/*.json")):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        assert [path.name for path in out.iterdir()] == ["_state"]
+        num_kept = len(list(out.glob("_state/groups/*.json")))
+        _, seen = _prepare(
+            corpus, out, tokenizer="bytes", valid_fraction=0.02, address=cluster.address
+        )
+        _prepare(
+            corpus,
+            tmp_path / "undisturbed",
+            tokenizer="bytes",
+            valid_fraction=0.02,
+            address=cluster.address,
+        )
+    finally:
+        close_session()
+        cluster.shutdown()
+    _, num_done, num_groups = next(at for at in seen if at[0] == "tokenising")
+    assert num_groups > num_done >= num_kept > 0
+    assert _content(out) == _content(tmp_path / "undisturbed")

@@ -4,7 +4,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raymega.checkpoint.tools.inspection import verify_checkpoints
-from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
 from tests.support.command import train

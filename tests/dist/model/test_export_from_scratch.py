@@ -15,8 +15,9 @@ from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.messages import Requests
 from raymega.plan.run_plan import read_plan
 from raymega.plan.tensor_table import model_tensors
+from raymega.prepare.groups import make_groups
 from raymega.prepare.shards import write_group
-from raymega.prepare.sources import list_files, make_groups
+from raymega.prepare.sources import list_files
 from raymega.prepare.tokenizer.choice import TokenizerOptions, choose_tokenizer, make_tokenizer
 from raymega.storage.local import LocalStore
 from raymega.train.build import build_parts

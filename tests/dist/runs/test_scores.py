@@ -14,7 +14,7 @@ from raymega.evaluate.requests import Request
 from raymega.evaluate.run import EvalOptions, plan_of, prepare_evaluation
 from raymega.evaluate.worker import score_requests
 from raymega.plan.run_plan import read_plan
-from raymega.prepare.tokenizer import make_tokenizer
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from raymega.train.build_scorer import build_scorer, load_weights
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(
     uri, _ = llama
     (tmp_path / "texts").write_text('{"text": "a b"}\n')
     (tmp_path / "empty").write_text("")
-    (tmp_path / "tokenizer.json").write_text(make_tokenizer("bytes", []))
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer())
     if told != "has no tokenizer, and neither" and options.tokenizer is None:
         options = replace(options, tokenizer=tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError) as error:

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pyarrow as pa
@@ -5,9 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymega.errors import ConfigError
-from raymega.prepare import sources
+from raymega.prepare import groups
 from raymega.prepare.documents import read_documents
-from raymega.prepare.sources import list_files, make_groups
+from raymega.prepare.groups import make_groups
+from raymega.prepare.readers import entries
+from raymega.prepare.sources import list_files
 
 
 def _read(*paths):
@@ -19,14 +22,8 @@ def test_text_file_is_one_document_and_an_empty_one_is_none(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "empty.txt").write_text("")
     (document,) = _read(tmp_path)
-    assert (document.name, document.text) == ("a.txt", "one\ntwo\n")
+    assert (document.name, document.text) == (f"{tmp_path}/a.txt@0", "one\ntwo\n")
     assert (document.num_bytes, document.num_replaced) == (8, 0)
-
-
-def test_undecodable_bytes_are_replaced_and_counted(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 \xff" + "\ufffd".encode())
-    (document,) = _read(tmp_path)
-    assert document.text == "caf\ufffd \ufffd\ufffd" and document.num_replaced == 2
 
 
 @pytest.mark.parametrize("group_bytes", [1, 7, 40, 10_000])
@@ -35,8 +32,8 @@ def test_json_lines_are_each_read_once_however_the_file_is_cut(tmp_path, monkeyp
     lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
     lines.insert(3, "")
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(sources, "MIN_GROUP_BYTES", group_bytes)
-    monkeypatch.setattr(sources, "MAX_GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(groups, "MIN_GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(groups, "MAX_GROUP_BYTES", group_bytes)
     documents = sorted(_read(tmp_path), key=lambda d: int(d.name.partition("@")[2]))
     assert [document.text for document in documents] == texts
 
@@ -47,29 +44,69 @@ def test_lone_surrogates_of_json_are_replaced(tmp_path):
     assert document.text == "a\ufffd\ufffd\ufffdb" and document.num_replaced == 3
 
 
-@pytest.mark.parametrize(
-    "line, what",
-    [
-        ('{"text": 3}', "its text is a int"),
-        ('{"body": "x"}', "KeyError"),
-        ("[1]", "TypeError"),
-        ("{", "JSONDecodeError"),
-    ],
-)
-def test_line_without_text_is_refused_with_its_place(tmp_path, line, what):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=rf"a\.jsonl@17 has no document \({what}"):
-        _read(tmp_path)
+def test_bad_lines_are_passed_over_as_long_as_they_may_be(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{\n\n{"text": "2"}\n\xff\n{"text": "3"}')
+    files = list_files([str(tmp_path)], include=["*"], exclude=[])
+    (group,) = make_groups(files)
+    documents = read_documents(group, max_bad_lines=2)
+    assert [(d.text, d.row) for d in documents] == [("1", 0), ("2", 3), ("3", 5)]
+    assert [line.name for line in documents.bad] == [f"{tmp_path}/a.jsonl@{at}" for at in (14, 31)]
+    assert documents.num_rows == [6]
+    with pytest.raises(ConfigError, match=r"a\.jsonl@14 .*a\.jsonl@31 .*--max-bad-lines allows 1;"):
+        list(read_documents(group, max_bad_lines=1))
 
 
-def test_parquet_rows_are_documents(tmp_path):
-    table = pa.table({"text": ["one", None, "", "two"], "id": [1, 2, 3, 4]})
+def test_rows_of_tables_are_documents(tmp_path):
+    texts = ["one", None, "", "two"]
+    table = pa.table({"text": pa.array(texts).dictionary_encode(), "id": [1, 2, 3, 4]})
     pq.write_table(table, tmp_path / "a.parquet")
-    documents = _read(tmp_path)
-    assert [(d.name, d.text) for d in documents] == [("a.parquet@0", "one"), ("a.parquet@3", "two")]
+    with pa.ipc.new_file(str(tmp_path / "b.arrow"), table.schema) as writer:
+        writer.write_table(
+            table.cast(pa.schema([("text", pa.large_string()), ("id", pa.int64())])).cast(
+                table.schema
+            )
+        )
+    assert [(d.name.partition("/a.")[2] or d.name[-9:], d.text) for d in _read(tmp_path)] == [
+        ("parquet@0", "one"),
+        ("parquet@3", "two"),
+        ("b.arrow@0", "one"),
+        ("b.arrow@3", "two"),
+    ]
 
 
-def test_parquet_without_a_text_column_is_refused(tmp_path):
-    pq.write_table(pa.table({"body": ["one"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="its columns are body"):
-        _read(tmp_path)
+def test_values_of_json_may_be_longer_than_a_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(entries, "BLOCK_BYTES", 7)
+    texts = ["x" * 100, "\u00e9\U0001f600" * 9, "", "]}"]
+    for indent in (None, 2):
+        array = json.dumps([{"text": t} for t in texts], ensure_ascii=False, indent=indent)
+        (tmp_path / "a.json").write_text(array)
+        assert [d.text for d in _read(tmp_path)] == ["x" * 100, "\u00e9\U0001f600" * 9, "]}"]
+        places = [d.name.partition("@")[2] for d in _read(tmp_path)]
+        raw = array.encode()
+        assert all(raw[int(place) :].startswith(b"{") for place in places)
+
+
+def test_web_pages_are_read_as_their_main_text(tmp_path):
+    page = (
+        "<html><head><title>t</title></head><body><nav>menu</nav><p>caf\u00e9 one</p></body></html>"
+    )
+    (tmp_path / "a.html").write_bytes(page.encode("latin-1"))
+    (document,) = _read(tmp_path)
+    assert document.text == "caf\u00e9 one"
+    (tmp_path / "a.html").unlink()
+    (tmp_path / "b.warc.gz").write_bytes(
+        b"".join(
+            gzip.compress(_response(f"<p>page {i}</p>", kind))
+            for i, kind in enumerate(("text/html", "image/png", "text/html; charset=utf-8"))
+        )
+    )
+    assert [(d.text, d.row) for d in _read(tmp_path)] == [("page 0", 0), ("page 2", 2)]
+
+
+def _response(page, kind):
+    http = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n\r\n{page}"
+    head = (
+        "WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:a>\r\nWARC-Target-URI: http://a/\r\n"
+        f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(http)}\r\n\r\n"
+    )
+    return (head + http + "\r\n\r\n").encode()

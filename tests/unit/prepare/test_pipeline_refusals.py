@@ -3,7 +3,8 @@
 import pytest
 
 from raymega.errors import ConfigError
-from raymega.prepare.pipeline import PrepareOptions, prepare
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
 
 
 def _refusal(**changes) -> str:

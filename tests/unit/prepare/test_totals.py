@@ -5,6 +5,7 @@ import pytest
 
 from raymega.data.format import ShardMeta
 from raymega.errors import Fault
+from raymega.prepare.documents import BadLine
 from raymega.prepare.shards import GroupDone, SplitPart
 from raymega.prepare.totals import Totals, cross_entropy
 
@@ -38,9 +39,10 @@ def test_totals_do_not_depend_on_the_order_of_the_groups():
         totals[0].add(report)
     for report in reversed(reports):
         totals[1].add(report)
-    assert totals[0].splits() == totals[1].splits()
+    shards = [part.shard for report in reports for part in report.parts.values()]
+    assert totals[0].splits(shards) == totals[1].splits(shards[::-1])
     assert totals[0].valid_entropy() == totals[1].valid_entropy() == pytest.approx(math.log(10 / 2))
-    assert totals[0].splits()["train"].num_tokens == 7 and totals[0].num_replaced == 2
+    assert totals[0].splits(shards)["train"].num_tokens == 7 and totals[0].num_replaced == 2
 
 
 def test_empty_splits_are_faults_unless_nothing_was_held_out():
@@ -48,11 +50,24 @@ def test_empty_splits_are_faults_unless_nothing_was_held_out():
     totals.add(_done(0, train=[1, 1, 1]))
     assert totals.split_faults(0.0) == [] and totals.valid_entropy() == -1.0
     assert [fault.fact for fault in totals.split_faults(0.1)] == ["the valid split is empty"]
-    assert list(totals.splits()) == ["train"]
+    assert list(totals.splits([])) == ["train"]
 
 
-def test_faults_of_all_groups_are_kept():
+def test_faults_of_all_groups_are_kept_in_order():
     totals = Totals(3)
-    for text in "ab":
-        totals.add(GroupDone(index=0, faults=(Fault(fact=text, rule="", remedy=""),)))
-    assert [fault.fact for fault in totals.faults] == ["a", "b"]
+    for index in (1, 0):
+        fault = Fault(fact=f"group {index}", rule="", remedy="")
+        totals.add(GroupDone(index=index, faults=(fault,)))
+    assert [fault.fact for fault in totals.faults()] == ["group 0", "group 1"]
+    assert totals.num_groups == 2 and not totals.reports
+
+
+def test_bad_lines_of_all_groups_count_together():
+    totals = Totals(3, max_bad_lines=1)
+    for index in (1, 0):
+        totals.add(
+            GroupDone(index=index, bad=(BadLine(name=f"a.jsonl@{index}", why="it is a list"),))
+        )
+    (fault,) = totals.faults()
+    assert fault.fact.startswith("a.jsonl@0 has no document (it is a list), a.jsonl@1 has")
+    assert "--max-bad-lines allows 1" in fault.rule and "--max-bad-lines 2" in fault.remedy

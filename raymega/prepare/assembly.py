@@ -1,0 +1,151 @@
+"""Joins what the groups wrote to the shards of the dataset.
+
+It owns the borders of shards: they depend on the documents and their order alone, not on how files
+were compressed, cut and grouped. So every form of one corpus gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from pathlib import Path
+
+import numpy as np
+
+from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
+from raymega.data.format import ShardMeta
+from raymega.data.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
+from raymega.data.origins import encode_origins
+from raymega.errors import DataError, Fault
+from raymega.prepare.readers.pieces import ShardGroup
+from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
+
+# Tokens of a shard, without the end of its last document. A shard that is read takes a memory map, and
+# Linux gives a process 65,530 of them: enough for 4e12 tokens.
+SHARD_TOKENS = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPart:
+    """Tokens that one group wrote for one split.
+
+    Attributes:
+        start: Position of its first token in the split's stream.
+        shard: Description of its file below ``_state``.
+        pieces: Source number and first row in that source, for each piece of the group.
+    """
+
+    start: int
+    shard: ShardMeta
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPlan:
+    """Shard to be joined: the documents that begin at tokens [start, stop) of the split's stream."""
+
+    file: str
+    start: int
+    stop: int
+    parts: tuple[GroupPart, ...]
+
+
+def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> list[ShardPlan]:
+    """Return the shards of all splits.
+
+    Args:
+        groups: Groups of the corpus, in order.
+        reports: Report of each group, in the same order.
+    """
+    pieces = list(_origins(groups, reports))
+    plans = []
+    for split in sorted({name for report in reports for name in report.parts}):
+        parts, at = [], 0
+        for report, origins in zip(reports, pieces, strict=True):
+            if split in report.parts:
+                shard = report.parts[split].shard
+                parts.append(GroupPart(start=at, shard=shard, pieces=origins))
+                at += shard.num_tokens
+        plans += list(_plan_split(split, parts, at))
+    return plans
+
+
+def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> ShardMeta | None:
+    """Write a shard and the origins of its documents; None if no document begins in its range.
+
+    Args:
+        plan: Shard to write.
+        state: Folder with the files of the groups.
+        folder: Folder of the new files.
+        dtype: Element type of the tokens.
+
+    Raises:
+        DataError: A file of a group is damaged.
+    """
+    found = list[tuple[int, int]]()
+    with ShardWriter(folder, plan.file, dtype=dtype) as writer:
+        for part in plan.parts:
+            path = state / part.shard.file
+            if file_crc32(path) != part.shard.crc32:
+                raise DataError(_damaged(path))
+            rows = np.load(path.with_suffix(ORIGINS_SUFFIX))
+            at = part.start
+            for document, (piece, row) in zip(shard_documents(path), rows, strict=True):
+                if plan.start <= at < plan.stop:
+                    source, first = part.pieces[piece]
+                    writer.append(document)
+                    found.append((source, first + int(row)))
+                at += len(document)
+        meta = writer.close()
+    if not found:
+        (folder / plan.file).unlink()
+        return None
+    origins = (folder / plan.file).with_suffix(FINAL_SUFFIX)
+    origins.write_bytes(encode_origins(np.array(found)))
+    return meta
+
+
+def source_labels(groups: Sequence[ShardGroup]) -> list[str]:
+    """Return the labels of the files by source number."""
+    files = (piece.file for group in groups for piece in group.pieces)
+    return [file.label for file, _ in groupby(files)]
+
+
+def _origins(
+    groups: Sequence[ShardGroup], reports: Sequence[GroupDone]
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield for each group the source number and first row of its pieces."""
+    source, last, row = -1, None, 0
+    for group, report in zip(groups, reports, strict=True):
+        pieces = []
+        for piece, num_rows in zip(group.pieces, report.num_rows, strict=True):
+            # Pieces of a file follow each other.
+            if piece.file != last:
+                source, last, row = source + 1, piece.file, 0
+            pieces.append((source, row))
+            row += num_rows
+        yield tuple(pieces)
+
+
+def _plan_split(split: str, parts: Sequence[GroupPart], num_tokens: int) -> Iterator[ShardPlan]:
+    ends = list(accumulate(part.shard.num_tokens for part in parts))
+    first = 0
+    for number, start in enumerate(range(0, num_tokens, SHARD_TOKENS)):
+        stop = start + SHARD_TOKENS
+        # Parts with a token in the range; the others were behind or are ahead.
+        while ends[first] <= start:
+            first += 1
+        last = first
+        while last < len(parts) and parts[last].start < stop:
+            last += 1
+        file = f"{split}/{number:06d}.arrow"
+        yield ShardPlan(file=file, start=start, stop=stop, parts=tuple(parts[first:last]))
+
+
+def _damaged(path: Path) -> Fault:
+    return Fault(
+        fact=f"{path} is not what its task wrote",
+        rule="files of finished groups are kept to be joined",
+        remedy="remove the folder _state and prepare again",
+    )

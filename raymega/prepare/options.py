@@ -1,0 +1,168 @@
+"""Options of a preparation, and everything that is checked before it starts.
+
+It owns the recipe, which determines the dataset. The work itself is in `raymega.prepare.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from raymega.data.format import local_folder
+from raymega.data.remote_dataset import is_remote
+from raymega.errors import ConfigError, Fault
+from raymega.prepare.output import FolderOutput
+from raymega.prepare.readers.pieces import SourceFile
+from raymega.prepare.remote_output import StoreOutput
+from raymega.prepare.sources import files_digest, list_files
+from raymega.prepare.tokenizer.choice import TokenizerChoice, TokenizerOptions, choose_tokenizer
+
+Output = FolderOutput | StoreOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Options of a preparation.
+
+    Attributes:
+        inputs: Files, folders or URIs with text.
+        out: Folder of the dataset, which all nodes must share; or a URI in an object store.
+        tokenizer: Tokenizer: ``bytes``, ``bpe:N``, or the path of a file or folder.
+        valid_fraction: Share of documents held out, from 0 to below 1, chosen by a hash of their
+            text.
+        include: Patterns of files to read; a file must match at least one.
+        exclude: Patterns of files to leave out; a file must match none.
+        text_key: Key of JSON objects or column of tables that holds the text.
+        max_bad_lines: Number of lines, rows or text files without a document that are left out;
+            one more refuses the corpus.
+        address: Address of the Ray cluster; see `raymega.session.session_at`.
+        eod_token: Text of the token that ends a document; empty for the tokenizer's own choice.
+        add_bos: True to begin every document with the tokenizer's ``bos_token``.
+        parse_special_tokens: True if special tokens that a document spells out become these tokens.
+    """
+
+    inputs: tuple[str, ...]
+    out: str
+    tokenizer: str
+    valid_fraction: float = 0.02
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    text_key: str = "text"
+    max_bad_lines: int = 0
+    address: str = "auto"
+    eod_token: str = ""
+    add_bos: bool = False
+    parse_special_tokens: bool = False
+
+    @property
+    def tokenizer_options(self) -> TokenizerOptions:
+        """Options of the tokenizer alone."""
+        return TokenizerOptions(
+            name=self.tokenizer, eod_token=self.eod_token, add_bos=self.add_bos,
+            parse_special_tokens=self.parse_special_tokens,
+        )  # fmt: skip
+
+
+def output_at(out: str) -> Output:
+    """Return the output at ``--out``; nothing is accessed yet."""
+    if is_remote(out):
+        return StoreOutput(uri=out)
+    return FolderOutput(folder=local_folder(out).absolute())
+
+
+def plan_work(
+    options: PrepareOptions, output: Output
+) -> tuple[TokenizerChoice, dict[str, str], list[SourceFile]]:
+    """Return the tokenizer, the recipe, which determines the dataset, and the files to read.
+
+    Raises:
+        ConfigError: With one fault for each invalid option, input or output.
+    """
+    # Collect the faults of options, tokenizer, inputs and output before raising any.
+    faults: list[Fault | str] = [*_option_faults(options)]
+    tokenizer = _or_faults(faults, partial(choose_tokenizer, options.tokenizer_options))
+    include, exclude = options.include, options.exclude
+    files = _or_faults(
+        faults, partial(list_files, options.inputs, include=include, exclude=exclude)
+    )
+    if files is not None and not any(file.num_bytes for file in files):
+        faults.append(_no_text(options.inputs))
+    if isinstance(output, FolderOutput):
+        faults += _folder_faults(output.folder, files or [])
+    if faults:
+        raise ConfigError(*faults)
+    assert tokenizer is not None and files is not None, "what is missing was a fault"
+    # Everything that the bytes of the shards depend on.
+    recipe = {
+        "inputs": files_digest(files),
+        **tokenizer.recipe,
+        "valid_fraction": repr(options.valid_fraction),
+        "text_key": options.text_key,
+    }
+    return tokenizer, recipe, files
+
+
+Made = TypeVar("Made")
+
+
+def _or_faults(faults: list[Fault | str], make: Callable[[], Made]) -> Made | None:
+    """Return the result of ``make``; on a ConfigError add its faults to ``faults``, return None."""
+    try:
+        return make()
+    except ConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _folder_faults(folder: Path, files: Sequence[SourceFile]) -> list[Fault]:
+    if any(Path(file.path).is_relative_to(folder) for file in files):
+        return [_output_in_input(folder)]
+    return [_output_is_a_file(folder)] if folder.exists() and not folder.is_dir() else []
+
+
+def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
+    if not 0 <= options.valid_fraction < 1:
+        yield Fault(
+            fact=f"--valid-fraction {options.valid_fraction}",
+            rule="it must be at least 0 and below 1",
+            remedy="use 0.02",
+        )
+    if options.max_bad_lines < 0:
+        yield Fault(
+            fact=f"--max-bad-lines {options.max_bad_lines}",
+            rule="it must be at least 0",
+            remedy="use 0",
+        )
+    if not options.text_key:
+        yield Fault(
+            fact="--text-key is empty",
+            rule="it must be a key of JSON objects or a column of tables",
+            remedy="use text",
+        )
+
+
+def _no_text(inputs: Sequence[str]) -> Fault:
+    return Fault(
+        fact=f"the files of {', '.join(inputs)} are all empty",
+        rule="a dataset needs text",
+        remedy="give files with text in them",
+    )
+
+
+def _output_is_a_file(folder: Path) -> Fault:
+    return Fault(
+        fact=f"--out {folder} is a file",
+        rule="a dataset is a folder",
+        remedy="give another path, or remove the file",
+    )
+
+
+def _output_in_input(folder: Path) -> Fault:
+    return Fault(
+        fact=f"--out {folder} holds files that an INPUT selects",
+        rule="a dataset must not become its own source",
+        remedy="give an --out outside of every INPUT, or leave it out with --exclude",
+    )

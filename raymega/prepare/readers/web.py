@@ -1,0 +1,66 @@
+"""Reads web pages: HTML files, and the responses of WARC archives, as the text that a reader sees.
+
+It owns the extraction of text, by resiliparse, which is an optional dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raymega.prepare.readers.entries import DamagedError, Entry, Opened
+
+RECORD_END = b"\r\n\r\n"
+
+
+def read_html(opened: Opened) -> Iterator[Entry]:
+    """Yield the main text of the page."""
+    yield Entry(row=0, place=0, text=_main_text(opened.read_all()))
+
+
+def read_warc(opened: Opened) -> Iterator[Entry]:
+    """Yield the main text of each response that is HTML; its place is the record's byte.
+
+    Raises:
+        DamagedError: The archive is truncated or holds no response.
+    """
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    stream = _BlockFile(opened)
+    row = -1
+    records = ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True)
+    for row, record in enumerate(records):
+        # Pictures and the like are rows without a document.
+        is_page = "html" in (record.http_content_type or "")
+        text = _main_text(record.reader.read()) if is_page else ""
+        yield Entry(row=row, place=record.stream_pos, text=text)
+    # The library takes the end of the file for the end of a record.
+    if row < 0:
+        raise DamagedError(opened.place, "it holds no response record")
+    if stream.last_bytes != RECORD_END:
+        raise DamagedError(opened.place, "it ends within a record")
+
+
+def _main_text(page: bytes) -> str:
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    text: str = extract_plain_text(bytes_to_str(page, detect_encoding(page)), main_content=True)
+    return text
+
+
+class _BlockFile:
+    """A piece's decompressed bytes as a file that is read from its start to its end."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._blocks, self._rest, self._at = opened.blocks(), b"", 0
+        self.last_bytes = b""
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, num_bytes: int) -> bytes:
+        self._rest = self._rest or next(self._blocks, b"")
+        block, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        self._at += len(block)
+        self.last_bytes = (self.last_bytes + block)[-len(RECORD_END) :]
+        return block
