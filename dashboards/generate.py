@@ -31,6 +31,8 @@ PART_SETTINGS = {
         "role",
     ): "a rate of its own for a role, optimizer.layer_lr_decay or model.mup_base_width",
     ("moe", "layer"): "model.moe.num_experts",
+    ("eval", "set"): "data.validation",
+    ("data", "dataset"): "data.sources or data.stages",
 }
 
 
@@ -190,6 +192,8 @@ ROWS = (
                 "Gradients by outputs: largest magnitude", "train/output_grad_max_abs", is_log=True
             ),
             part_curve("Learning rates of roles", "train/role_lr"),
+            part_curve("Loss of each validation set", "eval/set_loss"),
+            part_curve("Perplexity of each validation set", "eval/set_perplexity", is_log=True),
             curve("Loss scale", "train/loss_scale", "train/skipped_steps", is_log=True),
         ),
     ),
@@ -215,6 +219,8 @@ ROWS = (
             curve("Model TFLOP/s per worker", "train/tflops_per_worker"),
             curve("MFU", "train/mfu", unit="percentunit", width=8),
             curve("Packing efficiency", "data/packing_efficiency", unit="percentunit"),
+            part_curve("Tokens read of each dataset", "data/source_tokens"),
+            part_curve("Epochs of each dataset", "data/source_epochs"),
             curve("Imbalance of packs", "data/imbalance"),
             curve("Ranks of a pack", "data/pack_ranks", "data/most_pack_ranks"),
             curve("Wait for packs", "data/schedule_wait_s"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +18,8 @@ from raymega.config.data import is_synthetic
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
+from raymega.data.blends.epochs import budget_steps
 from raymega.data.checks import training_faults
-from raymega.data.epochs import budget_steps
 from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
@@ -62,16 +60,10 @@ from raymega.storage.registry import (
 )
 from raymega.storage.retry import RetryingStore
 from raymega.storage.store import Store
-from raymega.tracking.incidents import IncidentsSink
-from raymega.tracking.jsonl import open_jsonl
-from raymega.tracking.mlflow import MlflowSink, tracking_uri
-from raymega.tracking.plots_sink import PlotsSink
-from raymega.tracking.ray_metrics import RayMetricsSink
-from raymega.tracking.sink import CompositeSink, Sink
+from raymega.tracking.run_sinks import run_sinks
+from raymega.tracking.sink import Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
-SINK_CLOSE_S = 30.0
-METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.json"
 T = TypeVar("T", bound=Section)
 
@@ -203,7 +195,13 @@ def _drive(
     session = open_session(address)
     try:
         with (
-            _watching(job, sinks, choice) as sink,
+            run_sinks(
+                job,
+                local_folder(job),
+                more=sinks,
+                references=_loss_references(job),
+                files=_keep_choice(choice, local_folder(job)),
+            ) as sink,
             # one thread, for commits that must not block the controller's loop
             ThreadPoolExecutor(max_workers=1) as executor,
         ):
@@ -323,42 +321,6 @@ def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
     path = folder / LAYOUT_FILE
     path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     return {path: "Layout that the planner chose"}
-
-
-@contextmanager
-def _watching(job: Job, sinks: Sequence[Sink], choice: Choice | None) -> Iterator[Sink]:
-    """Yield one sink that forwards to all sinks of the run; close them afterwards."""
-    folder = local_folder(job)
-    metrics = folder / METRICS_FILE
-    ray_metrics = RayMetricsSink(clock=_unix_s)
-    watchers: list[Sink] = [open_jsonl(metrics), ray_metrics, *sinks]
-    if job.tracking.mlflow_uri != "off":
-        watchers.append(
-            MlflowSink(
-                uri=tracking_uri(job.tracking.mlflow_uri, folder),
-                experiment=job.tracking.experiment,
-                clock=_unix_s,
-            )
-        )
-    # Pictures and incident pages emit events of their own, which the other sinks receive.
-    others = CompositeSink(watchers)
-    pictures = PlotsSink(
-        folder,
-        metrics=metrics,
-        references=_loss_references(job),
-        watcher=others,
-        files=_keep_choice(choice, folder),
-    )
-    incidents = IncidentsSink(folder / "incidents", clock=_unix_s, watcher=others)
-    sink = CompositeSink([incidents, pictures, others])
-    try:
-        yield sink
-    finally:
-        sink.close(SINK_CLOSE_S)
-
-
-def _unix_s() -> float:
-    return datetime.now(UTC).timestamp()
 
 
 def _loss_references(job: Job) -> dict[str, float]:

@@ -49,7 +49,8 @@ class RunSection(Section):
     turns evaluation off."""
     # Kernels.
     deterministic: bool = False
-    """Refuse kernels whose result varies between equal runs. Matters on GPUs."""
+    """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.
+    Matters on GPUs, where sums by atomic adds vary without it."""
     kernels: Literal["eager", "compile"] = "eager"
     """How a layer computes the operations between its matrix products. compile: with fused kernels
     that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ compiler;

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
-from raymega.data.epochs import epoch_faults
+from raymega.data.blends.epochs import epoch_faults
 from raymega.data.format import (
     META_FILE,
     TOKENIZER_FILE,

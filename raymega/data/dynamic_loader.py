@@ -13,11 +13,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from raymega.data.batch_copy import PackedBatches, pack_batches
 from raymega.data.packing import PlacedPiece, join
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import later_of, positions_of
 from raymega.data.samples import Samples
-from raymega.parallel.context_parallel.context import Context, MicroBatch, held_positions
+from raymega.parallel.context_parallel.context import (
+    Context,
+    MicroBatch,
+    Rows,
+    complete_rows,
+    held_positions,
+)
 from raymega.plan.batch import BatchPlan
 from raymega.plan.packing.cost import PackCost
 from raymega.plan.packing.dynamic_cp import (
@@ -40,17 +47,17 @@ class _Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """Documents of a step's samples, and the rounds of packs that distribute them."""
+    """Rank's micro-batches of a step, and the rounds of packs that distribute its documents."""
 
-    documents: Sequence[_Document]
+    batches: PackedBatches
     rounds: Sequence[Round]
 
 
 class DynamicLoader:
     """Loader of one rank's micro-batches, a pure function of the position in the data.
 
-    In each micro-batch the rank shares one pack with the other ranks of the pack's context. The
-    next step's schedule is computed in a thread while a step runs.
+    In each micro-batch the rank shares one pack with the other ranks of the pack's context. A thread
+    schedules and loads the next step while a step runs.
     """
 
     def __init__(  # noqa: PLR0913  # raymega.train.build is the only caller
@@ -75,13 +82,13 @@ class DynamicLoader:
             limits: Limits of packs and ranks.
             cost: Cost model by which packs are balanced.
             device: Device of the micro-batches' tensors.
-            is_guessing: True to compute the next step's schedule ahead.
-            timeout_s: Longest wait for a schedule, in seconds.
+            is_guessing: True to load the next step while a step runs.
+            timeout_s: Longest wait for a step's micro-batches, in seconds.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
         """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._device = limits, cost, device
-        self._steps = Ahead(self._schedule, is_guessing=is_guessing, timeout_s=timeout_s)
+        self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
         self._depth = depth
         self._balance: dict[str, float] = {}
 
@@ -90,24 +97,25 @@ class DynamicLoader:
 
         All ranks have the same number of them, which differs from step to step.
         """
-        step = self._steps.of(first_sample, batch.global_batch_size)
+        step = self._steps.of(batch, first_sample)
         self._balance = _balance(step.rounds, self._limits.num_ranks)
-        return [self._micro_batch(self._own(packs), step.documents) for packs in step.rounds]
+        return step.batches.on_device(self._device)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the newest step by their names in `raymega.tracking.names`."""
         return self._balance | {"data/schedule_wait_s": self._steps.waited_s}
 
-    def _schedule(self, first_sample: int, num_samples: int) -> _Step:
+    def _load(self, batch: BatchPlan, first_sample: int) -> _Step:
         documents = [
             _Document(sample=sample, held=held)
-            for sample in range(first_sample, first_sample + num_samples)
+            for sample in range(first_sample, first_sample + batch.global_batch_size)
             for held in self.source.held(sample)
         ]
         # All ranks compute this schedule from the same lengths, without communication.
         lengths = [document.held.length for document in documents]
         rounds = schedule_documents(lengths, self._limits, self._cost)
-        return _Step(documents=documents, rounds=rounds)
+        mine = [self._micro_batch(self._own(packs), documents) for packs in rounds]
+        return _Step(batches=pack_batches(mine, self._device), rounds=rounds)
 
     def _own(self, packs: Sequence[Pack]) -> Pack:
         return next(p for p in packs if p.first_rank <= self._rank < p.first_rank + p.size)
@@ -129,18 +137,23 @@ class DynamicLoader:
         labels, masks = later_of(row, self._depth)
 
         def take(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array)[..., at].to(self._device)
+            return torch.from_numpy(array)[..., at]
 
-        return MicroBatch(
-            tokens=take(row.tokens),
-            labels=take(row.labels),
-            mask=take(row.mask).float(),
-            samples=take(samples),
+        mask = take(row.mask).float()
+        rows = Rows(
             # Padding may reach beyond what the model has positions for.
-            positions=take(positions.clip(max=self.source.seq_len - 1)),
+            take(positions.clip(max=self.source.seq_len - 1)),
             documents=(row.documents,),
             context=context,
             row_positions=take(starts + positions),
+        )
+        return MicroBatch(
+            tokens=take(row.tokens),
+            labels=take(row.labels),
+            mask=mask,
+            num_counted=int(mask.sum()),
+            samples=take(samples),
+            rows=complete_rows(rows, context),
             later=(take(labels), take(masks).float()) if self._depth else None,
         )
 

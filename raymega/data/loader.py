@@ -1,4 +1,4 @@
-"""Loads one rank's micro-batches for a position in the data.
+"""Loads one rank's micro-batches for a position in the data, one step ahead in a thread.
 
 It keeps no state. `raymega.plan.batch` assigns samples to micro-batches, `raymega.data.samples`
 assigns rows to samples.
@@ -12,10 +12,14 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
+from raymega.data.batch_copy import PackedBatches, pack_batches
+from raymega.data.prefetch import Ahead
 from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
 from raymega.parallel.context_parallel.context import (
     Context,
     MicroBatch,
+    Rows,
+    complete_rows,
     held_positions,
     no_context,
 )
@@ -30,7 +34,7 @@ class Loader(Generic[R]):
     From each row it keeps only the tokens that this rank of ``context`` holds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # raymega.train.build is the only caller
         self,
         source: R,
         *,
@@ -38,6 +42,8 @@ class Loader(Generic[R]):
         device: torch.device | str,
         context: Context | None = None,
         depth: int = 0,
+        is_guessing: bool = False,
+        timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
 
@@ -47,16 +53,23 @@ class Loader(Generic[R]):
             device: Device of the micro-batches' tensors.
             context: Context-parallel context of this rank; None for whole rows.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
+            is_guessing: True to load the next step while a step runs.
+            timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
+        self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""
-        return [
-            self._micro_batch(batch.samples(index, self._dp_rank, first_sample))
+        return self._steps.of(batch, first_sample).on_device(self._device)
+
+    def _load(self, batch: BatchPlan, first_sample: int) -> PackedBatches:
+        samples = (
+            batch.samples(index, self._dp_rank, first_sample)
             for index in range(batch.num_micro_batches)
-        ]
+        )
+        return pack_batches([*map(self._micro_batch, samples)], self._device)
 
     def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:
         rows = [self._row(sample) for sample in samples]
@@ -66,10 +79,10 @@ class Loader(Generic[R]):
             documents = documents[:1]
         # positions that this context-parallel rank holds: [1 or B, S/cp]
         held = held_positions(documents, self._context)
-        mine = held.expand(len(rows), -1)
+        mine = held.expand(len(rows), -1).numpy()
 
-        def take(arrays: Sequence[np.ndarray], at: torch.Tensor = mine) -> torch.Tensor:
-            return torch.from_numpy(np.stack(arrays)).gather(1, at).to(self._device)
+        def take(arrays: Sequence[np.ndarray], at: np.ndarray = mine) -> torch.Tensor:
+            return torch.from_numpy(np.take_along_axis(np.stack(arrays), at, axis=1))
 
         # [depth, B, S/cp]: by depth first, then by row
         def take_later() -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,14 +91,22 @@ class Loader(Generic[R]):
             counts = [[row[k] for row in masks] for k in range(self._depth)]
             return torch.stack([*map(take, by_depth)]), torch.stack([*map(take, counts)]).float()
 
+        # A row of one document has its positions already.
+        is_whole = all(len(lengths) == 1 for lengths in documents)
+        positions = (
+            held
+            if is_whole
+            else take([positions_of(lengths) for lengths in documents], held.numpy())
+        )
+        mask = take([row.mask for row in rows]).float()
         return MicroBatch(
             tokens=take([row.tokens for row in rows]),
             # Shifted by one in the whole row: the last token of a rank's part has a label too.
             labels=take([row.labels for row in rows]),
-            mask=take([row.mask for row in rows]).float(),
-            samples=torch.tensor(samples, device=self._device),
-            positions=take([positions_of(lengths) for lengths in documents], held),
-            documents=documents,
+            mask=mask,
+            num_counted=int(mask.sum()),
+            samples=torch.tensor(samples),
+            rows=complete_rows(Rows(positions, documents, row_positions=held), self._context),
             later=take_later() if self._depth else None,
         )
 

@@ -11,23 +11,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from raymega.errors import DataError, Fault
+from raymega.plan.batch import BatchPlan
 
 Made = TypeVar("Made")
-_Key = tuple[int, int]
+_Key = tuple[BatchPlan, int]
 
 
 class Ahead(Generic[Made]):
-    """Results of a pure function of a step's first sample and number of samples, one step early.
+    """Results of a pure function of a step's batch and first sample, one step early.
 
-    It guesses that the next step follows this one with the same number of samples. If the guess is
-    wrong, the result is computed when it is requested. The newest result is kept.
+    It guesses that the next step follows this one with an equal batch. If the guess is wrong, the
+    result is computed when it is requested. The newest result is kept.
 
     Attributes:
         waited_s: Seconds for which the newest result was waited for.
     """
 
     def __init__(
-        self, make: Callable[[int, int], Made], *, is_guessing: bool, timeout_s: float
+        self, make: Callable[[BatchPlan, int], Made], *, is_guessing: bool, timeout_s: float
     ) -> None:
         """Start the thread; without ``is_guessing`` only requested results are computed."""
         self._make, self._is_guessing, self._timeout_s = make, is_guessing, timeout_s
@@ -35,19 +36,19 @@ class Ahead(Generic[Made]):
         self._under_way: dict[_Key, Future[Made]] = {}
         self.waited_s = 0.0
 
-    def of(self, first_sample: int, size: int) -> Made:
+    def of(self, batch: BatchPlan, first_sample: int) -> Made:
         """Return the result of a step and begin to compute that of the next one.
 
         Raises:
             DataError: The result was not computed within the timeout.
             RaymegaError: The function raised this error.
         """
-        began, key = time.monotonic(), (first_sample, size)
+        began, key = time.monotonic(), (batch, first_sample)
         future = self._begun(key)
         wanted = {key: future}
         if self._is_guessing:
             # Wrong at a batch ramp or after skipped samples.
-            following = first_sample + size, size
+            following = batch, first_sample + batch.global_batch_size
             wanted[following] = self._begun(following)
         # Wrong guesses are cancelled if they have not begun.
         for other in self._under_way.keys() - wanted.keys():
@@ -67,8 +68,9 @@ class Ahead(Generic[Made]):
 def _late(first_sample: int, timeout_s: float) -> DataError:
     return DataError(
         Fault(
-            fact=f"the schedule of the step at sample {first_sample} is not there after {timeout_s:g} s",
-            rule="each rank makes it within elastic.collective_timeout_s",
-            remedy="raise elastic.collective_timeout_s, or pack fewer documents in a step",
+            fact=f"the input of the step at sample {first_sample} is not there after {timeout_s:g} s",
+            rule="each rank reads and packs it within elastic.collective_timeout_s",
+            remedy="raise elastic.collective_timeout_s, move data.path to a faster store, or pack fewer "
+            "documents in a step",
         )
     )

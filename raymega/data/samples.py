@@ -1,6 +1,6 @@
 """Finds the row of each global sample of a run, and opens the datasets that the rows are of.
 
-`raymega.data.mixture` says which dataset a sample is of, and `raymega.data.order` which of its rows. Both
+`raymega.data.blends.mixture` says which dataset a sample is of, and `raymega.data.order` which of its rows. Both
 are arithmetic: nothing here has a state.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from raymega.config.data import DataSource, is_synthetic
 from raymega.config.schema import Job
-from raymega.data.mixture import Mixture, mixture_of
+from raymega.data.blends.mixture import Mixture, mixture_of
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import sample_window
 from raymega.data.packing import PackedSource, PlacedPiece

@@ -137,7 +137,7 @@ def _write_scores(
     table: torch.Tensor, micro_batch: MicroBatch, scored: TokenScores, scorer: Scorer, first: int
 ) -> None:
     """Write a micro-batch's scores to the rows of ``table`` [rows, S, 2], whose first row is ``first``."""
-    held = held_positions(micro_batch.documents, scorer.context)  # [1 or B, S/cp]
+    held = held_positions(micro_batch.rows.documents, scorer.context)  # [1 or B, S/cp]
     values = torch.stack((scored.log_probs, scored.is_greedy.to(scored.log_probs.dtype)), -1)
     values = values.transpose(0, 1).double().cpu()  # [B, S/cp, 2]
     for place, sample in enumerate(micro_batch.samples.tolist()):

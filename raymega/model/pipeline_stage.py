@@ -26,13 +26,14 @@ from raymega.parallel.context_parallel.context import (
     MicroBatch,
     Rows,
     TokenLayout,
-    held_positions,
     make_token_ids,
     make_token_layout,
     no_context,
+    row_positions,
     whole_rows,
 )
 from raymega.parallel.core.dropout import TokenKeys, row_keys
+from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue
@@ -170,12 +171,9 @@ class StageModule(nn.Module):
             return self.embedding.tokens.weight
         return table if table is not None else factory.make(TOKEN_TABLE)
 
-    def recompute(self, memory: MemorySection) -> None:
-        """Choose what backward recomputes and what is offloaded to the host; by default nothing."""
-        is_away, first = "activations" in memory.offload, next(self.parameters(), None)
-        self.offloader = (
-            ActivationOffloader(first.device) if is_away and first is not None else None
-        )
+    def recompute(self, memory: MemorySection, host: HostMemory | None = None) -> None:
+        """Choose what backward recomputes; offload activations to ``host`` if it is given."""
+        self.offloader = ActivationOffloader(host) if host is not None else None
         self.blocks_together = memory.recompute_every if memory.recompute == "full" else 0
         for block in self._blocks():
             block.remake(memory.recompute_parts if memory.recompute == "selective" else ())
@@ -306,9 +304,9 @@ class StageModule(nn.Module):
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
 
-    def take_mtp_loss_sum(self) -> float:
+    def take_mtp_loss_sum(self) -> Tensor | float:
         """Return and reset the unweighted sum of multi-token prediction losses."""
-        taken, self.mtp_loss_sum = float(self.mtp_loss_sum), 0.0
+        taken, self.mtp_loss_sum = self.mtp_loss_sum, 0.0
         return taken
 
     def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
@@ -326,9 +324,7 @@ class StageModule(nn.Module):
 
     def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
         """Return the dropout keys of the tokens, a function of seed, sample and position."""
-        at = rows.row_positions
-        if at is None:
-            at = held_positions(rows.documents, self.context).to(samples.device)
+        at = row_positions(rows, rows.context or self.context)
         own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
         if not self.drops_weights:
             return TokenKeys(own=own, rows=None)

@@ -91,9 +91,8 @@ def make_bucket_state(
     weights: torch.Tensor,
     gradient: torch.Tensor,
     section: OptimizerSection,
-    counts: Iterator[torch.Tensor],
 ) -> BucketState:
-    """Return masters equal to the weights and zero state; ``counts`` yields each member's step scalar."""
+    """Return masters equal to the weights and zero state."""
     master, members = weights.to(gradient.dtype), []
     for extent in part.extents():
         within, role = extent.within(part.begin), extent.param.spec.role
@@ -106,7 +105,6 @@ def make_bucket_state(
             master=master[within],
             gradient=gradient[within],
             state=tuple(each.open() for each in kept) if form == "master" else (),
-            num_steps=next(counts),
         )
         members.append(Member(place=place, within=within, param_state=param_state, kept=kept))
     return BucketState(

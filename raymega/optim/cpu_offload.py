@@ -19,8 +19,8 @@ from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 class _Piece:
     """Flat tensor of a device with its copy on the host."""
 
-    def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
-        self.tensor, self.host = tensor, memory.empty_like(tensor)
+    def __init__(self, tensor: Tensor, host: Tensor, memory: HostMemory) -> None:
+        self.tensor, self.host = tensor, host
         self._memory = memory
         self._moving: AsyncCopy | None = None
         self.evict()
@@ -44,24 +44,25 @@ class _Piece:
 
 
 class HostState:
-    """Set of offloaded tensors, in chunks; the constructor evicts them all.
+    """Set of offloaded tensors, in chunks, for updates on ``device``."""
 
-    Args:
-        update_chunks: Flat tensors of each chunk; each must span its whole storage.
-        device: Device of the updates.
-    """
-
-    def __init__(self, update_chunks: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        memory = HostMemory(device)
-        self._update_chunks = [
-            [_Piece(tensor, memory) for tensor in some] for some in update_chunks
-        ]
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostMemory(device)
+        self._update_chunks: list[list[_Piece]] = []
         # Keyed by the storage object: its data address is 0 while the tensor is evicted.
-        self._pieces = {
-            piece.tensor.untyped_storage()._cdata: piece
-            for some in self._update_chunks
-            for piece in some
-        }
+        self._pieces: dict[int, _Piece] = {}
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Take a chunk's flat tensors, each of which spans its whole storage, and evict them.
+
+        When it returns the device memory is free, so that chunks can be made one after the other.
+        """
+        hosts = self._memory.like(tensors)
+        some = [_Piece(*pair, self._memory) for pair in zip(tensors, hosts, strict=True)]
+        for piece in some:
+            piece.wait(on_host=True)
+            self._pieces[piece.tensor.untyped_storage()._cdata] = piece
+        self._update_chunks.append(some)
 
     def turns(self) -> Iterator[int]:
         """Yield each chunk's number while its tensors are on the device."""
@@ -82,7 +83,9 @@ class HostState:
         if piece is None:
             return view
         piece.wait(on_host=True)
-        return piece.host.as_strided(view.shape, view.stride(), view.storage_offset())
+        # as_strided counts from the chunk's first element
+        offset = piece.host.storage_offset() + view.storage_offset()
+        return piece.host.as_strided(view.shape, view.stride(), int(offset))
 
     @contextmanager
     def all_here(self) -> Iterator[None]:

@@ -17,11 +17,11 @@ from raymega.optim.cpu_offload import HostState
 from raymega.optim.update_chunk import UpdateChunk
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
-from raymega.parallel.core.buckets import BucketTable, portions
+from raymega.parallel.core.buckets import Bucket, BucketTable, cut_portions
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import StateTensor, TensorBlock
-from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS
+from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, update_of
 from raymega.plan.tensor_table import GlobalTensor
 
 
@@ -53,37 +53,43 @@ class Optimizer:
         """
         self._table, self._weights, self._section = table, weights, section
         self._states, self._is_on_host = states, is_on_host
-        # torch's fused updates increment one step count a tensor: views of one vector, set by one write.
-        num_extents = sum(len(list(table.owned(bucket).extents())) for bucket in table.buckets)
+        # Portions of what the rank owns, equal on all ranks, as some updates communicate within one.
+        owned = map(table.owned, table.buckets)
+        can_cut = self._can_cut if is_on_host else _never
+        portions = list(cut_portions(owned, PORTION_ELEMENTS, can_cut))
         device = table.buckets[0].spans[0].param.device
-        self._num_steps = torch.zeros(num_extents, device=device)
-        counts = iter(self._num_steps)
-        self._bucket_state = [
-            make_bucket_state(
-                table.owned(bucket),
-                weights.owned(bucket),
-                gradients.owned(bucket),
-                section,
-                counts,
-            )
-            for bucket in table.buckets
-        ]
-        # Chunks of buckets, equal on all ranks, as some updates communicate within a chunk.
-        self._update_chunks = list(
-            portions(self._bucket_state, lambda each: each.master.numel(), PORTION_ELEMENTS)
-        )
+        self._step = torch.zeros((), device=device)
+        # Made one by one, so that an offloaded portion has left the device before the next is there.
+        self._host = HostState(device)
+        self._update_chunks: list[list[BucketState]] = []
+        self._blocks: list[TensorBlock] = []
+        for parts in portions:
+            chunk = [
+                make_bucket_state(
+                    part, weights.owned_part(part), gradients.owned_part(part), section
+                )
+                for part in parts
+            ]
+            self._update_chunks.append(chunk)
+            # The views of blocks are made before offloading frees the storages.
+            self._blocks += [block for each in chunk for block in each.blocks()]
+            if is_on_host:
+                self._host.add([tensor for each in chunk for tensor in each.memory])
+        self._bucket_state = [each for chunk in self._update_chunks for each in chunk]
         log = log or CommLog()
         self._updates = [
             UpdateChunk(bucket_state, table, section, model, groups, log)
             for bucket_state in self._update_chunks
         ]
-        # The views of blocks are made before offloading frees the storages.
-        self._blocks = [
-            block for bucket_state in self._bucket_state for block in bucket_state.blocks()
-        ]
-        on_host = self._update_chunks if is_on_host else []
-        self._host = HostState(
-            [[t for bucket_state in some for t in bucket_state.memory] for some in on_host], device
+
+    def _can_cut(self, bucket: Bucket) -> bool:
+        """Return whether the update of any elements of a bucket reads those elements alone."""
+        roles = {span.param.spec.role for span in bucket.spans}
+        # Muon reads whole matrices, and the scales of 8-bit state whole blocks.
+        return not any(
+            update_of(self._section.name, role) == "muon"
+            or format_of(self._section, role) == "8bit"
+            for role in roles
         )
 
     def step(self, *, lr: float, step: int, gradient_factor: float = 1.0) -> None:
@@ -92,10 +98,10 @@ class Optimizer:
         Afterwards the gradient buffer holds that product.
         """
         self._weights.wait_for_all()
-        self._num_steps.fill_(step - 1)
+        self._step.fill_(step)
         divisor = self._divisor(gradient_factor)
         for number in self._host.turns() if self._is_on_host else range(len(self._update_chunks)):
-            self._updates[number].update(lr=lr, divisor=divisor)
+            self._updates[number].update(step=self._step, lr=lr, divisor=divisor)
             self._round(self._update_chunks[number])
         self._weights.mark_updated()
 
@@ -105,7 +111,8 @@ class Optimizer:
             return None
         # torch's grad_scale is a float32 scalar, too coarse for float64 gradients.
         if self._table.dtype == torch.float32:
-            return torch.tensor(1 / factor, device=self._num_steps.device)
+            # A number in the kernel's arguments: the host waits for no copy.
+            return torch.full((), 1 / factor, device=self._step.device)
         for bucket_state in self._bucket_state:
             bucket_state.gradient.mul_(factor)
         return None
@@ -132,7 +139,7 @@ class Optimizer:
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Yield the flat masters that this rank counts, by tensor; each element counts on one rank."""
         for bucket_state in self._bucket_state:
-            part = self._table.share(bucket_state.part.bucket)
+            part = self._table.share(bucket_state.part.bucket).common(bucket_state.part)
             master = self._host.on_host(bucket_state.master).to(bucket_state.weights.device)
             yield from counted(part, master, begin=bucket_state.part.begin)
 
@@ -149,3 +156,7 @@ class Optimizer:
                 bucket_state.weights.copy_(
                     bucket_state.master if is_here else self._host.on_host(bucket_state.master)
                 )
+
+
+def _never(_bucket: Bucket) -> bool:
+    return False

@@ -54,15 +54,15 @@ class UpdateChunk:
         self._shared = ScaleReducer(buckets, groups, self._kinds_in_blocks, table.dtype, log)
 
     @torch.no_grad()
-    def update(self, *, lr: float, divisor: torch.Tensor | None) -> None:
-        """Make one update at ``lr``; gradients are divided by ``divisor`` in place."""
+    def update(self, *, step: torch.Tensor, lr: float, divisor: torch.Tensor | None) -> None:
+        """Make update ``step`` at ``lr``; gradients are divided by ``divisor`` in place."""
         # element-wise updates
         opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
         for (name, rates), param_states in opened.items():
             if name in UPDATES:
                 group = make_update_group(
-                    param_states, lr=lr * rates.lr_scale, weight_decay=rates.weight_decay,
-                    divisor=divisor,
+                    param_states, step=step, lr=lr * rates.lr_scale,
+                    weight_decay=rates.weight_decay, divisor=divisor,
                 )  # fmt: skip
                 UPDATES[name](group, self._section)
         # Muon: momentum now, step after the orthogonalisation; state is closed in between

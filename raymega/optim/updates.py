@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from raymega.config.schema import OptimizerSection
@@ -26,14 +25,12 @@ class ParamState:
         master: Values in float32 or wider.
         gradient: Gradient summed over ranks, in the master's dtype.
         state: State tensors, one for each kind of the update, in the master's dtype; initially zero.
-        num_steps: Number of updates made before this one, a float scalar.
     """
 
     param: ShardedParameter
     master: torch.Tensor
     gradient: torch.Tensor
     state: tuple[torch.Tensor, ...]
-    num_steps: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +41,7 @@ class UpdateGroup:
         masters: Masters, updated in place.
         gradients: Gradients, divided by ``divisor`` in place by the same kernel.
         states: State tensors, one list for each kind.
-        num_steps: Numbers of updates made before this one.
+        step: Number of this update, counted from 1; a float32 scalar on the device.
         lr: Learning rate.
         weight_decay: Weight decay of the masters.
         divisor: Divisor of the gradients, a float32 scalar; None divides nothing.
@@ -53,30 +50,35 @@ class UpdateGroup:
     masters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     states: list[list[torch.Tensor]]
-    num_steps: list[torch.Tensor]
+    step: torch.Tensor
     lr: float
     weight_decay: float
     divisor: torch.Tensor | None
 
 
 def make_update_group(
-    slots: Sequence[ParamState], *, lr: float, weight_decay: float, divisor: torch.Tensor | None
+    slots: Sequence[ParamState],
+    *,
+    step: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    divisor: torch.Tensor | None,
 ) -> UpdateGroup:
     """Return the group of ``slots``, which all have the same kinds of state."""
     return UpdateGroup(
         masters=[slot.master for slot in slots], gradients=[slot.gradient for slot in slots],
         states=[list(kind) for kind in zip(*(slot.state for slot in slots), strict=True)],
-        num_steps=[slot.num_steps for slot in slots], lr=lr, weight_decay=weight_decay, divisor=divisor,
+        step=step, lr=lr, weight_decay=weight_decay, divisor=divisor,
     )  # fmt: skip
 
 
 def apply_adamw(group: UpdateGroup, section: OptimizerSection) -> None:
-    """Apply AdamW (Loshchilov and Hutter) by torch's fused function."""
+    """Apply AdamW (Loshchilov and Hutter) by torch's fused kernel."""
     moments, squares = group.states
-    # The function, not torch.optim.AdamW: making one imports torch._dynamo, which takes 2 s.
-    adamw(
-        group.masters, group.gradients, moments, squares, [], group.num_steps,
-        fused=True, grad_scale=group.divisor, amsgrad=False, beta1=section.beta1, beta2=section.beta2,
+    # The kernel, not torch.optim's function around it, which counts the steps of each tensor by itself.
+    torch._fused_adamw_(
+        group.masters, group.gradients, moments, squares, [], [group.step] * len(group.masters),
+        grad_scale=group.divisor, amsgrad=False, beta1=section.beta1, beta2=section.beta2,
         lr=group.lr, weight_decay=group.weight_decay, eps=section.eps, maximize=False,
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ FILLS = {
     "gradients": "#56b4e9",
     "masters": "#009e73",
     "moments": "#8fd3bd",
+    "fixed": "#999999",
     "gathered": "#f0e442",
     "activations": "#e69f00",
     "reserved": "#bbbbbb",
@@ -114,7 +115,7 @@ def _memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
         parts = {
             "weights": state.weight_bytes, "gradients": state.gradient_bytes,
             "masters": state.master_bytes, "moments": state.moment_bytes,
-            "gathered": state.passing_bytes,
+            "fixed": state.fixed_bytes, "gathered": state.passing_bytes,
             "activations": use.activation_bytes + use.state_bytes - state.total_bytes,
             "reserved": use.reserved_bytes,
         }  # fmt: skip

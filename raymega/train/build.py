@@ -108,9 +108,7 @@ def build_parts(
     context = make_context(groups, job.parallel, comm_log)
     experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
     # model chunks with gradient and weight buffers
-    model = build_model(
-        plan, stages, groups=groups, context=context, experts=experts, device=device
-    )
+    model = build_model(plan, rank, groups=groups, context=context, experts=experts, device=device)
     modules = model.modules
     _log_attention_weights(job)
     load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)
@@ -217,6 +215,8 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             device=device,
             context=make_context(groups, job.parallel, log),
             depth=depth,
+            is_guessing=is_training,
+            timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
     parallel = job.parallel

@@ -16,10 +16,12 @@ from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.core.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.core.compile import can_fuse
+from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import level_of
@@ -58,16 +60,20 @@ class Model(ModelWeights):
 
 def build_model(
     plan: RunPlan,
-    stages: Sequence[Stage],
+    rank: int,
     *,
     groups: Groups,
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
 ) -> Model:
-    """Build the chunks of ``stages`` with initial values and gradients, as :func:`build_weights` does."""
+    """Build the chunks of ``rank`` with initial values and gradients, as :func:`build_weights` does."""
+    host = None
+    if "activations" in plan.job.memory.offload:
+        host = HostMemory(device)
+        host.reserve(offloaded_activation_bytes(plan, rank))
     model = build_weights(
-        plan, stages, groups=groups, context=context, experts=experts, device=device
+        plan, rank, groups=groups, context=context, experts=experts, device=device, host=host
     )
     return Model(
         modules=model.modules,
@@ -80,22 +86,27 @@ def build_model(
 
 def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     plan: RunPlan,
-    stages: Sequence[Stage],
+    rank: int,
     *,
     groups: Groups,
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
     has_initial_values: bool = True,
+    host: HostMemory | None = None,
 ) -> ModelWeights:
-    """Build the chunks of ``stages``; ``experts`` carries the log of transfers.
+    """Build the chunks of ``rank``; ``experts`` carries the log of transfers.
 
     Weights get initial values, or zeros without ``has_initial_values``, for a checkpoint to fill.
+    ``host`` holds offloaded activations.
+
     Modules are made on the meta device. Each bucket is then allocated, filled and, under ZeRO-3,
     sharded before the next one, so no rank ever holds all weights or a second copy.
     """
     # modules on the meta device: shapes without memory
-    modules = _build_modules(plan, stages, context=context, experts=experts, device=device)
+    modules = _build_modules(
+        plan, plan.stages_of(rank), context=context, experts=experts, device=device, host=host
+    )
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
     # buckets: which parameters share one collective, over which replicas
@@ -127,6 +138,7 @@ def _build_modules(
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
+    host: HostMemory | None,
 ) -> list[StageModule]:
     """Return the rank's model chunks; the last stage shares a tied embedding with a first on this rank."""
     job = plan.job
@@ -149,7 +161,7 @@ def _build_modules(
                 is_meta=True,
             )
         )
-        modules[-1].recompute(job.memory)
+        modules[-1].recompute(job.memory, host)
     return modules
 
 

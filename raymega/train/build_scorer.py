@@ -59,7 +59,7 @@ def build_scorer(
     context = make_context(groups, job.parallel, log)
     modules = build_weights(
         plan,
-        stages,
+        rank,
         groups=groups,
         context=context,
         experts=make_expert_groups(job, groups, sp=sp, log=log, device=device),

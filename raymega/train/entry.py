@@ -150,6 +150,7 @@ def _train(
     save_scheduler = SaveScheduler(
         parts, channel=channel, writer=writer, snapshots=snapshots, rank=start.rank
     )
+    save_scheduler.reserve()
     # train
     run_loop(
         parts,

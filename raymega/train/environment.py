@@ -29,6 +29,9 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     if device == "cpu":
         return torch.device("cpu")
     _keep_alive_on_nccl_errors()
+    # 8 buffers of 4 MiB: no two streams share one, so that equal products give equal bits, and the plan
+    # knows the bytes. cuBLAS reads this at the first handle, which comes after.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     index = local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -67,9 +70,10 @@ def _repeat_exactly(*, is_on: bool) -> None:
     ):  # the call loads torch's compiler: 1 s
         torch.use_deterministic_algorithms(mode=is_on)
     torch.backends.cudnn.deterministic = is_on
+    # torch would fill each new tensor, to show reads of what was never written: a pass over all memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its types
     if is_on:
-        # cuBLAS and NCCL read these at the first handle and communicator, which come after this.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NCCL reads this at the first communicator, which comes after this.
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 

@@ -16,6 +16,7 @@ from raymega.errors import DataError, Fault
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.core.host_copies import to_device
 from raymega.pipeline.executor import StepOutput
 from raymega.train.build import Evaluation, TrainingComponents
 
@@ -100,7 +101,7 @@ def _evaluate_set(
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
-    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)
+    tokens = float(sum(batch.num_counted for batch in micro_batches))
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     total_loss, total_tokens = sum_over_world(parts, mine)
     if not total_tokens:
@@ -119,7 +120,17 @@ def no_labels(what: str) -> Fault:
 
 def sum_over_world(parts: TrainingComponents, numbers: Sequence[float]) -> tuple[float, ...]:
     """Return the sum of each number over all ranks."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
-    total = all_reduce(mine, parts.groups.world).tolist()
-    raise_if_aborted("a sum over all ranks")
-    return tuple(total)
+    mine = to_device(numbers, parts.device)
+    total = read_back(all_reduce(mine, parts.groups.world), "a sum over all ranks")
+    return tuple(total.tolist())
+
+
+def read_back(numbers: torch.Tensor, what: str) -> torch.Tensor:
+    """Return ``numbers`` in host memory; of a step, here alone the host waits for the device.
+
+    Raises:
+        CommunicationError: The world was aborted, so the numbers, named ``what``, may be garbage.
+    """
+    host = numbers.cpu()
+    raise_if_aborted(what)
+    return host

@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from raymega.checkpoint.save.host_copy import HostCopy
@@ -20,6 +21,8 @@ from raymega.train.forward_backward import sum_over_world
 from raymega.train.nan_locator import refuse_non_finite_state
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome
+
+log = logging.getLogger(__name__)
 
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
 """Zeros in place of a snapshot's three sums: the length of an all-reduce may decide its order of sums."""
@@ -41,6 +44,17 @@ class SaveScheduler:
         self._writer, self._snapshots = writer, snapshots
         self._is_writing = False
         self._is_shared = snapshots is not None and shares_snapshot(parts.plan.job)
+
+    def reserve(self) -> None:
+        """Map and pin the host memory of all saves before the first step: pinning stops the device."""
+        blocks = self._blocks()
+        try:
+            if self._snapshots:
+                self._snapshots.reserve(blocks)
+            if not self._is_shared:
+                self._writer.reserve(blocks)
+        except (RuntimeError, OSError) as error:
+            log.warning("no host memory for the copies of saves, which will try again: %s", error)
 
     def extra_reductions(self) -> tuple[float, ...]:
         """Return this rank's state of saves as numbers that the next step sums over all ranks."""

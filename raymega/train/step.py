@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite, sqrt
+from math import isfinite, isinf, sqrt
 
 import torch
 
@@ -21,13 +21,18 @@ from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.collectives import all_reduce
-from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.core.host_copies import to_device
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.timeline import Event
 from raymega.train.bad_steps import BadNumbers, BadStepAction, decide, detect_bad_step
 from raymega.train.build import TrainingComponents
-from raymega.train.forward_backward import forward_backward, no_labels
+from raymega.train.forward_backward import (
+    forward_backward,
+    no_labels,
+    read_back,
+    sum_over_world,
+)
 from raymega.train.nan_locator import locate_non_finite, refuse_step
 from raymega.train.state import TrainState
 
@@ -123,7 +128,7 @@ def train_step(
         with parts.comm_log.rest() as in_update:
             parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
         events += in_update
-        parts.routers.update(totals.loads)
+        parts.routers.update(totals.routing)
         parts.weights.start_gather()  # overlaps with reports, saves and loading of the next batch
     return StepOutcome(
         state=_state_after(parts, state, seen, is_left_out=is_left_out),
@@ -191,8 +196,8 @@ def _settle(  # all of a step
 ) -> tuple[_Pass, BadStep]:
     """Run a bad step's second pass, and act by the job's policy if that pass is bad too.
 
-    No weight has changed, and a pass depends on weights and samples alone. So the second pass has the
-    bits that the first would have had without a hardware fault.
+    No weight has changed, and a pass depends on weights and samples alone. So the second pass has what the
+    first would have had without a hardware fault: its bits, except on a GPU without run.deterministic.
     """
     settled = partial(BadStep, step=state.step + 1)
     # second pass
@@ -258,6 +263,8 @@ class _Totals:
     save: bool
     extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
+    routing: torch.Tensor
+    """Sums behind ``loads``, on the device."""
 
 
 def _totals_of(
@@ -266,28 +273,19 @@ def _totals_of(
     micro_batches: Sequence[MicroBatch],
     others: Sequence[float],
 ) -> _Totals:
-    """Sum each rank's numbers over the world in one all-reduce.
+    """Sum each rank's numbers over the world in one all-reduce, and read them in one copy.
 
     Tensor-parallel rank 0 counts the loss. Of each gradient element exactly one rank counts the square.
     """
-    here = parts.coords
-    counts_loss = parts.has_loss and here.tp == 0
-    tokens = sum(float(batch.mask.sum()) for batch in micro_batches) if counts_loss else 0.0
-    norm_sq = local_norm_sq(parts.gradients.shares(), parts.device)
-    # order as in _Totals below: four sums of the step, then ``asked``
-    mine = [
-        float(loss_sum) if counts_loss else 0.0,
-        sum(module.take_mtp_loss_sum() for module in parts.modules) if counts_loss else 0.0,
-        tokens,
-        float(norm_sq),
-        *others,
-    ]
+    mine = _own_numbers(parts, loss_sum, micro_batches, others)
     routing = parts.routers.take_sums()
-    # float64, so that counts of tokens are exact
-    scalars = torch.tensor(mine, dtype=torch.float64, device=parts.device)
-    everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)
-    total = everything[: len(mine)].tolist()
-    raise_if_aborted("the step's totals")
+    everything = all_reduce(torch.cat((mine, routing.flatten())), parts.groups.world)
+    host = read_back(everything, "the step's totals")
+    total = host[: len(mine)].tolist()
+    # Squares of float32 overflow: every rank sees it in the sum, and all take wide ones.
+    if isinf(total[3]):
+        wide = local_norm_sq(parts.gradients.shares(), parts.device, is_wide=True)
+        (total[3],) = sum_over_world(parts, [float(wide)])
     return _Totals(
         loss_sum=total[0],
         mtp_loss_sum=total[1],
@@ -296,5 +294,29 @@ def _totals_of(
         stop=total[4] > 0,
         save=total[5] > 0,
         extra_reductions=tuple(total[6:]),
-        loads=parts.routers.loads(everything[len(mine) :].view_as(routing)),
+        loads=parts.routers.loads(host[len(mine) :].view_as(routing)),
+        routing=everything[len(mine) :].view_as(routing),
     )
+
+
+def _own_numbers(
+    parts: TrainingComponents,
+    loss_sum: torch.Tensor,
+    micro_batches: Sequence[MicroBatch],
+    others: Sequence[float],
+) -> torch.Tensor:
+    """Return this rank's numbers on the device, float64: four sums of the step, then ``others``.
+
+    The order is that of :class:`_Totals`. No number of the device comes to the host.
+    """
+    counts_loss = parts.has_loss and parts.coords.tp == 0
+    tokens = sum(batch.num_counted for batch in micro_batches)
+    # float64, so that counts of tokens are exact
+    mine = to_device([0.0, 0.0, tokens * counts_loss, 0.0, *others], parts.device)
+    mtp_loss_sum = sum(module.take_mtp_loss_sum() for module in parts.modules)
+    if counts_loss:
+        # fill_, as an assignment of a Python number copies it from the host
+        mine[0].fill_(loss_sum)
+        mine[1].fill_(mtp_loss_sum)
+    mine[3].fill_(local_norm_sq(parts.gradients.shares(), parts.device))
+    return mine

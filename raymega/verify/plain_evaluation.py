@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch.nn.functional import cross_entropy
 
-from raymega.data.mixture import Mixture
+from raymega.data.blends.mixture import Mixture
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.samples import Samples
 from raymega.plan.fp8_layers import depends_on_micro_batch_size

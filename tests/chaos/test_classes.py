@@ -1,4 +1,4 @@
-"""One fault of each class in one run: its worker, its node, its store, its driver; and it is the same run."""
+"""One fault of each class in one run on a blend: worker, node, store, driver; and it is the same run."""
 
 import pytest
 
@@ -7,10 +7,16 @@ from tests.support.drills import PATIENT
 
 pytestmark = pytest.mark.ray
 
+BLEND = (
+    "data.path=none", "data.sources=[{path: synthetic:a, weight: 0.6}, {path: synthetic:b, weight: 0.4}]",
+    "data.stages=[{from_tokens: 2208, sources: [{path: synthetic:b, weight: 0.7}, {path: synthetic:c}]}]",
+)  # fmt: skip
+"""Another blend from sequence 69 on, in the middle of step 5."""
+
 
 def test_run_lives_through_a_fault_of_each_class(drills, record_property):
     faults = parse_faults("kill-worker@3,raise@snapshot:5,kill-node@6,kill-driver@7,disk-full@8")
-    verdict = drills(faults, *PATIENT)
+    verdict = drills(faults, *PATIENT, *BLEND)
     assert verdict.faults == [], "; ".join(verdict.faults)
     kinds = [each.injected.fault.kind for each in verdict.incidents]
     assert kinds == ["kill-worker", "raise", "kill-node", "kill-driver", "disk-full"]

@@ -26,15 +26,25 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 BUDGETED = (
     "launches_per_layer",
     "syncs",
+    "syncs_in_passes",
     "collectives",
     "mallocs",
     "communicators",
     "communicators_unused",
     "early_receives",
+    "build_peak_bytes",
     "state_bytes",
+    "state_error_bytes",
     "peak_bytes",
+    "pinned_bytes",
+    "pinned_in_step_bytes",
+    "atomic_sums",
 )
 """Counts of one step that must be equal each time; the rest of a book is for reading."""
+PEAK_ERROR = 0.02
+"""Largest share by which `raymega plan` may miss the allocator's peak."""
+PINNED_SLACK_BYTES = 64 * 2**10
+"""Bytes by which pinned memory may be more than planned: rows that replicas share unevenly."""
 TIMEOUT_S = 600
 
 
@@ -71,6 +81,13 @@ def over_budget(book: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         for name in BUDGETED
         if book[name] != budget.get(name)
     ]
+    planned = book["planned_peak_bytes"]
+    if abs(planned / book["peak_bytes"] - 1) > PEAK_ERROR:
+        found.append(
+            f"peak_bytes {book['peak_bytes']}, planned {planned}: more than {PEAK_ERROR:.0%} off"
+        )
+    if book["pinned_bytes"] > book["planned_pinned_bytes"] + PINNED_SLACK_BYTES:
+        found.append(f"pinned_bytes {book['pinned_bytes']}, planned {book['planned_pinned_bytes']}")
     return [*found, *(f"{len(book['races'])} races, first: {race}" for race in book["races"][:1])]
 
 

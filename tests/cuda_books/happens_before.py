@@ -1,4 +1,4 @@
-"""Races between streams: two operations touch the same memory, one writes it, and nothing orders them.
+"""Races between streams, and with the host: two touch the same memory, one writes it, and nothing orders them.
 
 A clock of each stream counts its operations (Lamport 1978, vector clocks as of Mattern 1988). An event carries the
 clocks of its stream; who waits for it knows them. The host is one more clock, that each launch starts from.
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.cuda_books.trace import Access, Entry, HostWait, Record, Span, StreamWait
+from tests.cuda_books.trace import HOST, Access, Entry, HostWait, Record, Span, StreamWait
 
 Clock = Counter[int]
 
@@ -60,11 +60,12 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
     for entry in entries:
         match entry:
             case Access(stream=stream):
-                # a launch comes after all that the host has waited for
-                clocks[stream] |= host
-                clocks[stream][stream] += 1
-                races += _conflicts(entry, clocks[stream], touched)
-                touched[stream].extend(_touches(entry, clocks[stream][stream]))
+                # a launch comes after all that the host has waited for, and all that it did
+                clock = host if stream == HOST else clocks[stream]
+                clock |= host
+                clock[stream] += 1
+                races += _conflicts(entry, clock, touched)
+                touched[stream].extend(_touches(entry, clock[stream]))
             case Record(stream, event):
                 clocks[stream] |= host
                 events[event] = Counter(clocks[stream])

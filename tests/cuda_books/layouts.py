@@ -56,6 +56,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recompute full": {"memory": {"recompute": "full"}},
     "offload activations": {"memory": {"offload": ("activations",)}},
     "offload optimizer": {"memory": {"offload": ("optimizer",)}},
+    "deterministic": {
+        "run": {"deterministic": True},
+        "model": {**LLAMA_7B, "moe": {**_EXPERTS, "shared_expert_intermediate_size": 2048}},
+        "parallel": {"dp": 4, "ep": 4},
+        "data": {"global_batch_size": 8},
+    },
     "tp4 pp2 dp2 gpipe": _pipeline("gpipe"),
     "tp4 pp2 dp2 1f1b": _pipeline("1f1b"),
 }  # fmt: skip

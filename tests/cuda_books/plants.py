@@ -47,6 +47,34 @@ def _free_what_a_copy_still_reads() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
 
 
+def _fill_what_is_being_copied() -> None:
+    from raymega.data.batch_copy import PackedBatches
+
+    copy = PackedBatches.on_device
+
+    def lame(self: PackedBatches, device: Any) -> Any:
+        found = copy(self, device)
+        assert self.buffer is not None, "it runs on a GPU"
+        self.buffer.zero_()
+        return found
+
+    PackedBatches.on_device = lame  # type: ignore[method-assign]
+
+
+def _copy_a_list_in_forward() -> None:
+    import torch
+
+    from raymega.model.pipeline_stage import StageModule
+
+    run = StageModule.run
+
+    def copying(self: Any, micro_batch: Any, hidden: Any) -> Any:
+        torch.tensor([0, 1], device="cuda")
+        return run(self, micro_batch, hidden)
+
+    StageModule.run = copying  # type: ignore[method-assign]
+
+
 def _let_go_of_tensors_on_recorded_steps() -> None:
     from raymega.parallel.comm.trace import _GpuFlight
 
@@ -111,6 +139,12 @@ PLANTS = {
     ),
     "a buffer is freed while a copy reads it": Plant(
         "offload activations", "races", _free_what_a_copy_still_reads
+    ),
+    "pinned memory is filled while a copy reads it": Plant(
+        "one rank", "races", _fill_what_is_being_copied
+    ),
+    "a forward copies a list to the device": Plant(
+        "tp4 pp2 dp2 1f1b", "syncs_in_passes", _copy_a_list_in_forward
     ),
     "a recorded transfer lets go of its tensors": Plant(
         "ep4 shared expert", "races", _let_go_of_tensors_on_recorded_steps

@@ -11,8 +11,9 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,19 +26,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import raymega.parallel.expert_parallel.dispatcher as dispatcher
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.config.load import parse_mapping
+from raymega.data import prefetch
 from raymega.messages import Requests
 from raymega.parallel.comm import world
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.parallel.comm.process_groups import Groups, groups_of_plan
+from raymega.plan.host_memory import host_memory
+from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.train import step as train_step
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.environment import prepare_process
+from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, first_state
 from tests.cuda_books.layouts import job_of
 from tests.cuda_books.plants import PLANTS
+from tests.cuda_books.trace import HOST
+from tests.support.memory_store import MemoryStore
 
 COUNTERS = (
     "launches",
@@ -81,7 +89,7 @@ class Books:
 class MemoryNotes(TorchDispatchMode):
     """Notes which memory of the device each operation reads and writes, on which stream.
 
-    Left out are views, allocations, and operations that are made of others. Compiled kernels do not pass here.
+    The host's own operations are noted with the pinned memory that they touch. Left out are views, allocations, and operations that are made of others. Compiled kernels do not pass here.
     """
 
     def __init__(self, books: Books) -> None:
@@ -97,8 +105,11 @@ class MemoryNotes(TorchDispatchMode):
         arguments = [*zip(args, func._schema.arguments, strict=False)]
         arguments += [(kwargs[a.name], a) for a in func._schema.arguments if a.name in kwargs]
         written = [v for v, a in arguments if a.alias_info and a.alias_info.is_write]
-        stream = torch.cuda.current_stream().cuda_stream
-        reads, writes = _spans((args, kwargs)), _spans((result, written))
+        everything = args, kwargs, result
+        is_on_device = any(t.is_cuda for t in _tensors(everything))
+        stream = torch.cuda.current_stream().cuda_stream if is_on_device else HOST
+        touched = torch.Tensor.is_cuda.__get__ if is_on_device else torch.Tensor.is_pinned
+        reads, writes = _spans((args, kwargs), touched), _spans((result, written), touched)
         if reads or writes:
             self._books.note(f"{stream:x}|{func}|{reads}|{writes}")
         return result
@@ -122,10 +133,12 @@ def _is_noted(func: Any) -> bool:
     return not (is_made_of_others or func.is_view or str(func).startswith(NO_ACCESS))
 
 
-def _spans(values: Any) -> str:
-    tensors = [
-        t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_cuda and t.numel()
-    ]
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.numel()]
+
+
+def _spans(values: Any, touched: Callable[[torch.Tensor], bool]) -> str:
+    tensors = filter(touched, _tensors(values))
     return ",".join(f"{t.data_ptr():x}:{_bytes_of(t)}" for t in tensors)
 
 
@@ -133,6 +146,34 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to behind its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((n - 1) * abs(stride) for n, stride in steps) + 1) * tensor.element_size()
+
+
+def note_prefetching(books: Books) -> None:
+    """Note the pinned memory that the loader's thread fills."""
+    begin = prefetch.Ahead.__init__
+
+    def with_notes(self: Any, make: Callable[..., Any], **options: Any) -> None:
+        def noted(*args: Any) -> Any:
+            with MemoryNotes(books):
+                return make(*args)
+
+        begin(self, noted, **options)
+
+    prefetch.Ahead.__init__ = with_notes  # type: ignore[method-assign]
+
+
+def count_passes(books: Books) -> list[int]:
+    """Return a list that gets the host synchronisations of each forward and backward over a step's micro-batches."""
+    run, found = train_step.forward_backward, list[int]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = books.counts()["syncs"]
+        output = run(*args, **kwargs)
+        found.append(books.counts()["syncs"] - before)
+        return output
+
+    train_step.forward_backward = counted
+    return found
 
 
 def put_in_totals(tokens: float) -> None:
@@ -143,6 +184,16 @@ def put_in_totals(tokens: float) -> None:
         return replace(read(*args), tokens=tokens, loss_sum=tokens, norm_sq=1.0)
 
     train_step._totals_of = totals_of
+
+
+def answer_no() -> None:
+    """Take the device's answer to a question for no, after it has been read: it holds what was there before."""
+    read = torch.Tensor.__bool__
+
+    def is_true(tensor: torch.Tensor) -> bool:
+        return read(tensor) and not tensor.is_cuda
+
+    torch.Tensor.__bool__ = is_true  # type: ignore[method-assign]
 
 
 def put_in_even_routing() -> None:
@@ -164,6 +215,7 @@ class Rank:
 
     parts: TrainingComponents
     state: TrainState
+    writer: CheckpointWriter
 
     def step(self, *, is_recording: bool = False) -> None:
         """Do one optimizer step."""
@@ -193,11 +245,27 @@ def open_alone(plan: RunPlan, device: torch.device) -> Groups:
 
 
 def build(plan: RunPlan, groups: Groups, device: torch.device) -> Rank:
-    """Assemble rank 0 and do the step after which memory is steady."""
+    """Assemble rank 0 with the host memory of its saves, and restore it; the values stay as they are."""
     parts = build_parts(plan, rank=RANK, groups=groups, device=device)
-    rank = Rank(parts, first_state(plan.job.precision))
-    rank.step()
-    return rank
+    list(parts.optimizer.blocks())  # which a load fills
+    parts.optimizer.sync_weights()
+    writer = CheckpointWriter(MemoryStore(), rank=RANK, attempt=1, report=lambda _report: None)
+    nobody: Any = None  # no save is reported: none is made
+    SaveScheduler(parts, channel=nobody, writer=writer, snapshots=None, rank=RANK).reserve()
+    return Rank(parts, first_state(plan.job.precision), writer)
+
+
+ATOMIC = re.compile(r"ReduceAdd|flash_bwd_dot_do_o_kernel<true")
+"""Kernels that add by atomic operations; flash attention's first one clears what the others add to so."""
+EXACT = re.compile(r"<true, (long|int), ")
+"""Atomic kernels of integers, whose sum has the same bits in any order."""
+
+
+def atomic_sums(trace: Path) -> int:
+    """Count the kernels of a step whose sums of floats depend on the order in which threads arrive."""
+    with trace.open() as lines:
+        kernels = [line for line in lines if "\tkernel\t" in line]
+    return sum(bool(ATOMIC.search(each)) and not EXACT.search(each) for each in kernels)
 
 
 def early_receives(trace: Path) -> int:
@@ -228,29 +296,40 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
     plan = make_plan(parse_mapping(job_of(name)).job())
     put_in_totals(float(plan.batch.global_batch_size * plan.job.data.seq_len))
     put_in_even_routing()
+    answer_no()
     # cuDNN plans its kernels on the device, and the memory-efficient ones ask it for limits: both need a real one
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     device = prepare_process(plan, device="cuda", local_rank=0)
     books = Books()
+    note_prefetching(books)
+    passes = count_passes(books)
     with books.counting(folder / "open.tsv") as opening:
         groups = open_alone(plan, device)
     torch.cuda.reset_peak_memory_stats()
     rank = build(plan, groups, device)
-    build_peak = torch.cuda.max_memory_allocated()
+    build_peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+    pinned = books.counts()["pinned_bytes"]
+    rank.step()  # after which memory is steady
+    pinned_later = books.counts()["pinned_bytes"] - pinned
+    torch.empty(1, device=device)  # an allocation collects what copies have let go of
     state = torch.cuda.memory_allocated()
+    requested = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     with books.counting(folder / "step.tsv") as step, MemoryNotes(books):
         rank.step()
     peak = torch.cuda.max_memory_allocated()
+    in_passes = passes[-1]
     with books.counting(folder / "recorded.tsv") as recorded, MemoryNotes(books):
         rank.step(is_recording=True)
     use = pipeline_memory(plan)[0][0]
+    planned_state = rank_state(plan.job, plan.stages_of(RANK), plan.grid, tp_rank=0)
     num_layers = plan.job.model.num_layers
     del rank
     deeper = build(
         make_plan(parse_mapping(job_of(name, num_layers=2 * num_layers)).job()), groups, device
     )
+    deeper.step()
     with books.counting(folder / "deeper.tsv") as deep_step:
         deeper.step()
     more_layers = num_layers // plan.grid.pp * plan.batch.num_micro_batches
@@ -259,6 +338,7 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "launches": step["launches"],
         "launches_per_layer": (deep_step["launches"] - step["launches"]) / more_layers,
         "syncs": step["syncs"],
+        "syncs_in_passes": in_passes,
         "syncs_recorded": recorded["syncs"],
         "collectives": step["collectives"],
         "mallocs": step["mallocs"],
@@ -267,9 +347,15 @@ def keep_books(name: str, folder: Path) -> dict[str, Any]:
         "early_receives": early_receives(folder / "step.tsv"),
         "num_micro_batches": plan.batch.num_micro_batches,
         "build_peak_bytes": build_peak,
+        "atomic_sums": atomic_sums(folder / "step.tsv"),
+        "pinned_bytes": pinned,
+        "pinned_in_step_bytes": step["pinned_bytes"] + recorded["pinned_bytes"],
+        "pinned_in_first_step_bytes": pinned_later,
+        "planned_pinned_bytes": host_memory(plan, RANK).pinned_bytes,
         "state_bytes": state,
         "peak_bytes": peak,
-        "planned_state_bytes": use.state_bytes,
+        "state_error_bytes": requested - planned_state.resting_bytes,
+        "planned_state_bytes": planned_state.resting_bytes,
         "planned_peak_bytes": use.state_bytes + use.activation_bytes,
     }
 

@@ -55,6 +55,23 @@ def test_write_into_what_another_stream_still_reads_or_writes_races():
     assert races(KERNEL_WRITES, receive) == ["write after write"]
 
 
+HOST_FILLS = "4\tnote\t-1|copy_||9000:64"
+COPY_IN = f"2\tcopy\t0x{A}\th2d\t64\tpinned\t0x9000\t0x1000"
+
+
+def test_host_may_not_write_what_a_copy_still_reads():
+    assert races(COPY_IN, HOST_FILLS) == ["write after read"]
+    assert races(COPY_IN, f"3\tsync\tstream\t0x{B}", HOST_FILLS) == ["write after read"]
+    assert races(COPY_IN, f"3\tsync\tstream\t0x{A}", HOST_FILLS) == []
+    recorded = (f"3\trecord\t0x{A}\t0xe", "3\tquery\tevent\t0xe")
+    assert races(COPY_IN, *recorded, HOST_FILLS) == []
+
+
+def test_copy_that_is_launched_after_the_host_wrote_does_not_race():
+    assert races(HOST_FILLS, COPY_IN) == []
+    assert races(HOST_FILLS, COPY_IN, "5\tsync\tdevice", HOST_FILLS, COPY_IN) == []
+
+
 def test_reads_and_neighbouring_memory_do_not_race():
     assert races(f"1\tnote\t{A}|mul|1000:64|", SEND) == []
     assert races(f"1\tnote\t{A}|mul||1040:64", SEND) == []

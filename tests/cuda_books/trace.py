@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 LEGACY_STREAM = 0
 """CUDA's default stream, which a trace writes as (nil)."""
+HOST = -1
+"""The host's own reads and writes of pinned memory, in place of a stream."""
 
 
 @dataclass(frozen=True, slots=True)

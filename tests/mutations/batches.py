@@ -8,7 +8,7 @@ from tests.mutations.mutation import BLENDED, DROPOUT, GPT2, PACKED, Mutation
 BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="a dataset begins anew in each stage",
-        file="data/mixture.py",
+        file="data/blends/mixture.py",
         old="return dataset, self._before[stage][dataset] + count",
         new="return dataset, count",
         layout=Layout(dp=2),
@@ -16,7 +16,7 @@ BATCHES: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the datasets of a blend have one another's weights",
-        file="data/mixture.py",
+        file="data/blends/mixture.py",
         old="        dataset = self._members[stage][source]",
         new="        dataset = self._members[stage][-1 - source]",
         layout=Layout(dp=2),
@@ -74,7 +74,7 @@ BATCHES: tuple[Mutation, ...] = (
         name="what was made ahead is the first step again",
         file="data/prefetch.py",
         old="self._thread.submit(self._make, *key)",
-        new="self._thread.submit(self._make, 0, key[1])",
+        new="self._thread.submit(self._make, key[0], 0)",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED,
     ),
@@ -102,8 +102,8 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="slots without a sample count",
         file="data/loader.py",
-        old="mask=take([row.mask for row in rows]).float(),",
-        new="mask=take([row.mask for row in rows]).float().fill_(1.0),",
+        old="mask = take([row.mask for row in rows]).float()",
+        new="mask = take([row.mask for row in rows]).float().fill_(1.0)",
         layout=Layout(dp=4),
     ),
     Mutation(

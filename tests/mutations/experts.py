@@ -51,8 +51,8 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="the bias of experts moves by one rank's load",
         file="train/step.py",
-        old="    everything = all_reduce(torch.cat((scalars, routing.flatten())), parts.groups.world)",
-        new="    everything = torch.cat((all_reduce(scalars, parts.groups.world), routing.flatten()))",
+        old="    everything = all_reduce(torch.cat((mine, routing.flatten())), parts.groups.world)",
+        new="    everything = torch.cat((all_reduce(mine, parts.groups.world), routing.flatten()))",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),
         job=BIASED,
     ),

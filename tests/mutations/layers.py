@@ -123,7 +123,7 @@ LAYERS: tuple[Mutation, ...] = (
         name="each context-parallel rank divides by its own tokens",
         file="train/step.py",
         old="        tokens=total[2],",
-        new="        tokens=mine[2] * parts.plan.grid.dp or total[2],",
+        new="        tokens=float(mine[2]) * parts.plan.grid.dp or total[2],",
         layout=Layout(cp=2),
     ),
     Mutation(
@@ -164,10 +164,9 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="dropout counts positions from zero on every context-parallel rank",
-        file="model/pipeline_stage.py",
-        old="            at = held_positions(rows.documents, self.context).to(samples.device)",
-        new="            at = held_positions(rows.documents, self.context)\n"
-        "            at = at - at[:, :1]",
+        file="data/loader.py",
+        old="row_positions=held)",
+        new="row_positions=held - held[:, :1])",
         layout=Layout(cp=2),
         job=DROPOUT,
     ),

@@ -82,14 +82,14 @@ SUMS: tuple[Mutation, ...] = (
         name="each rank clips by the norm of its own part",
         file="train/step.py",
         old="        norm_sq=total[3],",
-        new="        norm_sq=mine[3],",
+        new="        norm_sq=float(mine[3]),",
         layout=Layout(tp=2),
     ),
     Mutation(
         name="loss is divided by the rank's own tokens",
         file="train/step.py",
         old="        tokens=total[2],",
-        new="        tokens=mine[2] or total[2],",
+        new="        tokens=float(mine[2]) or total[2],",
         layout=Layout(dp=4),
     ),
     Mutation(

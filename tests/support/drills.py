@@ -42,8 +42,8 @@ class Drills:
         return run_drill(drill, self.box, lambda last: self._undisturbed(drill, layout, last))
 
     def _undisturbed(self, drill, layout, last):
-        """Return the undisturbed run's events, cached by layout and steps: other settings do not change its losses."""
-        key = (layout, drill.job.run.steps)
+        """Return the undisturbed run's events, cached by what changes its losses: layout, steps and data."""
+        key = (layout, drill.job.run.steps, drill.job.data)
         if key not in self._calm:
             self._calm[key] = run_baseline(drill, self.box, last=last)
         return self._calm[key]

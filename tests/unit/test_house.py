@@ -53,7 +53,7 @@ def test_private_parts_of_ray_are_imported_in_one_file():
 def test_private_names_of_torch_are_used_in_one_folder():
     """But for kernels that have no other name, and modules that are imported ahead by name."""
     private = re.compile(
-        r"torch\._(?!foreach_|scaled_|dynamo|inductor|utils)|torch[\w.]+\._(?!softmax_backward|unsafe_view)"
+        r"torch\._(?!foreach_|fused_adamw_|scaled_|dynamo|inductor|utils)|torch[\w.]+\._(?!softmax_backward|unsafe_view|fused_rms_norm)"
         r"|from torch[\w.]* import [^\n]*\b_|\b(c10d|dist)\._"
     )
     users = {p.parent.name for p in SOURCES if private.search(p.read_text())}

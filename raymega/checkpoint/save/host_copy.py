@@ -7,20 +7,15 @@ change the tensors must wait for it. ``writer.py`` decides which tensors are cop
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterable
-from contextlib import suppress
-from weakref import finalize
 
 import torch
 
 from raymega.parallel.comm.world import raise_if_aborted
+from raymega.parallel.core.pinned_memory import bytes_of, map_memory
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 
 log = logging.getLogger(__name__)
-
-PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-"""Flags of an anonymous, private mapping, which the system may back with huge pages."""
 
 
 class HostCopy:
@@ -54,18 +49,14 @@ class HostCopy:
         if self._buffer.numel() < num_bytes:
             # Free the old buffer first, so that the two never exist together.
             self._places.clear()
+            self._memory = None
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._memory = self._take_shared(num_bytes)
-            # In order of preference: shared pages, torch's pinned memory, private pages.
-            if self._memory is None and is_pinned:
-                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-                return
-            pages = self._memory.pages if self._memory else mmap.mmap(-1, num_bytes, flags=PRIVATE)
-            self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
-            if is_pinned:
-                _pin(self._buffer)
-            else:
-                _ask_for_huge_pages(pages)
+            self._buffer = (
+                bytes_of(self._memory.pages, is_pinned=is_pinned)
+                if self._memory
+                else map_memory(num_bytes, is_pinned=is_pinned)
+            )
 
     def copy(self, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy each tensor to its first byte in the buffer, a multiple of its element's bytes.
@@ -127,19 +118,3 @@ class HostCopy:
             place = self._buffer[start : start + values.nbytes].view(values.dtype)
             self._places[key] = place.view(values.shape)
         return self._places[key]
-
-
-def _pin(buffer: torch.Tensor) -> None:
-    """Pin ``buffer`` for asynchronous copies from a GPU; without that they take longer."""
-    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types
-    begin = buffer.data_ptr()
-    if int(cuda.cudaHostRegister(begin, buffer.nbytes, 0)):
-        log.warning("%d bytes of shared memory could not be pinned", buffer.nbytes)
-    else:
-        finalize(buffer, cuda.cudaHostUnregister, begin)
-
-
-def _ask_for_huge_pages(pages: mmap.mmap) -> None:
-    """Ask for huge pages, which save a page fault and a TLB entry for each 4 KiB of the buffer."""
-    with suppress(AttributeError, OSError):  # a system or kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)

@@ -23,6 +23,7 @@ from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.local_cache import LocalCache
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
+from raymega.parallel.core.pinned_memory import aligned
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.retry import RetryPolicy
 from raymega.storage.store import Store
@@ -34,9 +35,6 @@ RETRY = RetryPolicy(pauses_s=(1.0, 4.0))
 
 FILES_IN_FLIGHT = 2
 """Number of files that a rank writes at once; a store may upload each in several parts."""
-ALIGNMENT = 64
-"""Multiple of bytes at which files begin in the buffer, so that elements of every type are aligned."""
-
 State = dict[str, int | float | str]
 
 
@@ -149,6 +147,19 @@ class CheckpointWriter:
         """Host memory in bytes that the writer keeps between saves."""
         return self._host.num_bytes
 
+    def reserve(self, blocks: Sequence[TensorBlock], into: Sequence[HostCopy] = ()) -> None:
+        """Map and pin buffers for ``blocks``, so that no save does it between two steps.
+
+        Args:
+            blocks: Tensors of the rank.
+            into: Buffers that saves will be given; without any the writer's own.
+
+        Raises:
+            RuntimeError, OSError: No host memory is left.
+        """
+        for host in into or (self._host,):
+            host.reserve(self._divide(blocks).buffer_bytes, is_pinned=_is_on_gpu(blocks))
+
     def save(
         self,
         step: int,
@@ -188,8 +199,7 @@ class CheckpointWriter:
             error = f"a row of {largest} bytes is more than checkpoint.buffer_bytes={buffer_bytes}"
             return self._give_up(save, error)
         try:
-            is_cuda = any(block.values.is_cuda for block in blocks)
-            save.host.reserve(largest, is_pinned=is_cuda)
+            save.host.reserve(largest, is_pinned=_is_on_gpu(blocks))
         except (RuntimeError, OSError) as error:  # torch's and mmap's for exhausted memory
             return self._give_up(save, f"no host memory for the copy: {error}")
         # All portions except the last share the buffer in turn, so training waits for their writes.
@@ -231,7 +241,7 @@ class CheckpointWriter:
         parts = pack(sizes, min([total, *limits]))
         layouts = [layout_file(assignments[part]) for part in parts]
         portions = pack(
-            [_aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
+            [aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
         )
         return (self._place(layouts, portion) for portion in portions)
 
@@ -240,7 +250,7 @@ class CheckpointWriter:
         for number in range(portion.start, portion.stop):
             name = data_file(attempt=self._attempt, rank=self._rank, number=number)
             files.append(_File(name=name, layout=layouts[number], base=base))
-            base += _aligned(layouts[number].num_bytes)
+            base += aligned(layouts[number].num_bytes)
         return tuple(files)
 
     def _start(
@@ -329,13 +339,13 @@ class CheckpointWriter:
                 )  # fmt: skip
 
 
+def _is_on_gpu(blocks: Sequence[TensorBlock]) -> bool:
+    return any(block.values.is_cuda for block in blocks)
+
+
 def _local_block(block: TensorBlock) -> LocalBlock:
     """Return the description of a block, without its values."""
     return LocalBlock(
         tensor=block.name, dtype=block.dtype, global_shape=block.tensor.shape, box=block.box,
         is_primary=block.is_primary, holders=block.holders, replica=block.replica,
     )  # fmt: skip
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

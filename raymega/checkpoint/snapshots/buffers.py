@@ -42,6 +42,11 @@ class SnapshotBuffers:
         """Host memory of all buffers in bytes."""
         return sum(buffer.num_bytes for buffer in self._buffers)
 
+    def all(self) -> list[HostCopy]:
+        """Return the buffers that :meth:`free` will return in turn; call it before the first snapshot."""
+        first = self.free(whole_step=0)
+        return [first, *(self._buffers[1:] if self._is_seen() else ())]
+
     def free(self, *, whole_step: int, step: int = 0) -> HostCopy:
         """Return a buffer that may be overwritten; the snapshot server drops the objects that were in it.
 

@@ -81,6 +81,10 @@ class SnapshotWriter:
         self._is_lent = False
         self._waited_s = 0.0
 
+    def reserve(self, blocks: Sequence[TensorBlock]) -> None:
+        """Map and pin the buffers of snapshots of ``blocks``; raises as :meth:`CheckpointWriter.reserve` does."""
+        self._writer.reserve(blocks, self._buffers.all())
+
     def extra_reductions(self) -> tuple[float, ...]:
         """Return 0 or 1 for each of: this rank is writing, its write failed, it lacks a snapshot server."""
         is_writing = self._step > 0 and self._newest is None

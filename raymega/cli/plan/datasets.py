@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from raymega.cli.output import table
 from raymega.config.schema import Job
-from raymega.data.epochs import planned_reads
+from raymega.data.blends.epochs import planned_reads
 
 
 def datasets_object(job: Job) -> dict[str, object]:

@@ -8,6 +8,7 @@ from raymega import api
 from raymega.cli.output import print_json, table
 from raymega.cli.plan import predictions
 from raymega.cli.plan.datasets import datasets_object, show_datasets
+from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_memory
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
@@ -29,7 +30,7 @@ MAX_ROWS = 32
 MOST_FALLBACKS = 4
 PARTS = {
     "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
-    "gathered": "passing",
+    "fixed": "fixed", "gathered": "passing",
 }  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_packing(plan)
     _show_saves(plan)
     _show_snapshots(plan)
+    show_host_memory(plan)
     _show_fallbacks(plan, device)
     _show_schedule(plan)
     if found and device:
@@ -108,6 +110,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "bubble": _bubble(plan, plan.batch),
         "snapshot_every": job.elastic.snapshot_every,
         "context_parallel": context_costs(job),
+        "host_memory": most_host_memory(plan),
         "ranks": [
             {
                 "rank": rank,
@@ -164,7 +167,7 @@ def _show_phase(plan: RunPlan, phase: Phase) -> None:
     print(
         f"  {steps}, from sample {phase.first_sample:,}: {batch.global_batch_size} sequences, "
         f"{batch.num_micro_batches} micro-batches{_tail(batch)}; bubble {_bubble(plan, batch):.3f}, "
-        f"activations up to {_readable(max(_activation_bytes_of(plan, batch)))}"
+        f"activations up to {readable(max(_activation_bytes_of(plan, batch)))}"
     )
 
 
@@ -199,7 +202,7 @@ def _show_ranks(plan: RunPlan) -> None:
         at = plan.grid.coords(rank)
         counts = rank, at.tp, at.cp, at.dp, at.pp, size.num_parameters, size.num_owned
         parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
-        in_all = _readable(size.total_bytes), _readable(activations[at.pp])
+        in_all = readable(size.total_bytes), readable(activations[at.pp])
         rows.append((*counts, *parts, *in_all))
     job = plan.job
     print(f"\nranks; state in bytes; sharding {job.parallel.sharding}")
@@ -219,7 +222,7 @@ def _show_saves(plan: RunPlan) -> None:
     first = [rank for rank in range(plan.grid.world_size) if plan.grid.coords(rank).dp == 0]
     cost = max((save_cost(plan, rank) for rank in first), key=lambda cost: cost.share_bytes)
     # where the bytes are copied before they are written
-    place = f"{_readable(cost.buffer_bytes)} of host memory"
+    place = f"{readable(cost.buffer_bytes)} of host memory"
     if shares_snapshot(plan.job):
         place = "the memory of snapshots, which pause until it is written"
     elif cost.buffer_bytes < cost.share_bytes:
@@ -228,7 +231,7 @@ def _show_saves(plan: RunPlan) -> None:
     files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
     print(
         f"\na checkpoint every {_steps(section.every) if section.every else 'run'}: a rank copies at "
-        f"most {_readable(cost.share_bytes)} to {place}, "
+        f"most {readable(cost.share_bytes)} to {place}, "
         f"and writes them in {files}{least}"
     )
 
@@ -245,9 +248,9 @@ def _show_context(plan: RunPlan) -> None:
         (
             cost.method + (" (chosen)" if cost.method == parallel.cp_method else ""),
             f"{cost.flops / 1e9:.3g}",
-            _readable(round(cost.inner_bytes)),
-            _readable(round(cost.outer_bytes)),
-            _readable(round(cost.passing_bytes)),
+            readable(round(cost.inner_bytes)),
+            readable(round(cost.outer_bytes)),
+            readable(round(cost.passing_bytes)),
             f"{1e3 * cost.seconds(ROUND_H100, span=span):.3g}",
         )
         for cost in costs
@@ -265,11 +268,11 @@ def _show_snapshots(plan: RunPlan) -> None:
     cost = max(_snapshot_costs(plan), key=lambda cost: cost.share_bytes)
     print(
         f"\nsnapshots in memory every {_steps(every)}: a rank writes at most "
-        f"{_readable(cost.share_bytes)} on its node, and sends them to the next node's snapshot server"
+        f"{readable(cost.share_bytes)} on its node, and sends them to the next node's snapshot server"
     )
     print(
-        f"host memory for each rank of a node: {_readable(cost.buffer_bytes)} of its own, which the node's "
-        f"snapshot server sees, and {_readable(cost.server_bytes)} in that snapshot server ({NUM_GENERATIONS} snapshots of it "
+        f"host memory for each rank of a node: {readable(cost.buffer_bytes)} of its own, which the node's "
+        f"snapshot server sees, and {readable(cost.server_bytes)} in that snapshot server ({NUM_GENERATIONS} snapshots of it "
         "and of a rank of the previous node); on one node half of that, which is lost with the node"
     )
 
@@ -282,13 +285,6 @@ def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
     """Return the snapshot costs of one replica's ranks; other replicas have the same."""
     places = ((rank, plan.grid.coords(rank)) for rank in range(plan.grid.world_size))
     return [snapshot_cost(plan, rank) for rank, at in places if at.dp == at.cp == 0]
-
-
-def _readable(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes / 1024:.1f} KiB"
 
 
 def _packing_object(plan: RunPlan) -> dict[str, object]:

@@ -28,6 +28,8 @@ class CoreAttention(nn.Module):
     def __init__(self, factory: ParameterFactory, name: str, model: ModelSection) -> None:
         super().__init__()
         self.dropout = model.attention_dropout
+        if not self.dropout:
+            return
         num_heads = model.num_heads // factory.tp.size
         first = factory.tp.index * num_heads
         # One key a global head, so that dropout masks do not depend on tp.

@@ -58,11 +58,11 @@ class ActivationOffloader:
     """Offloader of a stage's saved activations.
 
     Args:
-        device: Device of the stage.
+        memory: Host memory of the stage's device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory, self._device = HostMemory(device), device
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory, self._device = memory, memory.device
         self._last: _Unit | None = None
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class ActivationOffloader:
         key = storage.data_ptr(), tensor._version
         if key not in unit.pieces:
             whole = _bytes_of(storage, tensor.device)
-            host = self._memory.empty_like(whole)
+            host = self._memory.take(whole.numel())
             leaving = self._memory.start_out(whole, host)
             unit.pieces[key] = _Piece(host=host, leaving=leaving)
             unit.held.append(tensor)
@@ -122,6 +122,7 @@ class ActivationOffloader:
             piece.leaving.wait()
             piece.back = torch.empty(piece.host.shape, dtype=torch.uint8, device=self._device)
             piece.coming = self._memory.start_in(piece.host, piece.back)
+            self._memory.give_back(piece.host, piece.coming)
 
     def _unpack(self, saved: Tensor | _Ticket) -> Tensor:
         if isinstance(saved, Tensor):

@@ -61,7 +61,7 @@ class Load:
 
     @staticmethod
     def of(sums: Tensor) -> Load:
-        """Return the load of summed vectors [E + NUM_SUMS] of :meth:`Record.drain`."""
+        """Return the load of summed vectors [E + NUM_SUMS] of :meth:`Record.drain`, in host memory."""
         counts, rest = sums[:-NUM_SUMS], sums[-NUM_SUMS:].tolist()
         return Load(
             counts=counts, tokens=rest[0], kept=rest[1], entropy=rest[2], balance=rest[3], z=rest[4]
@@ -116,9 +116,9 @@ class Record:
             self._begin(device)
         sums, margin = self._sums, self._margin
         assert sums is not None, "begun"
-        self._sums = self._margin = None
+        self._sums, self._margin, self._parts = None, None, {}
         if margin is None:
-            margin = torch.tensor(torch.inf, device=device)
+            margin = torch.full((), torch.inf, device=device)
         return sums, margin.to(torch.float64)
 
     def _begin(self, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class Record:
 def join(x: Tensor, loss: Tensor, record: Record) -> Tensor:
     """Return ``x`` unchanged; its backward also starts that of ``loss``, with the record's gradient."""
     dtype = loss.dtype
-    return with_gradient(x, loss, lambda grad: grad.new_tensor(record.loss_gradient, dtype=dtype))
+    return with_gradient(x, loss, lambda grad: grad.new_full((), record.loss_gradient, dtype=dtype))
 
 
 def shares_of(scores: Tensor, moe: MoeSection) -> Tensor:

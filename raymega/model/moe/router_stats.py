@@ -27,14 +27,18 @@ class Routers:
         held: Routers on this rank, by block.
         num_experts: Number of routed experts, E.
         device: Device of the sums.
-        smallest_margin: Least margin of any routing decision on this rank's tokens so far.
     """
 
     layers: Sequence[int]
     held: Mapping[int, Router]
     num_experts: int
     device: torch.device
-    smallest_margin: float = field(default=torch.inf)
+    _margin: torch.Tensor | None = field(default=None)
+
+    @property
+    def smallest_margin(self) -> float:
+        """Least margin of any routing decision on this rank's tokens so far; the host waits for it."""
+        return torch.inf if self._margin is None else float(self._margin)
 
     def start_step(self, *, loss_gradient: float) -> None:
         """Reset all records, and set the gradient that the routers' own losses start from.
@@ -55,18 +59,24 @@ class Routers:
         for row, layer in enumerate(self.layers):
             if layer in self.held:
                 sums[row], margin = self.held[layer].record.drain(self.device)
-                self.smallest_margin = min(self.smallest_margin, float(margin))
+                before = margin if self._margin is None else self._margin
+                self._margin = torch.minimum(before, margin)
         return sums
 
     def loads(self, sums: torch.Tensor) -> dict[int, Load]:
-        """Return the load of each layer from the sums over all ranks."""
+        """Return the load of each layer from the sums over all ranks, in host memory."""
         return {layer: Load.of(row) for layer, row in zip(self.layers, sums, strict=True)}
 
     @torch.no_grad()
-    def update(self, loads: Mapping[int, Load]) -> None:
-        """Update expert biases and keep the step's counts, after a step that updated the weights."""
-        for layer, router in self.held.items():
-            counts = loads[layer].counts
+    def update(self, sums: torch.Tensor) -> None:
+        """Update expert biases and keep the step's counts, after a step that updated the weights.
+
+        ``sums`` are those of :meth:`take_sums` over all ranks, on the device.
+        """
+        for row, layer in enumerate(self.layers):
+            if layer not in self.held:
+                continue
+            router, counts = self.held[layer], sums[row, : self.num_experts]
             if router.bias is not None and router.moe.expert_bias_update_rate:
                 update_expert_bias(router.bias, counts, router.moe.expert_bias_update_rate)
             if router.counts is not None:

@@ -12,9 +12,9 @@ from typing import Any
 from raymega.config.data import DataSource
 from raymega.config.fields import by_path
 from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
-from raymega.data.blend import whole_weights
+from raymega.data.blends.blend import whole_weights
+from raymega.data.blends.mixture import first_sample
 from raymega.data.checks import dataset_identity
-from raymega.data.mixture import first_sample
 from raymega.errors import Fault
 from raymega.plan.batch import samples_after
 from raymega.plan.memory.state_bytes import DTYPE_BYTES

@@ -88,13 +88,21 @@ class Rows(NamedTuple):
             rows have the same documents.
         documents: Lengths of the whole documents, by row.
         context: Ranks that share the rows, where these differ between micro-batches.
-        row_positions: Positions [B, S/cp] of the tokens in their samples; only with ``context``.
+        row_positions: Positions [B, S/cp] int64 of the tokens in their samples; [1, S/cp] where all rows
+            have the same documents.
+        ends: See TokenLayout.
+        order: See TokenLayout.
+
+    What depends on documents and rank alone is None where :func:`make_token_layout` and others are to
+    compute it. A loader computes it ahead, because a forward that did would wait for a copy to the device.
     """
 
     positions: Tensor
     documents: Documents
     context: Context | None = None
     row_positions: Tensor | None = None
+    ends: Tensor | None = None
+    order: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,14 +113,10 @@ class MicroBatch:
         tokens: Token ids [B, S/cp] int64.
         labels: Next token of each token, [B, S/cp] int64.
         mask: Loss mask [B, S/cp] float32: 1 where the label counts; all 0 in a slot without a sample.
+        num_counted: Number of labels that count, known to the host: sum of ``mask``.
         samples: Global sample indices [B] int64, counted from the start of the run; -1 in an empty slot.
-            [B, S/cp] with ``context``: one for each token.
-        positions: Position of each token in its document, [B, S/cp] int64; [1, S/cp] where all rows have
-            the same documents.
-        documents: Lengths of each row's whole documents, end to end; they add up to S. A single entry
-            stands for all rows.
-        context: Ranks that share this micro-batch, where these differ between micro-batches; else None.
-        row_positions: Positions [B, S/cp] int64 of the tokens in their samples; only with ``context``.
+            [B, S/cp] where ranks share documents anew in each micro-batch: one for each token.
+        rows: Documents of its rows, and positions in them.
         later: Labels and masks, [depth, B, S/cp] each, of the tokens further ahead that the model
             predicts; None where it predicts only the next one.
     """
@@ -120,17 +124,10 @@ class MicroBatch:
     tokens: Tensor
     labels: Tensor
     mask: Tensor
+    num_counted: int
     samples: Tensor
-    positions: Tensor
-    documents: Documents
-    context: Context | None = None
-    row_positions: Tensor | None = None
+    rows: Rows
     later: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def rows(self) -> Rows:
-        """Documents and positions of its rows."""
-        return Rows(self.positions, self.documents, self.context, self.row_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,14 +164,33 @@ class TokenLayout:
 
 def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
     """Return the TokenLayout of ``rows``, cut over ``context``, without dropout keys and rotations."""
-    held = segments(rows.documents, cp=context.outer.size)
+    rows = complete_rows(rows, context)
     return TokenLayout(
         positions=rows.positions.t(),
         context=context,
-        segments=held,
-        order=_order(rows, context) if context.inner.size > 1 else None,
-        ends=_ends(rows) if context.outer.size == 1 and len(held) > 1 else None,
+        segments=segments(rows.documents, cp=context.outer.size),
+        order=rows.order,
+        ends=rows.ends,
     )
+
+
+def complete_rows(rows: Rows, context: Context) -> Rows:
+    """Return ``rows`` with all that attention over ``context`` reads, on the device of their positions."""
+    device, is_packed = rows.positions.device, sum(map(len, rows.documents)) > 1
+    ends, order = rows.ends, rows.order
+    if ends is None and is_packed and context.outer.size == 1:
+        ends = _ends(rows.documents).to(device)
+    if order is None and context.inner.size > 1:
+        there = _order(rows.documents, context).to(device)
+        order = there, there.argsort(0)
+    return rows._replace(ends=ends, order=order)
+
+
+def row_positions(rows: Rows, context: Context) -> Tensor:
+    """Return the positions of this rank's tokens in their samples, [B, S/cp] or [1, S/cp] int64."""
+    if rows.row_positions is not None:
+        return rows.row_positions
+    return held_positions(rows.documents, context).to(rows.positions.device)
 
 
 def make_token_ids(rows: Rows, mask: Tensor, context: Context, sp: SequenceParallel) -> TokenIds:
@@ -187,9 +203,7 @@ def make_token_ids(rows: Rows, mask: Tensor, context: Context, sp: SequenceParal
         sp: Placement of the residual stream on the tensor-parallel ranks.
     """
     # A token's number is its row times the row's length, plus its position in the row.
-    at = rows.row_positions
-    if at is None:
-        at = held_positions(rows.documents, context).to(mask.device)
+    at = row_positions(rows, context)
     row_length = mask.shape[1] * context.degree
     first = torch.arange(mask.shape[0], device=mask.device)[:, None] * row_length
     return TokenIds(
@@ -209,10 +223,10 @@ def held_positions(documents: Documents, context: Context) -> Tensor:
     return torch.stack([_held(row, context.degree, context.index) for row in documents])
 
 
-def _ends(rows: Rows) -> Tensor:
+def _ends(rows: Documents) -> Tensor:
     """Return the cumulative lengths [N + 1] of the documents of all rows, row after row, from 0."""
-    ends = [0, *accumulate(length for documents in rows.documents for length in documents)]
-    return torch.tensor(ends, dtype=torch.int32, device=rows.positions.device)
+    ends = [0, *accumulate(length for documents in rows for length in documents)]
+    return torch.tensor(ends, dtype=torch.int32)
 
 
 def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
@@ -220,16 +234,14 @@ def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
     return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
 
 
-def _order(rows: Rows, context: Context) -> tuple[Tensor, Tensor]:
-    """Return the permutation that sorts the inner ranks' tokens by position, and its inverse.
+def _order(rows: Documents, context: Context) -> Tensor:
+    """Return the permutation that sorts the inner ranks' tokens by position.
 
     Together the inner ranks hold the chunks of one outer rank, which has them by position.
     """
     first, degree = context.outer.index * context.inner.size, context.degree
     neighbours = range(first, first + context.inner.size)
     columns = [
-        torch.cat([_held(lengths, degree, cp_rank) for cp_rank in neighbours])
-        for lengths in rows.documents
+        torch.cat([_held(lengths, degree, cp_rank) for cp_rank in neighbours]) for lengths in rows
     ]
-    order = torch.stack(columns, 1).argsort(0).to(rows.positions.device)
-    return order, order.argsort(0)
+    return torch.stack(columns, 1).argsort(0)

@@ -7,7 +7,7 @@ same place in all three. The table holds no values and sends nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -119,6 +119,11 @@ class Range:
     def extents(self) -> Iterator[Extent]:
         """Yield the extents of the parameters in the range."""
         return self.bucket.extents(self.begin, self.end)
+
+    def common(self, other: Range) -> Range:
+        """Return the elements that another range of the bucket has too; an empty range if none."""
+        begin = max(self.begin, other.begin)
+        return replace(self, begin=begin, end=max(begin, min(self.end, other.end)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +301,24 @@ def portions(
         if size >= least:
             yield portion
             portion, size = [], 0
+    if portion:
+        yield portion
+
+
+def cut_portions(
+    parts: Iterable[Range], size: int, can_cut: Callable[[Bucket], bool]
+) -> Iterator[list[Range]]:
+    """Yield ``parts`` in order, in portions of ``size`` elements; more where a bucket cannot be cut."""
+    portion, room = list[Range](), size
+    for part in parts:
+        begin = part.begin
+        while begin < part.end:
+            end = min(part.end, begin + room) if can_cut(part.bucket) else part.end
+            portion.append(replace(part, begin=begin, end=end))
+            begin, room = end, room - (end - begin)
+            if room <= 0:
+                yield portion
+                portion, room = [], size
     if portion:
         yield portion
 

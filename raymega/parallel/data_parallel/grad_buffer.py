@@ -84,6 +84,11 @@ class GradBuffer:
         """Return the flat sum of this rank's owned part of a bucket; always the same memory."""
         return self._owned[bucket.index]
 
+    def owned_part(self, part: Range) -> torch.Tensor:
+        """Return a range of :meth:`owned`."""
+        begin = part.begin - self._table.owned(part.bucket).begin
+        return self.owned(part.bucket)[begin : begin + part.end - part.begin]
+
     def shares(self) -> Iterator[tuple[GlobalTensor, torch.Tensor]]:
         """Yield the flat sums that this rank counts, with their tensor; over all ranks each element once."""
         for bucket in self._table.buckets:

@@ -16,7 +16,7 @@ from raymega.errors import Fault, InternalError
 from raymega.parallel.comm.collectives import start_all_gather_in_place, start_all_gather_into
 from raymega.parallel.comm.trace import CommLog, Waitable
 from raymega.parallel.comm.work import Work
-from raymega.parallel.core.buckets import Bucket, BucketTable
+from raymega.parallel.core.buckets import Bucket, BucketTable, Range
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.zero_levels import ZeroLevel
 
@@ -79,6 +79,11 @@ class WeightBuffer:
     def owned(self, bucket: Bucket) -> torch.Tensor:
         """Return the flat weights that this rank updates; always the same memory."""
         return self._own[bucket.index]
+
+    def owned_part(self, part: Range) -> torch.Tensor:
+        """Return a range of :meth:`owned`."""
+        begin = part.begin - self._table.owned(part.bucket).begin
+        return self.owned(part.bucket)[begin : begin + part.end - part.begin]
 
     def mark_updated(self) -> None:
         """Note that this rank has updated its part, so that its copies of other parts are stale."""

@@ -1,7 +1,7 @@
 """Permutation of tokens into rows sorted by expert, and back.
 
 It consists of sorts and index operations on the device. Each choice of each token has at most one row,
-so gradients are gathers too, without atomic adds: equal runs give equal bits.
+so gradients are gathers too, without atomic adds, and each sum here has one order.
 """
 
 from __future__ import annotations

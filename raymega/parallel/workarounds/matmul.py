@@ -50,9 +50,16 @@ def outer(grad: Tensor, x: Tensor) -> Tensor:
 def add_outer(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
     """Add :func:`outer` to ``total`` [out, in], or overwrite it with the first term.
 
-    A float32 total gets unrounded sums where 16-bit products are emulated; elsewhere a total of another
-    format gets the product rounded to the format of ``x``.
+    A float32 total gets unrounded sums on GPUs and where 16-bit products are emulated; elsewhere a total
+    of another format gets the product rounded to the format of ``x``.
     """
+    if x.is_cuda and x.dtype.itemsize == 2 and total.dtype == torch.float32:
+        # cuBLAS adds to a wider output in the pass that computes the product; torch has no such CPU kernel
+        if is_first:
+            torch.ops.aten.mm.dtype_out(grad.T, x, total.dtype, out=total)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, grad.T, x, total.dtype, out=total)
+        return
     if is_emulated(x) and total.dtype == torch.float32:
         grad, x = grad.float(), x.float()
     # another format: a product, then a sum; else accumulate in the GEMM

@@ -32,7 +32,8 @@ class ActivationShape:
 
     ``is_fused`` says that kernels between products read and write each tensor once; what is kept is
     the same. ``fp8_coverage`` has the products that blocks run in fp8, ``fp8_blocks`` the blocks
-    that do; None means all.
+    that do; None means all. ``has_working_memory`` is False for other systems: what their kernels hold,
+    and whether their routers copy their input, is not known.
     """
 
     model: ModelSection
@@ -44,6 +45,7 @@ class ActivationShape:
     fp8_coverage: Fp8Coverage = NONE_IN_EIGHT
     fp8_blocks: range | None = None
     is_fused: bool = False
+    has_working_memory: bool = True
 
     @property
     def family(self) -> FamilyTensors:
@@ -190,8 +192,18 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
 
 def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     """Return the bytes of one block, without the parts that selective recompute runs again."""
-    inner = expert_bytes(shape) if has_experts else _mlp_bytes(shape)
-    return 2 * _norm_bytes(shape) + _attention_bytes(shape) + inner
+    inner = feed_forward_bytes(shape, has_experts=has_experts)
+    return _norm_bytes(shape) + _attention_bytes(shape) + inner
+
+
+def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
+    """Return the bytes of a block's second half: a norm, and a feed-forward layer or experts."""
+    if not has_experts:
+        return _norm_bytes(shape) + _mlp_bytes(shape)
+    # Experts keep rows of their own, and the router a wide copy: the norm's output is freed.
+    is_read = not _router_input_bytes(shape) or shape.model.moe.shared_expert_intermediate_size
+    unread = 0 if is_read or shape.remakes("norm") else shape.stream_bytes
+    return _norm_bytes(shape) - unread + expert_bytes(shape)
 
 
 def attention_weight_bytes(shape: ActivationShape) -> int:
@@ -218,11 +230,15 @@ def head_bytes(shape: ActivationShape) -> int:
 
     The loss keeps three numbers a token.
     """
-    rows = embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
     label, is_elsewhere = 8, 1
-    logits = shape.tokens * rows * shape.element
+    logits = shape.tokens * vocabulary_rows(shape) * shape.element
     loss = shape.tokens * (shape.wide + label + is_elsewhere)
     return 2 * shape.stream_bytes + _statistics_bytes(shape) + logits + loss
+
+
+def vocabulary_rows(shape: ActivationShape) -> int:
+    """Return the rows of the vocabulary that a rank holds, padded ones included."""
+    return embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
 
 
 def further_bytes(shape: ActivationShape) -> int:
@@ -336,12 +352,14 @@ def expert_rows(shape: ActivationShape) -> float:
 def expert_bytes(shape: ActivationShape) -> int:
     """Return the bytes that experts keep.
 
-    They are the router's scores, rows as they arrive and as they are returned, and what is between.
+    They are the router's scores and its input in its own format, rows as they arrive and as they are
+    returned, and what is between.
     The shared expert keeps what any feed-forward layer does.
     """
     model, element, moe = shape.model, shape.element, shape.model.moe
     tokens = shape.tokens // shape.parallel.tp
     router = tokens * (2 * moe.num_experts + 2 * moe.top_k) * shape.wide
+    router += _router_input_bytes(shape)
     rows, width = round(expert_rows(shape)), model.hidden_size
     features = model.expert_width // shape.parallel.etp * (2 if shape.family.has_gate else 1)
     made = 0 if shape.remakes("activation") else model.expert_width // shape.parallel.etp
@@ -354,6 +372,14 @@ def expert_bytes(shape: ActivationShape) -> int:
         else 0
     )
     return router + inner + returned + places + shared + _residual_mask_bytes(shape)
+
+
+def _router_input_bytes(shape: ActivationShape) -> int:
+    """Return the bytes of the router's copy of its input in its own format; 0 where that is the input's."""
+    own = DTYPE_BYTES[shape.model.moe.router_dtype]
+    if own <= shape.element or not shape.has_working_memory:
+        return 0
+    return shape.tokens // shape.parallel.tp * shape.model.hidden_size * own
 
 
 def _residual_mask_bytes(shape: ActivationShape) -> int:

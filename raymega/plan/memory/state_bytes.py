@@ -18,6 +18,7 @@ from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, kin
 from raymega.plan.memory.quantized_blocks import scale_boxes
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import (
+    FAMILY_TENSORS,
     GlobalTensor,
     Role,
     layer_tensors,
@@ -32,6 +33,10 @@ from raymega.plan.zero_levels import (
     level_of,
 )
 
+WORKSPACE_BYTES = 32 * 2**20
+"""Bytes of a workspace of cuBLAS, as ``raymega.train.environment`` sets them."""
+NUMBER_BYTES = 4
+"""Bytes of the update's number, which fused updates read on the device."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,12 +52,18 @@ class StateSize:
         master_bytes: Bytes of masters; 0 when the compute format is float32 or better, because the
             optimizer then works on the weights themselves.
         moment_bytes: Bytes of the optimizer's other state.
+        copy_bytes: Bytes of those copies, which each step makes anew.
+        fixed_bytes: Bytes that no parallelism divides: a table of cosines and one of sines for each
+            model chunk, the update's number, and on a GPU cuBLAS's workspaces, one for each thread
+            that multiplies.
         passing_bytes: Bytes of sharded weights that are gathered for a use, and of sharded
             gradients of one micro-batch: two units of the model each, one in use and one in
-            transfer. With optimizer state on the host also those of what is being updated.
+            transfer.
+        ahead_bytes: Bytes of those weights that are gathered between steps, for the next one.
         host_bytes: Bytes of optimizer state on the host, all of it.
         update_bytes: Bytes that exist for a moment in an update or right after it, when no
-            activation does; not part of the total.
+            activation does; not part of the total. With optimizer state on the host these are the
+            portions that are being updated.
     """
 
     num_parameters: int
@@ -61,15 +72,27 @@ class StateSize:
     gradient_bytes: int
     master_bytes: int
     moment_bytes: int
+    copy_bytes: int = 0
+    fixed_bytes: int = 0
     passing_bytes: int = 0
+    ahead_bytes: int = 0
     host_bytes: int = 0
     update_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts on the device."""
+        return self._kept_bytes + self.passing_bytes
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes on the device between two steps."""
+        return self._kept_bytes - self.copy_bytes + self.ahead_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
         kept = self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
-        return kept + self.passing_bytes
+        return kept + self.fixed_bytes
 
 
 def count_parameters(model: ModelSection) -> int:
@@ -91,6 +114,8 @@ class Elements:
         block: Elements of the largest transformer block that sharding gathers for a use.
         end: Elements of the larger one of embedding and head that sharding gathers for a use.
         in_fp8: Elements of matrices that are multiplied in fp8.
+        first: Elements of the unit that forward uses first, the embedding or a block.
+        chunks: Number of model chunks.
     """
 
     dense: int = 0
@@ -102,6 +127,8 @@ class Elements:
     block: int = 0
     end: int = 0
     in_fp8: int = 0
+    first: int = 0
+    chunks: int = 0
 
     @property
     def total(self) -> int:
@@ -114,7 +141,7 @@ class Elements:
         return self.block + max(self.block, self.end)
 
     def plus(self, other: Elements, *, times: int = 1) -> Elements:
-        """Return the sum with ``times`` times ``other``; ``block`` and ``end`` are maxima instead."""
+        """Return the sum with ``times`` times ``other``, whose unit comes later; of units the largest."""
         return Elements(
             dense=self.dense + times * other.dense,
             experts=self.experts + times * other.experts,
@@ -125,6 +152,8 @@ class Elements:
             block=max(self.block, other.block),
             end=max(self.end, other.end),
             in_fp8=self.in_fp8 + times * other.in_fp8,
+            first=self.first or other.first,
+            chunks=self.chunks + times * other.chunks,
         )
 
 
@@ -156,7 +185,7 @@ class _ElementCounts:
 
     def of(self, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> Elements:
         """Return the elements of a rank with ``stages``."""
-        found = Elements()
+        found = Elements(chunks=len(stages))
         for stage in stages:
             if stage.is_first or stage.is_last:
                 found = found.plus(self._ends(stage, grid, tp_rank))
@@ -175,7 +204,8 @@ class _ElementCounts:
             ends = _elements(tensors, grid, tp_rank)
             # A rank with both ends has two units, or one tied table that both use.
             are_two = stage.is_first and stage.is_last and not self._model.tie_word_embeddings
-            self._known[key] = replace(ends, end=(ends.dense - ends.small) // (1 + are_two))
+            end = (ends.dense - ends.small) // (1 + are_two)
+            self._known[key] = replace(ends, end=end, first=end * stage.is_first)
         return self._known[key]
 
     def _block(self, layer: int, grid: Grid, tp_rank: int, *, is_in_fp8: bool) -> Elements:
@@ -186,7 +216,8 @@ class _ElementCounts:
             # Vectors stay on every rank; all else is gathered for a use.
             matrices = block.dense - block.small
             in_fp8 = matrices + block.experts if is_in_fp8 else 0
-            self._known[key] = replace(block, block=matrices + block.experts, in_fp8=in_fp8)
+            unit = matrices + block.experts
+            self._known[key] = replace(block, block=unit, first=unit, in_fp8=in_fp8)
         return self._known[key]
 
 
@@ -229,13 +260,14 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     full = max(4, compute)
     gathered, summed = held.dense + held.experts, held.total
     # What sharding takes from the rank, and what passes through buffers instead.
-    passing = 0
+    passing = ahead = 0
     if level >= ZeroLevel.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
         summed = matrices + held.small + held.wide
         passing += held.pair * full
     if level == ZeroLevel.PARAMETERS and passing:
         gathered = matrices + held.small
         passing += held.pair * compute
+        ahead = held.first * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     # Rows and columns of a weight are multiplied by a copy each; gathered weights have none.
     copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not passing else 0
@@ -246,13 +278,26 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
+        copy_bytes=copies,
+        fixed_bytes=_fixed_bytes(job, held, full),
         passing_bytes=passing,
+        ahead_bytes=ahead,
         update_bytes=_update_bytes(job, held, owned + owned_wide, full),
     )
     if "optimizer" not in job.memory.offload:
         return size
     # One portion in use, one arriving and one leaving; copies of a CPU are synchronous.
     return _with_state_on_host(size, most=2 if job.cluster.device == "cpu" else 3)
+
+
+def _fixed_bytes(job: Job, held: Elements, full: int) -> int:
+    model = job.model
+    is_rotary = not FAMILY_TENSORS[model.family].has_positions
+    pairs = -(-model.rope_width // 2) * is_rotary
+    tables = 2 * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES
+    # forward's thread, autograd's, and that of a second pass
+    threads = 2 + job.parallel.overlap_moe_expert_parallel_comm
+    return tables + (0 if job.cluster.device == "cpu" else threads * WORKSPACE_BYTES)
 
 
 def _is_over_gloo(job: Job) -> bool:
@@ -273,12 +318,12 @@ def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
 
 
 def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
-    """Return the size with masters and moments on the host, except ``most`` portions at a time."""
+    """Return the size with masters and moments on the host; an update has ``most`` portions here."""
     away = size.master_bytes + size.moment_bytes
     here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(
-        size, master_bytes=0, moment_bytes=0, passing_bytes=size.passing_bytes + here,
-        host_bytes=away,
+        size, master_bytes=0, moment_bytes=0, host_bytes=away,
+        update_bytes=size.update_bytes + here,
     )  # fmt: skip
 
 

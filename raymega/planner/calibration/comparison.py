@@ -6,16 +6,18 @@ fitted here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors
 from raymega.planner.calibration.published_runs import PublishedRun
 from raymega.planner.cost.peak_memory import RESERVED_BYTES, memory_use
 from raymega.planner.cost.rank_classes import rank_kinds
+from raymega.planner.cost.stage_cost import StageCosts
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.kernels.system_traits import Software
 
@@ -70,9 +72,11 @@ def _needs(plan: RunPlan, software: Software) -> float:
     """Return the bytes of the fullest rank under the published system.
 
     A system that gathers tensor by tensor holds two tensors instead of two blocks, and their
-    gradients in its own format.
+    gradients in its own format. What kernels hold is left out, as it is not known of other systems.
     """
-    needs, job = memory_use(plan).total_bytes, plan.job
+    job = plan.job
+    shape = replace(activation_shape(job), has_working_memory=False)
+    needs = memory_use(plan, costs=StageCosts(shape)).total_bytes
     if not software.gathers_tensors:
         return needs
     held = rank_kinds(plan)[0].elements

@@ -1,21 +1,33 @@
 """Compute the peak bytes of a rank: state, activations in flight, and what the device reserves.
 
-The parts are added up for every rank of the pipeline, by closed forms that agree with the
-instruction lists of the schedules. ``raymega.plan.memory.state_bytes`` counts state,
-``raymega.plan.memory.activation_bytes`` activations.
+The parts are added up for every rank of the pipeline and every moment of a step that may be its
+fullest, by closed forms that agree with the instruction lists of the schedules.
+``raymega.plan.memory.state_bytes`` counts state, ``raymega.plan.memory.activation_bytes`` activations,
+``raymega.planner.cost.working_memory`` what kernels hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import Elements, state_of
+from raymega.plan.memory.activation_bytes import (
+    ActivationShape,
+    StageActivations,
+    activation_shape,
+)
+from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.cost.context_cost import shape_cost
+from raymega.plan.stages import Stage
+from raymega.plan.zero_levels import ZeroLevel, level_of
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
+from raymega.planner.cost.working_memory import (
+    CUBLAS_BYTES,
+    passing_bytes,
+    transfer_bytes,
+)
 
 RESERVED_BYTES = 2 * 2**30
 """Bytes of a GPU that no tensor can use: the driver's context and the communicators' buffers."""
@@ -25,8 +37,8 @@ RESERVED_BYTES = 2 * 2**30
 class MemoryUse:
     """Peak memory of the rank at pipeline coordinate ``pp_rank``, in bytes by part.
 
-    ``activation_bytes`` are the temporary bytes of an update where these are more, because both
-    never exist at the same time.
+    The parts are those of the fullest moment of a step. ``activation_bytes`` include what kernels hold,
+    and are the temporary bytes of an update where that is the fullest moment.
     """
 
     pp_rank: int
@@ -77,23 +89,108 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         is_paired=plan.job.parallel.overlap_moe_expert_parallel_comm,
     )
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
-    mean = sum(each.micro_batch_bytes for each in chunks) / len(chunks)
-    rerun = max(each.rerun_bytes for each in chunks)
+    head = sum(map(costs.head_bytes, kind.stages))
+    mean = (sum(each.micro_batch_bytes for each in chunks) - head) / len(chunks)
+    # Of several chunks the last one's backward follows its forward at once, unless forwards all come first.
+    is_alone = len(chunks) > 1 and plan.job.schedule.name != "gpipe"
     state = state_of(plan.job, kind.elements, plan.grid)
-    activations = round(in_flight * mean) + rerun + _passing_bytes(costs.shape)
+    work = _RankWork(
+        kept=round(in_flight * mean) + head * (1 if is_alone else in_flight // len(chunks)),
+        head=head,
+        chunks=chunks,
+        stages=kind.stages,
+        state=state,
+        held=kind.elements,
+        num_neighbours=(pp_rank > 0) + (pp_rank < plan.grid.pp - 1),
+    )
+    has_working_memory = costs.shape.has_working_memory and plan.job.cluster.device != "cpu"
+    moments = (
+        _gpu_moments(work, plan, costs) if has_working_memory else _plain_moments(work, costs.shape)
+    )
+    fullest = max(moments, key=sum)
     return MemoryUse(
         pp_rank=pp_rank,
-        state_bytes=state.total_bytes,
-        activation_bytes=max(activations, state.update_bytes),
+        state_bytes=state.total_bytes - state.passing_bytes + fullest.passing_bytes,
+        activation_bytes=fullest.activation_bytes,
         reserved_bytes=RESERVED_BYTES,
     )
 
 
-def _passing_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of other ranks' keys, values and gradients while one layer runs."""
-    if shape.parallel.cp == 1:
-        return 0
-    return round(shape_cost(shape, shape.parallel.cp_method).passing_bytes)
+class _Moment(NamedTuple):
+    """Bytes of a moment beyond the state that is always there.
+
+    Attributes:
+        passing_bytes: Bytes of sharded weights and gradients, and of offloaded state, for a use.
+        activation_bytes: Bytes of activations and of what kernels hold.
+    """
+
+    passing_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankWork:
+    """Memory facts of a rank: bytes that it keeps for backward at most, and what they are of.
+
+    ``head`` are those of one micro-batch's head, 0 without it.
+    """
+
+    kept: int
+    head: int
+    chunks: Sequence[StageActivations]
+    stages: Sequence[Stage]
+    state: StateSize
+    held: Elements
+    num_neighbours: int
+
+    @property
+    def rerun_bytes(self) -> int:
+        """Most bytes of the blocks that are recomputed, or that offload has on the device."""
+        return max(each.rerun_bytes for each in self.chunks)
+
+
+def _plain_moments(work: _RankWork, shape: ActivationShape) -> Iterator[_Moment]:
+    """Yield the moments of a CPU, whose kernels work in portions: in a pass, and in the update."""
+    passing = work.state.passing_bytes
+    yield _Moment(passing, work.kept + work.rerun_bytes + passing_bytes(shape))
+    yield _Moment(passing, work.state.update_bytes)
+
+
+def _gpu_moments(work: _RankWork, plan: RunPlan, costs: StageCosts) -> Iterator[_Moment]:
+    """Yield the moments of a GPU: in the loss, the head, a block's two halves, and the update."""
+    shape, gathered = costs.shape, _gathered_bytes(work, plan)
+    working = costs.working(has_experts=any(map(shape.blocks_with_experts, work.stages)))
+    around = CUBLAS_BYTES + transfer_bytes(shape, num_neighbours=work.num_neighbours)
+    if work.head:
+        # Offload still copies the last unit away.
+        leaving = work.rerun_bytes // 2 if "activations" in shape.memory.offload else 0
+        for part, gradients in ((leaving + working.loss, 0), (working.head, work.held.end)):
+            # Head and last block are gathered, where two blocks may be elsewhere.
+            if plan.batch.num_micro_batches > 1:
+                gradients = work.held.end + work.held.block
+            passing = min(gathered, _sharded_bytes(work, plan, shape, gradients))
+            yield _Moment(passing, work.kept + around + part)
+    for part in (working.feed_forward, working.attention):
+        yield _Moment(gathered, work.kept - work.head + around + work.rerun_bytes + part)
+    yield _Moment(work.state.passing_bytes, CUBLAS_BYTES + work.state.update_bytes)
+
+
+def _sharded_bytes(
+    work: _RankWork, plan: RunPlan, shape: ActivationShape, num_gradients: int
+) -> int:
+    """Return the bytes of ``num_gradients`` gradients, and of the head's and the last block's weights."""
+    is_whole = level_of(plan.job.parallel) == ZeroLevel.PARAMETERS
+    num_weights = (work.held.block + work.held.end) * is_whole
+    return num_gradients * shape.wide + num_weights * shape.element
+
+
+def _gathered_bytes(work: _RankWork, plan: RunPlan) -> int:
+    """Return the bytes of sharded weights and gradients in a pass, without offloaded state."""
+    job = plan.job
+    if "optimizer" not in job.memory.offload:
+        return work.state.passing_bytes
+    here = job.model_copy(update={"memory": job.memory.model_copy(update={"offload": ()})})
+    return state_of(here, work.held, plan.grid).passing_bytes
 
 
 def micro_batches_in_flight(  # noqa: PLR0913  # one a size

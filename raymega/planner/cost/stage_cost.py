@@ -15,6 +15,8 @@ from raymega.plan.memory.activation_bytes import (
     ActivationShape,
     StageActivations,
     activation_shape,
+    further_bytes,
+    head_bytes,
     stage_activations,
 )
 from raymega.plan.stages import Stage
@@ -26,6 +28,7 @@ from raymega.planner.cost.layer_time import (
     join_time,
 )
 from raymega.planner.cost.rank_classes import StageKind
+from raymega.planner.cost.working_memory import WorkingMemory, working_memory
 from raymega.planner.kernels.system_traits import Software
 from raymega.schedule.simulate import Durations
 
@@ -73,12 +76,30 @@ class StageCosts:
         self._device, self._blocks = device, blocks
         self._kept: dict[StageKind, StageActivations] = {}
         self._times: dict[StageKind, StageTime] = {}
+        self._heads: dict[int, int] = {}
+        self._working: dict[bool, WorkingMemory] = {}
 
     def kept(self, kind: StageKind, stage: Stage) -> StageActivations:
         """Return the activations that a rank keeps of a micro-batch in ``stage``, of ``kind``."""
         if kind not in self._kept:
             self._kept[kind] = stage_activations(self.shape, stage)
         return self._kept[kind]
+
+    def head_bytes(self, stage: Stage) -> int:
+        """Return the bytes that the heads of ``stage`` keep of a micro-batch; 0 on all but the last."""
+        if not stage.is_last:
+            return 0
+        further = len(self.shape.further(stage))
+        if further not in self._heads:
+            more = further * further_bytes(self.shape) if further else 0
+            self._heads[further] = head_bytes(self.shape) + more
+        return self._heads[further]
+
+    def working(self, *, has_experts: bool) -> WorkingMemory:
+        """Return what kernels hold in a backward on a rank that has blocks with or without experts."""
+        if has_experts not in self._working:
+            self._working[has_experts] = working_memory(self.shape, has_experts=has_experts)
+        return self._working[has_experts]
 
     def time(self, kind: StageKind, stage: Stage) -> StageTime:
         """Return the seconds of a micro-batch through ``stage``, of ``kind``."""

@@ -140,8 +140,9 @@ def _run_kind(env, is_sp, kind, is_gathered, is_deferred):
         num_experts=layer.router.moe.num_experts,
         device=env.device,
     )
-    loads = routers.loads(all_reduce(routers.take_sums(), groups.world))
-    routers.update(loads)
+    sums = all_reduce(routers.take_sums(), groups.world)
+    loads = routers.loads(sums)
+    routers.update(sums)
     own = sp.own(at)
     return {
         "own": own, "y": y.detach(), "grad": leaf.grad, "gradients": gradients, "load": loads[0],

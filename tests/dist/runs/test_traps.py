@@ -61,14 +61,18 @@ class _OneToken:
         self._loader = loader
 
     def micro_batches(self, batch, first_sample):
-        return [
-            replace(micro_batch, mask=self._mask(micro_batch, first_sample))
+        masks = [
+            (micro_batch, self._mask(micro_batch, first_sample))
             for micro_batch in self._loader.micro_batches(batch, first_sample)
+        ]
+        return [
+            replace(micro_batch, mask=mask, num_counted=int(mask.sum()))
+            for micro_batch, mask in masks
         ]
 
     def _mask(self, micro_batch, first_sample):
         is_sample = micro_batch.samples[:, None] == first_sample + 3
-        return (is_sample & (micro_batch.positions == 5)).to(micro_batch.mask)
+        return (is_sample & (micro_batch.rows.positions == 5)).to(micro_batch.mask)
 
 
 def _train_on_one_token(env, plan_json):

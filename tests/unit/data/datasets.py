@@ -4,8 +4,8 @@ import numpy as np
 
 from raymega.config.data import DataSource
 from raymega.data.arrow import ShardWriter
+from raymega.data.blends.mixture import Mixture
 from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
-from raymega.data.mixture import Mixture
 from raymega.data.samples import Samples
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from raymega.config.data import DataSource
+from raymega.data.blends.mixture import Mixture
 from raymega.data.dynamic_loader import DynamicLoader
-from raymega.data.mixture import Mixture
 from raymega.data.packing import PackedSource
 from raymega.data.samples import Samples
 from raymega.parallel.comm.process_groups import Group, alone
@@ -90,6 +90,7 @@ def test_documents_of_a_blend_share_packs():
 def test_padding_has_positions_that_a_model_of_rows_of_that_length_has(multiple):
     """A document of 20 tokens is padded to 24 for 4 ranks; the model's tables may have 20 rows."""
     batches = list(_micro_batches([20, 1, 1, 2], multiple=multiple))
-    assert max(batch.context.degree for batch in batches) == 4
+    assert max(batch.rows.context.degree for batch in batches) == 4
     for batch in batches:
-        assert int(batch.positions.min()) >= 0 and int(batch.positions.max()) < SEQ_LEN
+        positions = batch.rows.positions
+        assert int(positions.min()) >= 0 and int(positions.max()) < SEQ_LEN

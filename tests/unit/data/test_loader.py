@@ -49,6 +49,7 @@ def test_every_grid_reads_the_same_samples_once(dp, micro_batch_size, step):
 def test_batch_that_dp_does_not_divide_is_masked_not_repeated():
     micro_batches = _step(0, dp=3, micro_batch_size=2)
     masks = _rows(micro_batches, "mask")
+    assert sum(micro.num_counted for micro in micro_batches) == 16 * SEQ_LEN
     assert masks.shape == (18, SEQ_LEN) and masks.sum() == 16 * SEQ_LEN
     is_empty = masks.sum(1) == 0
     assert _rows(micro_batches, "tokens")[is_empty].eq(0).all()
@@ -60,6 +61,7 @@ def test_labels_are_the_tokens_moved_on_by_one():
     assert micro.tokens.dtype == micro.labels.dtype == torch.int64
     assert micro.mask.dtype == torch.float32
     assert torch.equal(micro.labels, micro.tokens + 1)
+    assert micro.num_counted == 16 * SEQ_LEN
     assert micro.tokens.is_contiguous() and micro.labels.is_contiguous()
 
 

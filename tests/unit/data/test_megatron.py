@@ -207,7 +207,7 @@ def test_witness_megatron_reads_what_is_written(exported, megatron):
 
 def test_witness_blend_is_within_one_sample_of_megatrons():
     """Of 0.6, 0.3 and 0.1, at every prefix of 100,000."""
-    from raymega.data.blend import Blend
+    from raymega.data.blends.blend import Blend
 
     helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
     weights, size = [0.6, 0.3, 0.1], 100_000

@@ -6,6 +6,14 @@ import pytest
 
 from raymega.data.prefetch import Ahead
 from raymega.errors import DataError
+from raymega.plan.batch import make_batch
+
+
+def _batch(size):
+    return make_batch(global_batch_size=size, micro_batch_size=1, dp=1)
+
+
+FOUR = _batch(4)
 
 
 class Maker:
@@ -14,7 +22,8 @@ class Maker:
     def __init__(self):
         self.made, self.asked = [], threading.Semaphore(0)
 
-    def __call__(self, first, size):
+    def __call__(self, batch, first):
+        size = batch.global_batch_size
         self.made.append((first, size))
         self.asked.release()
         if first < 0:
@@ -29,17 +38,17 @@ class Maker:
 def test_next_step_is_made_while_this_one_runs():
     maker = Maker()
     ahead = Ahead(maker, is_guessing=True, timeout_s=100)
-    assert ahead.of(0, 4) == (0, 4)
+    assert ahead.of(FOUR, 0) == (0, 4)
     maker.wait(2)
     assert maker.made == [(0, 4), (4, 4)]
-    assert ahead.of(4, 4) == (4, 4)
+    assert ahead.of(FOUR, 4) == (4, 4)
     maker.wait(1)
     assert maker.made == [(0, 4), (4, 4), (8, 4)]
 
 
 def test_step_that_was_not_guessed_is_right_too():
     ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
-    assert [ahead.of(*step) for step in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
+    assert [ahead.of(_batch(size), first) for first, size in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
         (0, 4), (4, 8), (96, 8), (0, 4),
     ]  # fmt: skip
 
@@ -47,21 +56,21 @@ def test_step_that_was_not_guessed_is_right_too():
 def test_without_guessing_the_same_step_is_made_once():
     maker = Maker()
     ahead = Ahead(maker, is_guessing=False, timeout_s=100)
-    assert [ahead.of(0, 4) for _ in range(3)] == [(0, 4)] * 3
+    assert [ahead.of(FOUR, 0) for _ in range(3)] == [(0, 4)] * 3
     assert maker.made == [(0, 4)]
 
 
 def test_error_is_raised_by_its_own_step():
     ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
-    assert ahead.of(0, 4) == (0, 4)
+    assert ahead.of(FOUR, 0) == (0, 4)
     with pytest.raises(DataError, match="below the first"):
-        ahead.of(-4, 4)
-    assert ahead.of(0, 4) == (0, 4)
+        ahead.of(FOUR, -4)
+    assert ahead.of(FOUR, 0) == (0, 4)
 
 
 def test_wait_has_an_end():
     gate = threading.Event()
     ahead = Ahead(lambda *_: gate.wait(100), is_guessing=False, timeout_s=0.05)
     with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
-        ahead.of(8, 4)
+        ahead.of(FOUR, 8)
     gate.set()

@@ -30,16 +30,15 @@ class _Trainer:
             self.optimizer.step(lr=1e-2, step=step + 1)
 
     def values(self):
-        kept = {
-            (b.kind, b.tensor.name): b.values.clone()
-            for b in self.optimizer.blocks()
-            if b.values.numel()
-        }
-        opened = {
-            ("open", b.kind, b.tensor.name): torch.tensor(b.values.numpy())
-            for b in self.optimizer.values()
-        }
-        return kept | opened | {i: p.detach().clone() for i, p in enumerate(self.params)}
+        """Whole tensors: weights, masters, state as it is kept and as it is read."""
+        found = {i: p.detach().clone() for i, p in enumerate(self.params)}
+        for name, blocks in (("kept", self.optimizer.blocks()), ("read", self.optimizer.values())):
+            for block in blocks:
+                values = block.values.clone()
+                key = (name, block.kind, block.tensor.name, values.dtype)
+                whole = found.setdefault(key, torch.zeros(block.tensor.shape, dtype=values.dtype))
+                whole[block.box.within(block.tensor.whole)] = values
+        return found
 
 
 def _assert_equal(found, wanted):
@@ -49,8 +48,8 @@ def _assert_equal(found, wanted):
 
 
 @pytest.fixture(autouse=True)
-def _a_bucket_a_portion(monkeypatch):
-    monkeypatch.setattr(optimizer, "PORTION_ELEMENTS", 1)
+def _portions_end_inside_buckets(monkeypatch):
+    monkeypatch.setattr(optimizer, "PORTION_ELEMENTS", 1000)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -74,10 +73,29 @@ def test_a_run_goes_on_from_what_was_loaded():
     _assert_equal(other.values(), trained.values())
 
 
+def test_portions_are_equal_and_those_in_blocks_whole():
+    for form, sizes in (("master", [1000] * 12 + [592]), ("8bit", [6000, 2112, 4480])):
+        made = _Trainer(form, is_on_host=True).optimizer._update_chunks
+        assert [sum(each.master.numel() for each in chunk) for chunk in made] == sizes
+
+
+def test_each_master_is_counted_once():
+    trainers = [_Trainer("master", is_on_host=on) for on in (False, True)]
+    counted = []
+    for trainer in trainers:
+        sums = dict.fromkeys("abc", 0.0)
+        for tensor, values in trainer.optimizer.shares():
+            sums[tensor.name] += float(values.double().square().sum())
+        counted.append(sums)
+    assert counted[0] == pytest.approx(counted[1], rel=1e-12)
+
+
 def test_two_portions_are_here_and_the_others_gone():
     update_chunks = [[torch.arange(8.0) + 10 * i, torch.ones(4)] for i in range(4)]
     views = [numbers[2:6] for numbers, _ in update_chunks]
-    state = HostState(update_chunks, torch.device("cpu"))
+    state = HostState(torch.device("cpu"))
+    for tensors in update_chunks:
+        state.add(tensors)
     here = [[t.untyped_storage().nbytes() > 0 for t, _ in update_chunks]]
     for number in state.turns():
         here.append([t.untyped_storage().nbytes() > 0 for t, _ in update_chunks])

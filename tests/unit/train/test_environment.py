@@ -1,11 +1,13 @@
 """The worker's process: what run.deterministic sets, refuses and says."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from raymega.errors import ConfigError
+from raymega.plan.memory.state_bytes import WORKSPACE_BYTES
 from raymega.train.environment import prepare_process, refused_operation
 from tests.support.jobs import make_test_plan
 from tests.support.ranks import run_alone
@@ -13,13 +15,14 @@ from tests.support.ranks import run_alone
 NAMES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
-def _settings(value, environment):
+def _settings(value, environment, device="cpu"):
     """What a worker's process is like afterwards, and what torch says to a varying kernel."""
     for name in NAMES:
         os.environ.pop(name, None)
     os.environ.update(environment)
     plan = make_test_plan(f"run.deterministic={value}")
-    assert prepare_process(plan, device="cpu", local_rank=0) == torch.device("cpu")
+    with patch.object(torch.cuda, "set_device"):
+        assert prepare_process(plan, device=device, local_rank=0).type == device
     error = ""
     try:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
@@ -27,6 +30,7 @@ def _settings(value, environment):
         error = str(refused_operation(refused))
     matmul = torch.backends.cuda.matmul
     return {
+        "is_filled": torch.utils.deterministic.fill_uninitialized_memory,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "environment": {name: os.environ.get(name) for name in NAMES},
         "error": error,
@@ -38,8 +42,8 @@ def _settings(value, environment):
 
 
 def test_deterministic_run_sets_torch_cublas_and_nccl_and_names_what_is_refused():
-    found = run_alone(_settings, "true", {})
-    assert found["deterministic"]
+    found = run_alone(_settings, "true", {}, "cuda")
+    assert found["deterministic"] and not found["is_filled"]
     assert found["environment"] == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     assert "run.deterministic=true, and put_" in found["error"]
     assert "set run.deterministic=false" in found["error"]
@@ -49,6 +53,12 @@ def test_other_runs_set_none_of_it():
     found = run_alone(_settings, "false", {})
     assert not found["deterministic"] and found["error"] == ""
     assert set(found["environment"].values()) == {None}
+
+
+def test_workspaces_of_a_gpu_are_what_the_plan_says():
+    found = run_alone(_settings, "false", {}, "cuda")
+    kib, number = map(int, found["environment"]["CUBLAS_WORKSPACE_CONFIG"].strip(":").split(":"))
+    assert kib * 1024 * number == WORKSPACE_BYTES
 
 
 def test_what_the_user_set_is_kept():

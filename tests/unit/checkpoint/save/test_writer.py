@@ -97,6 +97,17 @@ def test_host_buffer_is_as_large_as_the_share_and_used_again():
     assert addresses[0] == addresses[1]
 
 
+def test_memory_reserved_ahead_is_what_saves_use():
+    shards = []
+    writer, blocks = _writer(MemoryStore(), shards), make_blocks(MODEL, ALONE, 0)
+    writer.reserve(blocks)
+    reserved = writer._host._buffer.data_ptr()
+    writer.save(1, blocks, STATE)
+    assert writer.wait()
+    assert writer._host._buffer.data_ptr() == reserved
+    assert writer.host_bytes == shards[0].num_bytes > 0
+
+
 def test_shares_are_found_once_for_the_same_blocks_and_anew_for_others(monkeypatch):
     divided, store, shards = [], MemoryStore(), []
 

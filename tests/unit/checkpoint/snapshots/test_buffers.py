@@ -124,6 +124,19 @@ def test_rank_killed_while_it_copies_leaves_the_snapshot_before_on_either_node(s
             assert holds(left, step - 1)
 
 
+def test_memory_reserved_ahead_is_what_snapshots_use():
+    with server_processes(1) as ((_, address),):
+        for home in (address, "lost"):
+            writer = writer_to(address, home=home)
+            writer.reserve(blocks_of_step(1))
+            reserved = [each._buffer.data_ptr() for each in writer._buffers._buffers]
+            for step in (1, 2, 3):
+                take(writer, step)
+                assert writer._newest.error == ""
+            assert [each._buffer.data_ptr() for each in writer._buffers._buffers] == reserved
+            assert len(reserved) == (2 if home == address else 1)
+
+
 def test_failed_snapshot_gives_its_memory_to_the_next_and_the_whole_one_stays():
     with server_processes(1) as ((_, address),):
         writer = writer_to(address, home=address)

@@ -30,12 +30,12 @@ class _Watched(HostMemory):
         return super().start_in(host, tensor)
 
 
-def _backward(monkeypatch, **memory):
+def _backward(**memory):
     """Gradients of a stage with all blocks, and what went to the host and back."""
     watched = _Watched(CPU)
-    monkeypatch.setattr(activation_offload, "HostMemory", lambda _device: watched)
     (module,) = make_stage_modules(MODEL)
-    module.recompute(MemorySection(**memory))
+    section = MemorySection(**memory)
+    module.recompute(section, watched if "activations" in section.offload else None)
     loss = module(*plain_models.draw_batch(MODEL), None)
     watched.log.append(("loss", 0))
     for i, block in module.layers.items():
@@ -54,9 +54,9 @@ def _backward(monkeypatch, **memory):
     ],
     ids=["none", "selective", "full", "full-2"],
 )
-def test_gradients_are_equal_bit_for_bit(monkeypatch, recompute):
-    wanted, nothing = _backward(monkeypatch, **recompute)
-    found, log = _backward(monkeypatch, offload=("activations",), **recompute)
+def test_gradients_are_equal_bit_for_bit(recompute):
+    wanted, nothing = _backward(**recompute)
+    found, log = _backward(offload=("activations",), **recompute)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert not [step for step in nothing if step[1]]
     moved = {way: [size for w, size in log if w == way] for way in ("out", "in")}
@@ -66,8 +66,8 @@ def test_gradients_are_equal_bit_for_bit(monkeypatch, recompute):
         assert moved["out"] == [3 * 7 * 48 * 8] * blocks  # B * S * D, an input a unit
 
 
-def test_all_that_blocks_keep_leaves_once(monkeypatch):
-    _, log = _backward(monkeypatch, offload=("activations",))
+def test_all_that_blocks_keep_leaves_once():
+    _, log = _backward(offload=("activations",))
     (module,) = make_stage_modules(MODEL)
     module.recompute(MemorySection())
     x = torch.randn(7, 3, 48, dtype=torch.float64, requires_grad=True)
@@ -85,8 +85,8 @@ def test_all_that_blocks_keep_leaves_once(monkeypatch):
     assert sum(size for way, size in log if way == "out") == sum(sizes)
 
 
-def test_a_block_comes_back_while_the_one_after_it_is_in_backward(monkeypatch):
-    _, log = _backward(monkeypatch, offload=("activations",))
+def test_a_block_comes_back_while_the_one_after_it_is_in_backward():
+    _, log = _backward(offload=("activations",))
     order = [way for way, _ in log]
     per_block = order[: order.index("loss")].count("out") // 3
     back = order[order.index("loss") + 1 :]
@@ -96,7 +96,7 @@ def test_a_block_comes_back_while_the_one_after_it_is_in_backward(monkeypatch):
 
 
 def test_memory_that_is_used_again_while_a_unit_runs_is_not_mistaken():
-    host = ActivationOffloader(CPU)
+    host = ActivationOffloader(HostMemory(CPU))
 
     def unit(x):
         for _ in range(4):  # each square saves its input, whose memory comes free here

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raymega.config.schema import MemorySection
+from raymega.model.layers import fused_ops
 from raymega.model.layers.fused_ops import bias_gelu, rms_norm
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.core import compile
@@ -146,6 +147,34 @@ def test_norm_whose_gradient_float16_cannot_hold_adds_it_whole(is_fused):
     rms_norm(x, weight, 1e-6, is_fused=is_fused).backward(torch.full_like(x, 64))
     assert added.total.allclose(torch.tensor(64.0 * 4096), rtol=1e-3)
     assert weight.grad is None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["flat", "heads"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_norm_of_gpus_has_the_values_and_the_wide_weight_gradient_of_cpus(heads, dtype):
+    x, grad = torch.randn(2, 5, 7, *heads, 8, dtype=torch.float64).to(dtype)
+    weight = torch.randn(*heads, 8, dtype=torch.float64).to(dtype)
+    y, inverse = fused_ops._rms_norm_of_torch(x, weight, 1e-6)
+    wanted, wanted_inverse = fused_ops._rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(inverse, wanted_inverse)
+    _, wide = fused_ops._rms_norm_gradients(grad, x, weight, wanted_inverse)
+    found = fused_ops.weight_gradient(grad, x, weight, wanted_inverse)
+    assert found.dtype == torch.promote_types(dtype, torch.float32) and torch.equal(found, wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["flat", "heads"])
+def test_norm_on_a_gpu_has_the_gradients_of_a_cpu(heads):
+    x, grad = torch.randn(2, 5, 7, *heads, 8, dtype=torch.float64)
+    weight = torch.randn(*heads, 8, dtype=torch.float64)
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [t.to(device, copy=True).requires_grad_() for t in (x, weight)]
+        rms_norm(*leaves, 1e-6).backward(grad.to(device))
+        found.append([t.grad.cpu() for t in leaves])
+    torch.testing.assert_close(*found)
 
 
 @needs_compiler

@@ -41,6 +41,17 @@ def test_emulated_products_are_sums_in_float32_rounded_once(dtype):
     torch.testing.assert_close(total, 2 * sums)
 
 
+@NARROW
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_products_on_a_gpu_are_added_to_float32_without_rounding(dtype):
+    rows, columns = (_draw(64, n, dtype=dtype).cuda() for n in (24, 32))
+    sums, total = rows.double().T @ columns.double(), torch.full((24, 32), torch.nan).cuda()
+    for times in (1, 2, 3):
+        add_outer(total, rows, columns, is_first=times == 1)
+        torch.testing.assert_close(total.double(), times * sums, rtol=1e-5, atol=1e-5)
+
+
 def test_wide_products_are_not_emulated():
     for dtype in (torch.float32, torch.float64):
         assert not matmul.is_emulated(_draw(2, dtype=dtype))

@@ -2,7 +2,7 @@ import pytest
 
 from raymega.cli.plan.datasets import show_datasets
 from raymega.config.load import parse_job
-from raymega.data.epochs import planned_reads
+from raymega.data.blends.epochs import planned_reads
 from raymega.plan.validation.registry import job_faults
 from tests.support.jobs import VERIFY
 

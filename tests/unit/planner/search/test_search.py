@@ -10,11 +10,13 @@ import pytest
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.memory.activation_bytes import activation_shape, layer_bytes
 from raymega.plan.run_plan import job_values, make_plan
 from raymega.plan.validation.registry import job_faults
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.step_time import step_time
+from raymega.planner.cost.working_memory import attention_bytes_in_backward
 from raymega.planner.search.candidates import Space, candidates
 from raymega.planner.search.search import search
 
@@ -115,13 +117,20 @@ def test_context_parallelism_is_tried_where_sequences_are_long():
 
 def test_keys_that_pass_by_take_memory():
     long = ("data.seq_len=65536", "model.max_positions=65536", "parallel.cp=2", "parallel.dp=1")
-    exchanged, gathered = (
-        memory_use(
-            make_plan(load_job(JOBS / "llama-7b-16gpu.yaml", [*long, f"parallel.cp_method={m}"]))
-        )
-        for m in ("all_to_all", "all_gather")
-    )
+    jobs = [
+        load_job(JOBS / "llama-7b-16gpu.yaml", [*long, f"parallel.cp_method={method}"])
+        for method in ("all_to_all", "all_gather")
+    ]
+    exchanged, gathered = map(activation_shape, jobs)
     kv = 2 * 32768 * 8 * 128  # of a rank, heads cut by tp=4
     passing = 2 * 2 * kv * (2 + 4)
-    outputs = 16 * 2 * 2 * 32768 * 8 * 128  # exchanged: kept twice, by 16 layers, 2 micro-batches
-    assert gathered.activation_bytes - exchanged.activation_bytes == passing - outputs
+    sums = (kv + kv // 2) * (4 - 2)  # gathered: own gradients of q, k and v are added up in float32
+    working = [
+        attention_bytes_in_backward(each, has_experts=False) for each in (exchanged, gathered)
+    ]
+    assert working[1] - working[0] == passing + sums
+    outputs = 2 * 32768 * 8 * 128  # exchanged: kept twice, in each layer
+    assert layer_bytes(exchanged) - layer_bytes(gathered) == outputs
+    # 16 layers keep them, of 2 micro-batches; beside that another moment of the exchange may be fuller
+    uses = [memory_use(make_plan(job)).activation_bytes for job in jobs]
+    assert uses[1] - uses[0] <= passing + sums - 2 * 16 * outputs

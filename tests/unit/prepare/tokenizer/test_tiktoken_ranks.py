@@ -47,6 +47,15 @@ def test_patterns_and_special_tokens_are_those_that_tiktoken_publishes(monkeypat
         assert regex.findall(published["pat_str"], text) == regex.findall(ours.pattern, text)
 
 
+@pytest.mark.parametrize("name, words", [("qwen", 5), ("cl100k_base", 2), ("r50k_base", 1)])
+def test_encodings_cut_digits_as_their_models_do(tmp_path, name, words):
+    pytest.importorskip("tiktoken")
+    path = write_tiktoken(tmp_path / f"{name}.tiktoken", b"12345", b"45")
+    made = make_tokenizer(choose_tokenizer(TokenizerOptions(name=str(path))), [])
+    tokens = Encoder(made.json, made.rules).encode_batch(["12345"]).tokens
+    assert len(tokens) - 1 == words
+
+
 def test_unknown_name_and_torn_file_are_refused(tmp_path):
     path = write_tiktoken(tmp_path / "mine.tiktoken")
     with pytest.raises(ConfigError, match=r"does not say how text is cut.*cl100k_base"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raymega.config.data import DataSection, DataSource, DataStage
-from raymega.data.mixture import Mixture, mixture_of
+from raymega.data.blends.mixture import Mixture, mixture_of
 from raymega.data.rows import whole_row
 from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.plan.batch import make_batch, samples_after, steps_for

@@ -1,4 +1,4 @@
-"""Says which dataset each sample of a run is of: the blend of each stage, as `raymega.data.blend` orders it.
+"""Says which dataset each sample of a run is of: the blend of each stage, as `raymega.data.blends.blend` orders it.
 
 A stage begins at a fixed sample. What the stages before read of each dataset is arithmetic too, so a
 dataset continues where it was.
@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from raymega.config.data import DataSection, DataSource
-from raymega.data.blend import Blend
+from raymega.data.blends.blend import Blend
 
 
 class Mixture:

@@ -6,9 +6,11 @@ ceil((i + 1) / w) - 1, and earliest deadline first keeps all windows (proportion
 al. 1996; the chairman assignment problem, Tijdeman 1980).
 
 Its choice depends on all positions before, so positions are cut into blocks no shorter than any window.
-The counts at a border are those that earliest deadline first reaches from one block before, where it
-begins with counts that are a function of that position alone. A block is a function of the counts at its
-two borders, so any position costs the work of two blocks, whatever was read before.
+The counts at a border are those that earliest deadline first reaches from one longest window before,
+where it begins with counts that are a function of that position alone. A block is a function of the
+counts at its two borders, so any position costs the work of one block and two windows, whatever was read
+before. That the windows between two such borders can always be kept is Hall's condition: for any
+interval, the samples whose windows lie within it are at most its positions.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from math import gcd, lcm
 import numpy as np
 import numpy.typing as npt
 
-MOST_PERIOD = 1 << 20
-"""Largest sum of weights whose whole order is kept, 8 bytes a sample; larger ones are cut into blocks."""
+LEAST_BLOCK = 1024
+"""Least number of samples of a block, so that few blocks are made where windows are short."""
 NUM_CACHED = 4
 
 Counts = tuple[int, ...]
@@ -65,9 +67,11 @@ class Blend:
         """Take a positive weight for each source; only their ratios count."""
         self.weights = whole_weights(weights)
         self.total = sum(self.weights)
+        self._window = longest_window(weights)
+        least = max(self._window, LEAST_BLOCK)
         # After ``total`` samples every count is exact, and the order begins anew.
-        self._is_periodic = self.total <= MOST_PERIOD
-        self._size = self.total if self._is_periodic else longest_window(weights)
+        self._is_periodic = self.total <= least
+        self._size = self.total if self._is_periodic else least
         # a loader walks through one block after the other
         self._block = lru_cache(NUM_CACHED)(self._make_block)
         self._border = lru_cache(2 * NUM_CACHED)(self._make_border)
@@ -95,7 +99,8 @@ class Blend:
 
     def _make_block(self, number: int) -> _Block:
         first, before = number * self._size, self._border(number)
-        source = np.array(self._walk(first, before, self._border(number + 1)), dtype=np.int32)
+        end = self._border(number + 1)
+        source = np.array(self._walk(first, self._size, before, end), dtype=np.int32)
         # rank within the source: positions sorted by source, numbered from each source's first
         order = np.argsort(source, kind="stable")
         counts = np.bincount(source, minlength=len(self.weights))
@@ -105,13 +110,13 @@ class Blend:
 
     def _make_border(self, number: int) -> Counts:
         """Return the counts at the first position of a block."""
-        begin = max(0, number - 1) * self._size
+        if not number or self._is_periodic:
+            return self._first_counts(number * self._size)
+        begin = number * self._size - self._window
         counts = list(self._first_counts(begin))
-        if number and not self._is_periodic:
-            for source in self._walk(begin, counts):
-                counts[source] += 1
-            return tuple(counts)
-        return self._first_counts(number * self._size)
+        for source in self._walk(begin, self._window, counts):
+            counts[source] += 1
+        return tuple(counts)
 
     def _first_counts(self, position: int) -> Counts:
         """Return counts from which earliest deadline first meets every later deadline.
@@ -129,15 +134,18 @@ class Blend:
             counts[source] += 1
         return tuple(counts)
 
-    def _walk(self, first: int, counts: Sequence[int], end: Counts | None = None) -> list[int]:
-        """Return the sources of a block's positions from ``first`` on, by earliest deadline first.
+    def _walk(
+        self, first: int, size: int, counts: Sequence[int], end: Counts | None = None
+    ) -> list[int]:
+        """Return the sources of ``size`` positions from ``first`` on, by earliest deadline first.
 
         Args:
-            first: Position of the block.
-            counts: Samples of each source before the block.
-            end: Samples of each source after the block; None where that is free.
+            first: First position.
+            size: Number of positions.
+            counts: Samples of each source before them.
+            end: Samples of each source after them; None where that is free.
         """
-        counts, last, found = list(counts), first + self._size - 1, []
+        counts, last, found = list(counts), first + size - 1, []
         ready: list[tuple[int, int]] = []  # (deadline, source), earliest first
         coming: dict[int, list[tuple[int, int]]] = {}  # by the first position of the window
 
@@ -146,7 +154,7 @@ class Blend:
             if end is not None and count >= end[source]:
                 return
             opens = count * self.total // self.weights[source]
-            # What must be in this block is due at its last position at the latest.
+            # What must lie in these positions is due at the last of them at the latest.
             due = self._deadline(source, count)
             entry = (due if end is None else min(due, last), source)
             if opens <= position:

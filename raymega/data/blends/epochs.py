@@ -12,8 +12,8 @@ from typing import Any
 
 from raymega.config.data import DataSection, is_synthetic
 from raymega.config.schema import Job
+from raymega.data.blends.mixture import mixture_of
 from raymega.data.megatron import is_megatron
-from raymega.data.mixture import mixture_of
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.remote_dataset import is_remote, meta_at
 from raymega.errors import Fault, RaymegaError
