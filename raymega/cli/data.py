@@ -13,7 +13,7 @@ from raymega.cli.progress import phase_bars
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
-from raymega.data.origins import trace
+from raymega.prepare.origins import trace
 
 data_app = typer.Typer(
     help="Prepare and inspect datasets.\n\nExample: raymega data inspect corpus-tokens",
