@@ -47,8 +47,7 @@ def loadable(tokenizer_json: str, *, bos: str) -> str:
     A JSON that does so already is returned as it is.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    bos_id = tokenizer.token_to_id(bos) if bos else None
-    bos_ids = [] if bos_id is None else [bos_id]
+    bos_ids = [tokenizer.get_vocab(with_added_tokens=True)[bos]] if bos else []
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     if tokenizer.encode("a", add_special_tokens=True).ids == [*bos_ids, *plain]:
         return tokenizer_json
