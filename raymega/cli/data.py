@@ -14,7 +14,7 @@ from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta
 from raymega.data.inspect import describe, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
-from raymega.data.origins import trace
+from raymega.prepare.origins import trace
 
 data_app = typer.Typer(
     help="Prepare, inspect and export datasets.\n\nExample: raymega data inspect corpus-tokens",

@@ -7,7 +7,7 @@ It owns dataset.json and the names of the other files; `raymega.data.arrow` owns
     tokenizer_config.json, chat_template.jinja, ...  its other files, as AutoTokenizer reads them
     train/000000.arrow  token shards, Arrow IPC
     train/unigram.npy   number of occurrences of each token, int64 [vocab_size]
-    train/000000.origins, sources.json   the documents' origins, see `raymega.data.origins`
+    train/000000.origins, sources.json   the documents' origins, see `raymega.prepare.origins`
     valid/...           the same for the held-out documents
 """
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
 from raymega.data.format import ShardMeta
-from raymega.data.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
-from raymega.data.origins import encode_origins
 from raymega.errors import DataError, Fault
+from raymega.prepare.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
+from raymega.prepare.origins import encode_origins
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
 

@@ -25,11 +25,11 @@ from raymega.data.format import (
     ShardMeta,
     SourceMeta,
 )
-from raymega.data.origins import SOURCES_FILE, encode_sources
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
 from raymega.prepare.assembly import ShardPlan, plan_shards, source_labels, write_shard
 from raymega.prepare.groups import make_groups, with_keys
 from raymega.prepare.options import Output, PrepareOptions, output_at, plan_work
+from raymega.prepare.origins import SOURCES_FILE, encode_sources
 from raymega.prepare.readers.pieces import ShardGroup, SourceFile
 from raymega.prepare.records import DISPROVED_FILE
 from raymega.prepare.sample import draw_sample

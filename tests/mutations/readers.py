@@ -145,8 +145,8 @@ def outcome(folder: Path) -> str:
 
 def _wrong(folder: Path, texts: list[str]) -> str:
     """Read and join a folder, and return in what the dataset is not that of the texts."""
-    from raymega.data.origins import decode_origins
     from raymega.errors import ConfigError
+    from raymega.prepare.origins import decode_origins
 
     try:
         shards = _shards(folder)

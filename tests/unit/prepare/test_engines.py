@@ -4,9 +4,9 @@ import pytest
 
 from raymega.data.format import TOKENIZER_CONFIG_FILE
 from raymega.data.inspect import inspect_dataset
-from raymega.data.origins import trace
 from raymega.errors import ConfigError
 from raymega.prepare import pipeline, shards
+from raymega.prepare.origins import trace
 from raymega.prepare.shards import GroupDone
 from raymega.prepare.tokenizer.encoder import Encoder
 from tests.unit.prepare import corpora

@@ -7,8 +7,8 @@ import pytest
 
 from raymega.data.format import META_FILE, TOKENIZER_FILE
 from raymega.data.inspect import inspect_dataset
-from raymega.data.origins import SOURCES_FILE
 from raymega.prepare.groups import make_groups
+from raymega.prepare.origins import SOURCES_FILE
 from raymega.prepare.sources import list_files
 from raymega.prepare.tokenizer import choice
 from tests.unit.prepare import corpora

@@ -5,8 +5,8 @@ import pytest
 
 from raymega.data.arrow import TokenStream
 from raymega.data.format import read_meta
-from raymega.data.origins import Origin, decode_origins, encode_origins, trace
 from raymega.errors import ConfigError
+from raymega.prepare.origins import Origin, decode_origins, encode_origins, trace
 from tests.unit.data.datasets import write_dataset
 from tests.unit.prepare import corpora
 

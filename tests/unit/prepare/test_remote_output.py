@@ -7,10 +7,10 @@ import pytest
 
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, TOKENIZER_FILE, read_meta
-from raymega.data.origins import trace
 from raymega.data.remote_dataset import local_copy, meta_at
 from raymega.errors import ConfigError, DataError
 from raymega.prepare import groups, pipeline
+from raymega.prepare.origins import trace
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.records import DISPROVED_FILE
 from raymega.prepare.remote_output import StoreOutput
