@@ -6,6 +6,7 @@ It owns the extraction of text, by resiliparse, which is an optional dependency.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
@@ -27,7 +28,10 @@ def read_warc(opened: Opened) -> Iterator[Entry]:
 
     stream = _BlockFile(opened)
     row = -1
-    records = ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True)
+    # it needs read() and tell() alone
+    records = ArchiveIterator(
+        cast(Any, stream), record_types=WarcRecordType.response, parse_http=True
+    )
     for row, record in enumerate(records):
         # Pictures and the like are rows without a document.
         is_page = "html" in (record.http_content_type or "")
@@ -44,7 +48,8 @@ def _main_text(page: bytes) -> str:
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-    text: str = extract_plain_text(bytes_to_str(page, detect_encoding(page)), main_content=True)
+    encoding = detect_encoding(page) or "utf-8"
+    text: str = extract_plain_text(bytes_to_str(page, encoding), main_content=True)
     return text
 
 
