@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.core.pinned_memory import recycled
 
 ALIGNMENT_BYTES = 256
 """Tensors begin at multiples of this in the buffer, so that kernels may read them in wide words."""
@@ -47,15 +48,11 @@ class PackedBatches:
         return [_change_tensors(batch, same_place) for batch in self.micro_batches]
 
 
-def _pinned(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
 def pack_batches(
     micro_batches: Sequence[MicroBatch],
     device: torch.device | str,
     *,
-    make_buffer: Callable[[int], Tensor] = _pinned,
+    make_buffer: Callable[[int], Tensor] = recycled,
 ) -> PackedBatches:
     """Return ``micro_batches``, packed into one buffer where ``device`` is a GPU."""
     if torch.device(device).type != "cuda":

@@ -31,16 +31,16 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation counts padding",
         file="train/forward_backward.py",
-        old="    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
-        new="    tokens = sum(float(batch.mask.numel()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        old="    tokens = float(sum(batch.num_counted for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
+        new="    tokens = float(sum(batch.mask.numel() for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         layout=Layout(dp=2),
         job=("run.eval_samples=7",),  # odd: one rank has a masked slot
     ),
     Mutation(
         name="evaluation with fp8 counts padding",
         file="train/forward_backward.py",
-        old="    tokens = sum(float(batch.mask.sum()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
-        new="    tokens = sum(float(batch.mask.numel()) for batch in micro_batches)\n    mine = [float(loss_sum), tokens]",
+        old="    tokens = float(sum(batch.num_counted for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
+        new="    tokens = float(sum(batch.mask.numel() for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         layout=Layout(dp=2),
         job=("run.eval_samples=7", "precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
     ),

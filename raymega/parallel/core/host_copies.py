@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raymega.parallel.core.pinned_memory import HostPool
+from raymega.parallel.core.pinned_memory import HostPool, recycled
 
 
 def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return ``numbers`` on the device, float64, by a copy for which the host does not wait."""
-    # torch's pinned memory is used again only after the copy
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, dtype=torch.float64)
+    if device.type == "cuda":
+        host = recycled(host.nbytes).view(torch.float64).copy_(host)
     return host.to(device, non_blocking=True)
 
 

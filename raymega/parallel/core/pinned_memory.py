@@ -1,7 +1,7 @@
 """Host memory that a device copies from and to: mapped pages, pinned where the device is a GPU.
 
-Everything that is pinned is pinned here, in the size that was asked for. torch's ``pin_memory=True``
-rounds it up to a power of two, and pins when memory is first asked for: in the middle of a step.
+Everything that is pinned is pinned here, and all that is large in the size that was asked for. torch's
+``pin_memory=True`` rounds it up to a power of two, and pins in the middle of a step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ def map_memory(num_bytes: int, *, is_pinned: bool) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return bytes_of(mmap.mmap(-1, num_bytes, flags=PRIVATE), is_pinned=is_pinned)
+
+
+def recycled(num_bytes: int) -> Tensor:
+    """Return a flat tensor of bytes from torch's allocator of pinned memory, for small buffers of a step.
+
+    The allocator gives the memory away again only after the copies that read it. It rounds the size up to a
+    power of two, and pins when it has no such buffer left: in the first steps.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def bytes_of(pages: mmap.mmap, *, is_pinned: bool) -> Tensor:

@@ -48,7 +48,7 @@ def _all_tensors(batch):
 @pytest.mark.parametrize("context", [OUTER, INNER], ids=["cp1", "cp2 all_to_all"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_packed_batches_are_the_loaders(context, depth):
-    loader = Loader(Packed(), dp_rank=0, seed=3, device="cpu", context=context, depth=depth)
+    loader = Loader(Packed(), dp_rank=0, device="cpu", context=context, depth=depth)
     batch = make_batch(global_batch_size=5, micro_batch_size=2, dp=1)
     plain = loader.micro_batches(batch, 0)
     buffers = []
@@ -72,7 +72,7 @@ def test_packed_batches_are_the_loaders(context, depth):
 
 
 def test_on_a_cpu_nothing_is_packed():
-    batches = Loader(Packed(), dp_rank=0, seed=3, device="cpu").micro_batches(
+    batches = Loader(Packed(), dp_rank=0, device="cpu").micro_batches(
         make_batch(global_batch_size=2, micro_batch_size=2, dp=1), 0
     )
     packed = pack_batches(batches, "cpu")
