@@ -116,11 +116,12 @@ class Int8State:
         self._kind, self._place = kind, place
         self._is_square = kind in SQUARES
         device = place.extent.param.device
-        self._table = dynamic_codes(is_signed=not self._is_square).to(device, place.dtype)
+        table = dynamic_codes(is_signed=not self._is_square)
+        self._table = table.to(device, place.dtype)
         # Borders between codes: bucketize against them rounds to nearest.
         self._limits = (self._table[1:] + self._table[:-1]) / 2
         # Every element starts with the code of 0.
-        self._codes = place.zeros(torch.uint8) + int((self._table == 0).nonzero())
+        self._codes = place.zeros(torch.uint8) + int((table == 0).nonzero())
         self._parts = []
         for piece, box, at in piece_boxes(place.extent):
             boxes = scale_boxes(box)

@@ -6,35 +6,64 @@ import pytest
 
 from raymega.config.load import parse_mapping
 from raymega.plan.run_plan import make_plan
-from tests.cuda_books.__main__ import BUDGETED, BUDGETS, over_budget
-from tests.cuda_books.layouts import LAYOUTS, job_of
+from raymega.schedule.table import SCHEDULES
+from tests.cuda_books import budgets as budgets_module
+from tests.cuda_books.budgets import figures_of, over_budget, read_budgets, write_budgets
+from tests.cuda_books.layouts import LAYOUTS, RANKS, job_of
 from tests.cuda_books.plants import PLANTS
 
-budgets = json.loads(BUDGETS.read_text())
+budgets = read_budgets()
 
 
-def test_each_layout_has_a_budget_and_none_allocates_after_its_first_step():
-    assert set(budgets) == set(LAYOUTS)
-    assert {budget["mallocs"] for budget in budgets.values()} == {0}
+def book_of(layout):
+    figures = dict(budgets[layout])
+    launches = figures.pop("launches_per_layer")
+    return {"layout": layout, "launches_per_layer": launches, "figures": figures, "races": []}
+
+
+def test_each_layout_has_a_budget_and_no_step_allocates():
+    assert list(budgets) == list(LAYOUTS)
+    steps = ("step.mallocs", "communicators_opened_late")
+    assert {budget[name] for budget in budgets.values() for name in steps} == {0}
+
+
+def test_each_schedule_has_a_layout():
+    assert {job_of(name).get("schedule", {}).get("name") for name in LAYOUTS} >= set(SCHEDULES)
+    assert set(RANKS) <= set(LAYOUTS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_is_legal(name):
-    job = parse_mapping(job_of(name)).job()
-    assert make_plan(job).grid.world_size == job.cluster.num_workers
+    for num_layers in (None, 2 * job_of(name)["model"]["num_layers"]):
+        job = parse_mapping(job_of(name, num_layers=num_layers)).job()
+        assert make_plan(job).grid.world_size == job.cluster.num_workers
 
 
 def test_each_plant_is_in_a_layout_and_shows_in_what_is_looked_at():
     for plant in PLANTS.values():
-        assert plant.layout in LAYOUTS and plant.shows_in in (*BUDGETED, "races")
+        assert plant.shows_in in (*budgets[plant.layout], "races")
 
 
-def test_one_more_launch_and_one_race_are_told():
-    budget = budgets["one rank"]
-    book = {**budget, "races": []}
+def test_one_more_launch_one_new_figure_and_one_race_are_told():
+    book, budget = book_of("one rank"), budgets["one rank"]
     assert over_budget(book, budget) == []
-    assert (
-        len(over_budget({**book, "launches_per_layer": book["launches_per_layer"] + 1}, budget))
-        == 1
-    )
+    more = {**book, "launches_per_layer": book["launches_per_layer"] + 1}
+    assert len(over_budget(more, budget)) == 1
+    figures = {**book["figures"], "step.all_reduce_calls": 1}
+    assert over_budget({**book, "figures": figures}, budget) == [
+        "step.all_reduce_calls 1, budget none"
+    ]
     assert "1 races" in over_budget({**book, "races": ["mul and send"]}, budget)[0]
+    assert over_budget({"error": "it fell"}, budget) == ["it failed: it fell"]
+
+
+def test_budgets_are_written_a_figure_a_line_and_those_of_others_stay(tmp_path, monkeypatch):
+    file = tmp_path / "budgets.json"
+    monkeypatch.setattr(budgets_module, "BUDGETS", file)
+    file.write_text(json.dumps({"gone": {}, "tp8 sp": {"step.syncs": 7}, "packed": {"a": 1}}))
+    book = book_of("one rank")
+    write_budgets([book, {"layout": "packed", "error": "it fell"}])
+    assert list(read_budgets()) == ["one rank", "packed", "tp8 sp"]
+    assert read_budgets()["one rank"] == figures_of(book)
+    assert read_budgets()["packed"] == {"a": 1}
+    assert len(file.read_text().splitlines()) == 2 + 3 * 2 + len(figures_of(book)) + 2

@@ -20,6 +20,7 @@ using books::note;
 std::atomic<unsigned long long> books::counters[books::kNumCounters];
 std::mutex books::mutex;
 FILE* books::trace = nullptr;
+unsigned long long books::next_line = 0;
 
 // --- the books themselves, called by name from Python
 
