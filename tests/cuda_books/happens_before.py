@@ -52,7 +52,7 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
     # by stream: its operations, each with its tick and what it touched
     done: Mapping[int, list[tuple[int, Access, list[Touch]]]] = defaultdict(list)
     events: dict[str, Clock] = {}
-    host: Clock = Counter()
+    host = clocks[HOST_STREAM]
     races: list[Race] = []
     entries = list(entries)
     launching = {entry.thread for entry in entries if isinstance(entry, Access)}
@@ -62,8 +62,6 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
                 continue
             case Access(stream=stream):
                 # a launch comes after all that the host has done and waited for
-                if stream == HOST_STREAM:
-                    clocks[stream] = host
                 clocks[stream] |= host
                 clocks[stream][stream] += 1
                 touches = _touches(entry)

@@ -102,14 +102,16 @@ def _note_compiled(books: Books, kernel: Any, args: Any, stream: int) -> None:
 def _note(books: Books, what: str, read: Any, written: Any, stream: int | None = None) -> None:
     """Note an operation on its stream, or on the host one that touches pinned memory there."""
     reads, writes = _tensors(read), _tensors(written)
-    if any(tensor.is_cuda for tensor in (*reads, *writes)):
-        # what a copy touches of host memory is noted by the stand-in
-        if stream is None:
-            stream = torch.cuda.current_stream().cuda_stream
-        held = torch.Tensor.is_cuda.fget
-    else:
-        stream, held = HOST_STREAM, torch.Tensor.is_pinned
-    spans = [",".join(_span(t) for t in tensors if held(t)) for tensors in (reads, writes)]
+    is_on_device = any(tensor.is_cuda for tensor in (*reads, *writes))
+    if not is_on_device:
+        stream = HOST_STREAM
+    elif stream is None:
+        stream = torch.cuda.current_stream().cuda_stream
+    # of host memory, the stand-in itself notes what a copy to or from the device touches
+    spans = [
+        ",".join(_span(t) for t in tensors if (t.is_cuda if is_on_device else t.is_pinned()))
+        for tensors in (reads, writes)
+    ]
     if any(spans):
         books.note(f"{stream:x}|{what}|{'|'.join(spans)}")
 
