@@ -26,7 +26,7 @@ def start_server(environment: dict[str, str]) -> None:
 def keep_book(layout: str, plant: str, folder: Path) -> dict[str, Any]:
     """Run one layout, with a planted mistake if ``plant`` names one; return its book, or its error."""
     own = folder / f"{layout} {plant}"
-    own.mkdir()
+    own.mkdir(parents=True)
     process = _SERVER.Process(target=_keep, args=(layout, plant, own))
     process.start()
     process.join(TIMEOUT_S)

@@ -8,9 +8,10 @@ from raymega.config.load import parse_mapping
 from raymega.plan.run_plan import make_plan
 from raymega.schedule.table import SCHEDULES
 from tests.cuda_books import budgets as budgets_module
+from tests.cuda_books.__main__ import Passed, is_red
 from tests.cuda_books.budgets import figures_of, over_budget, read_budgets, write_budgets
 from tests.cuda_books.layouts import LAYOUTS, RANKS, job_of
-from tests.cuda_books.plants import PLANTS
+from tests.cuda_books.plants import PLANTS, Plant
 
 budgets = read_budgets()
 
@@ -67,3 +68,24 @@ def test_budgets_are_written_a_figure_a_line_and_those_of_others_stay(tmp_path, 
     assert read_budgets()["one rank"] == figures_of(book)
     assert read_budgets()["packed"] == {"a": 1}
     assert len(file.read_text().splitlines()) == 2 + 3 * 2 + len(figures_of(book)) + 2
+
+
+def test_a_plant_is_red_only_where_its_figure_grows_or_a_race_is_seen():
+    in_figure = Plant("one rank", "step.syncs", lambda: None)
+    book = book_of("one rank")
+    more = {**book, "figures": {**book["figures"], "step.syncs": book["figures"]["step.syncs"] + 1}}
+    assert not is_red(in_figure, book, budgets) and is_red(in_figure, more, budgets)
+    in_races = Plant("one rank", "races", lambda: None)
+    assert not is_red(in_races, more, budgets) and is_red(
+        in_races, {**book, "races": [""]}, budgets
+    )
+    assert not is_red(in_races, {"error": "it fell", "races": []}, budgets)
+
+
+def test_what_has_passed_is_known_to_the_next_session(tmp_path):
+    file = tmp_path / "new" / "passed"
+    passed = Passed(file)
+    assert "one rank" not in passed
+    passed.add(["one rank"])
+    assert "one rank" in Passed(file) and "packed" not in Passed(file)
+    assert "one rank" not in Passed(None)
