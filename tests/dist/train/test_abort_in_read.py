@@ -57,6 +57,7 @@ def _step(env, plan_json, folder, value):
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", GARBAGE.values(), ids=GARBAGE)
 def test_a_step_decides_nothing_by_totals_that_an_abort_left(value, tmp_path):
     plan = make_test_plan(*layout_overrides("dp2"), "elastic.on_nan=skip")
@@ -79,6 +80,7 @@ def _read(env, plan_json, folder, what):
         read()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["evaluation", "replicas", "findings", "norms", "barrier"])
 def test_no_other_number_of_all_ranks_is_believed_either(what, tmp_path):
     options = ["run.eval_samples=4", "elastic.replica_check_every=1"]

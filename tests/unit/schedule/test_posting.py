@@ -101,6 +101,7 @@ def _begin(program, rank, task, seen, needed):
             needed.add((not is_receive, message))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_rank_waits_for_ever_where_each_waits_for_its_device_before_each_round(name, pp):
@@ -109,6 +110,7 @@ def test_no_rank_waits_for_ever_where_each_waits_for_its_device_before_each_roun
         assert not _is_stuck(program, posts, is_paired=is_paired)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_receives_at_the_start_or_always_one_round_ahead_would_deadlock(name):
     """So the test above can tell, and a simpler rule is not enough."""
@@ -128,6 +130,7 @@ def test_receives_where_they_are_needed_would_deadlock_on_sends(name):
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_receive_is_posted_once_in_the_order_of_sends_and_not_after_its_use(name):
     for program, is_paired in _programs(name, 4):
