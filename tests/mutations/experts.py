@@ -92,7 +92,7 @@ EXPERTS: tuple[Mutation, ...] = (
     Mutation(
         name="balance is lost on all micro-batches of a step but the first",
         file="model/moe/load_balancing.py",
-        old="    return with_gradient(x, loss, lambda grad: grad.new_tensor(record.loss_gradient, dtype=dtype))",
+        old="    return with_gradient(x, loss, lambda grad: grad.new_full((), record.loss_gradient, dtype=dtype))",
         new="\n    def once(grad):\n"
         "        from_loss, record.loss_gradient = record.loss_gradient, 0.0\n"
         "        return grad.new_tensor(from_loss, dtype=dtype)\n\n"
