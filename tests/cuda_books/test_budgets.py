@@ -37,10 +37,12 @@ def test_each_layout_has_a_budget_and_no_step_allocates_or_pins():
         "step.pinned_bytes",
         "recorded.pinned_bytes",
         "communicators_opened_late",
-        "communicators_unused",
         "communicators_left",
     )
     assert {budget[name] for budget in budgets.values() for name in nothing} == {0}
+    unused = {name for name, budget in budgets.items() if budget["communicators_unused"]}
+    # documents decide over how many ranks a sequence is cut; in these steps over all
+    assert unused == {"dynamic cp"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -51,12 +53,13 @@ def test_a_step_waits_once_and_only_experts_wait_in_its_passes(name):
     assert budget["step.syncs"] - budget["step.syncs_in_passes"] <= 3
 
 
-def test_the_plan_knows_each_byte_of_state_and_says_where_it_misses_a_peak():
-    assert {name: budget["state_error_bytes"] for name, budget in budgets.items()} == dict.fromkeys(
-        LAYOUTS, 0
-    )
-    off = {name for name, budget in budgets.items() if "peak_error_bytes" in budget}
-    assert off == OFF_PLAN <= set(LAYOUTS)
+def test_the_plan_knows_each_byte_of_state_except_where_it_is_written_down():
+    missed = {name for name, budget in budgets.items() if budget["state_error_bytes"]}
+    assert missed == {name for name, kinds in OFF_PLAN.items() if "state" in kinds}
+    for kind in ("peak", "pinned"):
+        missed = {name for name, budget in budgets.items() if f"{kind}_error_bytes" in budget}
+        assert missed == {name for name, kinds in OFF_PLAN.items() if kind in kinds}
+    assert set(OFF_PLAN) <= set(LAYOUTS)
 
 
 def test_deterministic_steps_have_no_atomic_sum():
@@ -96,8 +99,10 @@ def test_one_more_launch_one_new_figure_and_one_race_are_told():
         "step.all_reduce_calls 1, budget none"
     ]
     missed = {**book, "planned_peak_bytes": round(0.97 * budget["peak_bytes"])}
-    assert over_budget(missed, budget) == ["planned peak -3.0% off, but it is not in OFF_PLAN"]
-    assert "pinned_bytes" in over_budget({**book, "planned_pinned_bytes": 0}, budget)[0]
+    assert over_budget(missed, budget) == [
+        f"planned peak {missed['planned_peak_bytes'] - budget['peak_bytes']:+} bytes off, not in OFF_PLAN"
+    ]
+    assert "planned pinned" in over_budget({**book, "planned_pinned_bytes": 0}, budget)[0]
     assert "1 races" in over_budget({**book, "races": ["mul and send"]}, budget)[0]
     assert over_budget({"error": "it fell"}, budget) == ["it failed: it fell"]
 
