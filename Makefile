@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-ranks test-clusters test-all golden pages docs rehearse cuda-books
+.PHONY: setup demo lint check test test-ranks test-clusters test-all golden pages docs rehearse cuda-books test-cuda-books
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -42,14 +42,17 @@ test-clusters: setup
 	@log=$$(mktemp); $(PYTEST) $(SELECTION) $(CLUSTERS) >$$log 2>&1; code=$$?; \
 	printf '\n%s\n' 'pytest $(SELECTION) $(CLUSTERS)'; cat $$log; rm -f $$log; exit $$code
 
-# All cases, planted mistakes and faults: 80 minutes of two cores, in shards of equal cost. SHARD=3/10 runs one of
-# them. What has passed since a file last changed is not run again.
+# All cases, planted mistakes and faults: 80 minutes of two cores, in shards of equal cost and a last one, cuda-books.
+# SHARD=3/10 or SHARD=cuda-books runs one of them. What has passed since a file last changed is not run again.
 SHARDS := 10
 
 test-all: setup
-	@failed=; for shard in $${SHARD:-$$(seq -f '%g/$(SHARDS)' $(SHARDS))}; do \
-	  $(MAKE) --no-print-directory -j 2 test-ranks test-clusters \
-	    SELECTION="--everything --resume --shard $$shard" || failed="$$failed $$shard"; \
+	@failed=; for shard in $${SHARD:-$$(seq -f '%g/$(SHARDS)' $(SHARDS)) cuda-books}; do \
+	  case $$shard in \
+	    cuda-books) $(MAKE) --no-print-directory test-cuda-books;; \
+	    *) $(MAKE) --no-print-directory -j 2 test-ranks test-clusters \
+	      SELECTION="--everything --resume --shard $$shard";; \
+	  esac || failed="$$failed $$shard"; \
 	done; test -z "$$failed" || { echo "failed in shards$$failed; the same command runs what has not passed"; exit 1; }
 
 # Writes tests/golden/files anew: after a change of output that is meant. Read the diff.
@@ -69,15 +72,25 @@ docs: setup
 rehearse: setup
 	$(PYTEST) -m cluster -s tests/cluster
 
-# Rank 0 of each layout on a CUDA device that executes nothing (docs/gpu.md). It makes an environment of its own, with
-# torch's CUDA build: 6.2 GB, kept in build/. Then it takes about a minute.
+# A rank of each layout on a CUDA device that executes nothing (docs/gpu.md). It makes an environment of its own, with
+# torch's CUDA build: 6.2 GB, kept in build/. Then it takes three minutes, the first time two more to compile kernels.
 BOOKS := build/cuda-books
+KEEP_BOOKS := $(BOOKS)/venv/bin/python -m tests.cuda_books --build $(BOOKS)
+LOSE_PEER := $(BOOKS)/venv/bin/python -m tests.cuda_books.lost_peer --build $(BOOKS)
 
 $(BOOKS)/.ok: pyproject.toml constraints.txt
 	test -x $(BOOKS)/venv/bin/pip || $(PYTHON) -m venv --clear $(BOOKS)/venv
 	$(BOOKS)/venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BOOKS)/venv/bin/python -c 'import torch; assert torch.version.cuda, f"torch {torch.__version__} has no CUDA path"'
 	@touch $@
 
 cuda-books: $(BOOKS)/.ok
-	$(BOOKS)/venv/bin/python -m tests.cuda_books --build $(BOOKS)
-	$(BOOKS)/venv/bin/python -m tests.cuda_books.lost_peer --build $(BOOKS)
+	$(KEEP_BOOKS)
+	$(LOSE_PEER)
+
+# As a shard of test-all: without what has passed, and without failing where there is no CUDA build of torch.
+test-cuda-books: setup
+	@if $(MAKE) --no-print-directory $(BOOKS)/.ok; then \
+	  $(KEEP_BOOKS) --resume $$($(BIN)/python -c 'from tests.support.selection import passed_file; print(passed_file())') \
+	  && $(LOSE_PEER); \
+	else echo "cuda-books: skipped, as torch's CUDA build could not be installed here: the lines above say why"; fi

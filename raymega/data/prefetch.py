@@ -44,25 +44,23 @@ class Ahead(Generic[Made]):
             RaymegaError: The function raised this error.
         """
         began, key = time.monotonic(), (batch, first_sample)
-        future = self._begun(key)
-        wanted = {key: future}
+        wanted = [key]
         if self._is_guessing:
             # Wrong at a batch ramp or after skipped samples.
-            following = batch, first_sample + batch.global_batch_size
-            wanted[following] = self._begun(following)
-        # Wrong guesses are cancelled if they have not begun.
-        for other in self._under_way.keys() - wanted.keys():
-            self._under_way[other].cancel()
-        self._under_way = wanted
+            wanted.append((batch, first_sample + batch.global_batch_size))
+        # Wrong guesses are cancelled if they have not begun. The last step's result goes first, so
+        # that the next one is made in its memory.
+        for other in self._under_way.keys() - set(wanted):
+            self._under_way.pop(other).cancel()
+        for each in wanted:
+            if each not in self._under_way:
+                self._under_way[each] = self._thread.submit(self._make, *each)
         try:
-            return future.result(self._timeout_s)
+            return self._under_way[key].result(self._timeout_s)
         except TimeoutError as error:
             raise _late(first_sample, self._timeout_s) from error
         finally:
             self.waited_s = time.monotonic() - began
-
-    def _begun(self, key: _Key) -> Future[Made]:
-        return self._under_way.get(key) or self._thread.submit(self._make, *key)
 
 
 def _late(first_sample: int, timeout_s: float) -> DataError:

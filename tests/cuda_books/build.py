@@ -52,6 +52,8 @@ def build_device(folder: Path) -> dict[str, str]:
         "LD_PRELOAD": str(out / "libbooks.so"),
         "LD_LIBRARY_PATH": str(out),
         "OMP_NUM_THREADS": "1",
+        # kernels that Inductor compiles, for the next time
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "kernels"),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
     }
 

@@ -1,7 +1,9 @@
-"""Races between streams, and with the host: two touch the same memory, one writes it, and nothing orders them.
+"""Races between streams: two operations touch the same memory, one writes it, and nothing orders them.
 
 A clock of each stream counts its operations (Lamport 1978, vector clocks as of Mattern 1988). An event carries the
-clocks of its stream; who waits for it knows them. The host is one more clock, that each launch starts from.
+clocks of its stream; who waits for it knows them. The host is one more clock, that each launch starts from. Only
+threads that launch are the host: NCCL's watchdog and the writer of a checkpoint learn of events at moments that vary,
+and the training thread does not hear of it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.cuda_books.trace import HOST, Access, Entry, HostWait, Record, Span, StreamWait
+from tests.cuda_books.trace import HOST_STREAM, Access, Entry, HostWait, Record, Span, StreamWait
 
 Clock = Counter[int]
 
@@ -40,32 +42,31 @@ class Race:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Touch:
-    """A span that an operation touched, at the tick of its stream."""
-
-    tick: int
-    span: Span
-    is_write: bool
-    access: Access
+Touch = tuple[int, int, bool]
+"""First byte, byte behind the last, and whether they are written."""
 
 
 def find_races(entries: Iterable[Entry]) -> list[Race]:
     """Return each pair of conflicting operations that no event, stream or host wait orders."""
     clocks: Mapping[int, Clock] = defaultdict(Counter)
-    touched: Mapping[int, list[_Touch]] = defaultdict(list)
+    # by stream: its operations, each with its tick and what it touched
+    done: Mapping[int, list[tuple[int, Access, list[Touch]]]] = defaultdict(list)
     events: dict[str, Clock] = {}
-    host: Clock = Counter()
+    host = clocks[HOST_STREAM]
     races: list[Race] = []
+    entries = list(entries)
+    launching = {entry.thread for entry in entries if isinstance(entry, Access)}
     for entry in entries:
         match entry:
+            case HostWait(thread=thread) if thread not in launching:
+                continue
             case Access(stream=stream):
-                # a launch comes after all that the host has waited for, and all that it did
-                clock = host if stream == HOST else clocks[stream]
-                clock |= host
-                clock[stream] += 1
-                races += _conflicts(entry, clock, touched)
-                touched[stream].extend(_touches(entry, clock[stream]))
+                # a launch comes after all that the host has done and waited for
+                clocks[stream] |= host
+                clocks[stream][stream] += 1
+                touches = _touches(entry)
+                races += _conflicts(entry, touches, clocks[stream], done)
+                done[stream].append((clocks[stream][stream], entry, touches))
             case Record(stream, event):
                 clocks[stream] |= host
                 events[event] = Counter(clocks[stream])
@@ -82,26 +83,36 @@ def find_races(entries: Iterable[Entry]) -> list[Race]:
     return races
 
 
-def _touches(access: Access, tick: int) -> Iterator[_Touch]:
-    for is_write, spans in ((False, access.reads), (True, access.writes)):
-        for span in spans:
-            yield _Touch(tick, span, is_write, access)
+def _touches(access: Access) -> list[Touch]:
+    return [
+        (span.begin, span.end, is_write)
+        for is_write, spans in ((False, access.reads), (True, access.writes))
+        for span in spans
+    ]
 
 
-def _conflicts(access: Access, known: Clock, touched: Mapping[int, list[_Touch]]) -> Iterator[Race]:
+def _conflicts(
+    access: Access,
+    touches: list[Touch],
+    known: Clock,
+    done: Mapping[int, list[tuple[int, Access, list[Touch]]]],
+) -> Iterator[Race]:
     """Yield the races of ``access`` with operations of other streams that its stream does not know to be over."""
-    for stream, touches in touched.items():
+    for stream, operations in done.items():
         if stream == access.stream:
             continue
-        for earlier in reversed(touches):
-            if earlier.tick <= known[stream]:
+        over = known[stream]
+        for tick, earlier, theirs in reversed(operations):
+            if tick <= over:
                 break  # this one is over, and so is all before it on its stream
-            for own in _touches(access, 0):
-                if (own.is_write or earlier.is_write) and own.span.meets(earlier.span):
-                    yield Race(_kind(own, earlier), earlier.access, access, own.span)
+            for begin, end, is_write in theirs:
+                for own_begin, own_end, own_writes in touches:
+                    if (own_writes or is_write) and own_begin < end and begin < own_end:
+                        span = Span(own_begin, own_end)
+                        yield Race(_kind(own_writes, is_write), earlier, access, span)
 
 
-def _kind(own: _Touch, earlier: _Touch) -> str:
-    if not earlier.is_write:
+def _kind(writes: bool, wrote: bool) -> str:
+    if not wrote:
         return "write after read"
-    return "write after write" if own.is_write else "read after write"
+    return "write after write" if writes else "read after write"

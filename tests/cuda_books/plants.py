@@ -13,7 +13,7 @@ class Plant:
 
     Attributes:
         layout: the layout that it is planted into.
-        shows_in: "races", or the count of the budget that it changes.
+        shows_in: "races", or the figure of the budget that it changes.
         make: makes the mistake, in the rank's process before it builds.
     """
 
@@ -110,13 +110,19 @@ def _open_a_communicator_nobody_uses() -> None:
 
     open_alone = rank.open_alone
 
-    def with_one_more(plan: Any, device: Any) -> Any:
-        groups = open_alone(plan, device)
+    def with_one_more(plan: Any, number: int, device: Any) -> Any:
+        groups = open_alone(plan, number, device)
         group = dist.new_group(list(range(plan.grid.world_size)))
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return groups
 
     rank.open_alone = with_one_more
+
+
+def _update_before_a_save_is_copied() -> None:
+    from raymega.checkpoint.save.host_copy import HostCopy
+
+    HostCopy.fence = lambda _: None  # type: ignore[method-assign]
 
 
 def _post_all_receives_at_once() -> None:
@@ -132,28 +138,63 @@ def _post_all_receives_at_once() -> None:
     executor.Executor.run = at_once  # type: ignore[method-assign]
 
 
+def _take_more_memory_each_step() -> None:
+    import torch
+
+    from raymega.pipeline import executor
+
+    run, kept = executor.Executor.run, []
+
+    def hoarding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append(torch.empty(2**26, device="cuda"))
+        return run(self, *args, **kwargs)
+
+    executor.Executor.run = hoarding  # type: ignore[method-assign]
+
+
+def _hold_the_model_in_an_autograd_hook() -> None:
+    from raymega.parallel.data_parallel import grad_buffer
+
+    make = grad_buffer.GradBuffer.__init__
+
+    def holding(self: Any, table: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, table, *args, **kwargs)
+        for bucket in table.buckets:
+            for param, _ in bucket.spans:
+                param.register_post_accumulate_grad_hook(lambda _, held=self: None)
+
+    grad_buffer.GradBuffer.__init__ = holding  # type: ignore[method-assign]
+
+
 PLANTS = {
     "a wait for a collective is missing": Plant("tp8 sp", "races", _forget_every_fifth_wait),
     "a wait for a copy from host memory is missing": Plant(
         "offload activations", "races", _forget_wait_for_host_copy
     ),
-    "a buffer is freed while a copy reads it": Plant(
+    "a stream that reads a buffer is not recorded": Plant(
         "offload activations", "races", _free_what_a_copy_still_reads
+    ),
+    "a buffer is freed while NCCL reads it": Plant(
+        "ep4 shared expert", "races", _let_go_of_tensors_on_recorded_steps
+    ),
+    "an update does not wait for a save's copy": Plant(
+        "dp64 hybrid", "races", _update_before_a_save_is_copied
     ),
     "pinned memory is filled while a copy reads it": Plant(
         "one rank", "races", _fill_what_is_being_copied
     ),
-    "a forward copies a list to the device": Plant(
-        "tp4 pp2 dp2 1f1b", "syncs_in_passes", _copy_a_list_in_forward
-    ),
-    "a recorded transfer lets go of its tensors": Plant(
-        "ep4 shared expert", "races", _let_go_of_tensors_on_recorded_steps
-    ),
     "the host reads the device in a loop": Plant(
-        "one rank", "syncs", _read_back_in_each_instruction
+        "one rank", "step.syncs", _read_back_in_each_instruction
+    ),
+    "a forward copies a list to the device": Plant(
+        "tp4 pp2 dp2 1f1b", "step.syncs_in_passes", _copy_a_list_in_forward
+    ),
+    "memory is taken in each step": Plant("one rank", "step.mallocs", _take_more_memory_each_step),
+    "a model outlives its attempt": Plant(
+        "tp8 sp", "left_bytes", _hold_the_model_in_an_autograd_hook
     ),
     "a communicator is opened and not used": Plant(
-        "tp8 sp", "communicators", _open_a_communicator_nobody_uses
+        "tp8 sp", "communicators_unused", _open_a_communicator_nobody_uses
     ),
     "a receive is posted too early": Plant(
         "tp4 pp2 dp2 1f1b", "early_receives", _post_all_receives_at_once

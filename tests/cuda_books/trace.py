@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 LEGACY_STREAM = 0
 """CUDA's default stream, which a trace writes as (nil)."""
-HOST = -1
-"""The host's own reads and writes of pinned memory, in place of a stream."""
+HOST_STREAM = -1
+"""The host's own operations on pinned memory, which copies read and write beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,13 @@ class Span:
     begin: int
     end: int
 
-    def meets(self, other: Span) -> bool:
-        """Return whether the two have a byte in common."""
-        return self.begin < other.end and other.begin < self.end
-
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An operation on a stream, with the memory that it reads and writes."""
+    """An operation on a stream, with the memory that it reads and writes; ``thread`` launched it."""
 
     number: int
+    thread: int
     stream: int
     what: str
     reads: tuple[Span, ...]
@@ -57,6 +54,7 @@ class HostWait:
     ``is_blocking`` is false for a query of an event that was complete.
     """
 
+    thread: int
     stream: int | None = None
     event: str = ""
     is_blocking: bool = True
@@ -68,34 +66,46 @@ Entry = Access | Record | StreamWait | HostWait
 def read_trace(lines: Iterable[str]) -> Iterator[Entry]:
     """Yield what orders or touches memory; launches without a note of their memory are left out."""
     for line in lines:
-        number, kind, *fields = line.rstrip("\n").split("\t")
+        number, thread, kind, *fields = line.rstrip("\n").split("\t")
         match kind:
             case "note":
                 stream, what, reads, writes = fields[0].split("|")
-                yield Access(int(number), int(stream, 16), what, _spans(reads), _spans(writes))
+                yield Access(
+                    int(number), int(thread), int(stream, 16), what, _spans(reads), _spans(writes)
+                )
             case "nccl":
                 stream, what, source, sent, target, received, *_ = fields
-                yield Access(int(number), _stream(stream), f"nccl {what}",
-                             _span(source, sent), _span(target, received))  # fmt: skip
+                reads, writes = _span(source, sent), _span(target, received)
+                if what == "all_gather":
+                    writes = _without(writes, reads)
+                yield Access(
+                    int(number), int(thread), _stream(stream), f"nccl {what}", reads, writes
+                )
             case "copy":
                 stream, way, size, _, source, target = fields
-                yield Access(int(number), _stream(stream), f"copy {way}",
-                             _span(source, size), _span(target, size))  # fmt: skip
+                yield Access(
+                    int(number),
+                    int(thread),
+                    _stream(stream),
+                    f"copy {way}",
+                    _span(source, size),
+                    _span(target, size),
+                )
             case "record":
                 yield Record(_stream(fields[0]), fields[1])
             case "wait":
                 yield StreamWait(_stream(fields[0]), fields[1])
             case "sync" | "query":
-                yield _host_wait(fields, is_blocking=kind == "sync")
+                yield _host_wait(int(thread), fields, is_blocking=kind == "sync")
 
 
-def _host_wait(fields: list[str], *, is_blocking: bool) -> HostWait:
+def _host_wait(thread: int, fields: list[str], *, is_blocking: bool) -> HostWait:
     match fields:
         case ["stream", stream]:
-            return HostWait(stream=_stream(stream))
+            return HostWait(thread, stream=_stream(stream))
         case ["event", event]:
-            return HostWait(event=event, is_blocking=is_blocking)
-    return HostWait()
+            return HostWait(thread, event=event, is_blocking=is_blocking)
+    return HostWait(thread)
 
 
 def _stream(text: str) -> int:
@@ -106,6 +116,14 @@ def _span(begin: str, size: str) -> tuple[Span, ...]:
     if begin == "(nil)" or not int(size):
         return ()
     return (Span(int(begin, 16), int(begin, 16) + int(size)),)
+
+
+def _without(whole: tuple[Span, ...], part: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Return what is left of a span: NCCL's all-gather in place does not write the rank's own part."""
+    if not (whole and part) or not whole[0].begin <= part[0].begin <= part[0].end <= whole[0].end:
+        return whole
+    sides = Span(whole[0].begin, part[0].begin), Span(part[0].end, whole[0].end)
+    return tuple(side for side in sides if side.begin < side.end)
 
 
 def _spans(text: str) -> tuple[Span, ...]:

@@ -246,7 +246,7 @@ def apply_capacity(  # what one choice is ordered by
     kept = torch.empty_like(ordered, dtype=torch.bool).scatter_(0, order, positions < capacity)
     own = kept.view(micro.size, num_tokens, k)[micro.index]
     # margin at the border between kept and dropped
-    gap = weights.new_tensor(torch.inf)
+    gap = weights.new_full((), torch.inf)
     if weight is not None:
         is_border = (positions[1:] == capacity) & (ordered[1:] == ordered[:-1])
         is_border &= keys[order[1:]] < UNCOUNTED

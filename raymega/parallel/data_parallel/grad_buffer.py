@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -69,7 +69,7 @@ class GradBuffer:
             for param, _ in bucket.spans:
                 if param.requires_grad:
                     param.grad_sink = grad_sink
-                    param.register_post_accumulate_grad_hook(grad_sink.collect)
+                    param.register_post_accumulate_grad_hook(_collect)
         self._expect_all()
 
     def view(self, param: ShardedParameter) -> torch.Tensor:
@@ -332,3 +332,14 @@ def _late(bucket: Bucket) -> InternalError:
             remedy="call launch_when_full before the last backward of the chunk, not earlier",
         )
     )
+
+
+def _collect(param: torch.Tensor) -> None:
+    """Hand on what autograd has added up.
+
+    Python's collector does not look into autograd's hooks. So a hook that held the sink, and by it the parameters,
+    would keep weights and sums of every attempt of the process.
+    """
+    grad_sink = cast(ShardedParameter, param).grad_sink
+    assert grad_sink is not None, "the hook is registered with the sink"
+    grad_sink.collect(param)

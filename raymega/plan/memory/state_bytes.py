@@ -37,6 +37,8 @@ WORKSPACE_BYTES = 32 * 2**20
 """Bytes of a workspace of cuBLAS, as ``raymega.train.environment`` sets them."""
 NUMBER_BYTES = 4
 """Bytes of the update's number, which fused updates read on the device."""
+MARGIN_BYTES = 8
+"""Bytes of the smallest margin of a routing so far, which routers keep on the device."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -54,8 +56,8 @@ class StateSize:
         moment_bytes: Bytes of the optimizer's other state.
         copy_bytes: Bytes of those copies, which each step makes anew.
         fixed_bytes: Bytes that no parallelism divides: a table of cosines and one of sines for each
-            model chunk, the update's number, and on a GPU cuBLAS's workspaces, one for each thread
-            that multiplies.
+            model chunk, the update's number, the smallest margin of a routing, and on a GPU cuBLAS's
+            workspaces, one for each thread that multiplies.
         passing_bytes: Bytes of sharded weights that are gathered for a use, and of sharded
             gradients of one micro-batch: two units of the model each, one in use and one in
             transfer.
@@ -295,9 +297,10 @@ def _fixed_bytes(job: Job, held: Elements, full: int) -> int:
     is_rotary = not FAMILY_TENSORS[model.family].has_positions
     pairs = -(-model.rope_width // 2) * is_rotary
     tables = 2 * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES
-    # forward's thread, autograd's, and that of a second pass
-    threads = 2 + job.parallel.overlap_moe_expert_parallel_comm
-    return tables + (0 if job.cluster.device == "cpu" else threads * WORKSPACE_BYTES)
+    margin = MARGIN_BYTES * (model.moe.num_experts > 0)
+    # forward's thread and autograd's; two passes at once multiply in these too
+    workspaces = 0 if job.cluster.device == "cpu" else 2 * WORKSPACE_BYTES
+    return tables + margin + workspaces
 
 
 def _is_over_gloo(job: Job) -> bool:

@@ -24,7 +24,6 @@ from raymega.plan.zero_levels import ZeroLevel, level_of
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
 from raymega.planner.cost.working_memory import (
-    CUBLAS_BYTES,
     passing_bytes,
     transfer_bytes,
 )
@@ -160,7 +159,7 @@ def _gpu_moments(work: _RankWork, plan: RunPlan, costs: StageCosts) -> Iterator[
     """Yield the moments of a GPU: in the loss, the head, a block's two halves, and the update."""
     shape, gathered = costs.shape, _gathered_bytes(work, plan)
     working = costs.working(has_experts=any(map(shape.blocks_with_experts, work.stages)))
-    around = CUBLAS_BYTES + transfer_bytes(shape, num_neighbours=work.num_neighbours)
+    around = transfer_bytes(shape, num_neighbours=work.num_neighbours)
     if work.head:
         # Offload still copies the last unit away.
         leaving = work.rerun_bytes // 2 if "activations" in shape.memory.offload else 0
@@ -172,7 +171,7 @@ def _gpu_moments(work: _RankWork, plan: RunPlan, costs: StageCosts) -> Iterator[
             yield _Moment(passing, work.kept + around + part)
     for part in (working.feed_forward, working.attention):
         yield _Moment(gathered, work.kept - work.head + around + work.rerun_bytes + part)
-    yield _Moment(work.state.passing_bytes, CUBLAS_BYTES + work.state.update_bytes)
+    yield _Moment(work.state.passing_bytes, work.state.update_bytes)
 
 
 def _sharded_bytes(

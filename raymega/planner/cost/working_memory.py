@@ -1,6 +1,6 @@
 """Compute what the kernels of a backward hold on a GPU beyond what was kept for it, moment by moment.
 
-A backward is at its fullest in the loss, in a weight gradient of the head, or in the feed-forward layer
+A backward is at its fullest in the loss, in the head, or in the feed-forward layer
 or the attention of the first block that it comes to. Each part below was found in the snapshots of
 torch's allocator on the device of ``docs/gpu.md``. Kernels of a CPU work in portions and hold nothing.
 """
@@ -17,10 +17,6 @@ from raymega.plan.memory.activation_bytes import (
     vocabulary_rows,
 )
 from raymega.planner.cost.context_cost import shape_cost
-
-CUBLAS_BYTES = 2 * 32 * 2**20
-"""Workspaces of cuBLAS, one for forward's thread and one for backward's: 32 MiB each on compute
-capability 9.0 (torch's ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +58,13 @@ def logits_copy_bytes(shape: ActivationShape) -> int:
 
 def head_bytes_in_backward(shape: ActivationShape) -> int:
     """Return the bytes of the head's linear layer in backward, while the logits' gradient exists."""
-    return _column_bytes(shape, vocabulary_rows(shape))
+    return _column_bytes(shape)
 
 
 def feed_forward_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) -> int:
     """Return the bytes of a feed-forward layer in backward, less what it has let go of by then."""
     incoming, gates = shape.stream_bytes, 2 if shape.family.has_gate else 1
-    moe, parallel, width = shape.model.moe, shape.parallel, shape.model.hidden_size
+    parallel, width = shape.parallel, shape.model.hidden_size
     if has_experts:
         rows, features = round(expert_rows(shape)), shape.model.expert_width // parallel.etp
         # gradient of the rows that experts returned
@@ -81,14 +77,12 @@ def feed_forward_bytes_in_backward(shape: ActivationShape, *, has_experts: bool)
     sigmoid = hidden if gates == 2 and not shape.is_fused else 0
     inside = hidden + gates * hidden + sigmoid - made
     if has_experts:
-        held = moe.num_experts // parallel.ep
-        product = _product_bytes(shape, held * gates * features)
-        return incoming + max(inside, product + rows * width * shape.element - made)
-    # the layer behind it: its weight gradient, from gradients of all tokens
+        return incoming + max(inside, rows * width * shape.element - made)
+    # the layer behind it: the gradient of its input, from gradients of all tokens
     whole = shape.tokens * width * shape.element if parallel.sequence_parallel else 0
-    behind = whole + max(_product_bytes(shape, features), hidden)
+    behind = whole + hidden
     # the layer before it: gradients of its outputs exist, outputs do not
-    before = _column_bytes(shape, gates * features) - made
+    before = _column_bytes(shape) - made
     return incoming + max(inside, behind, before)
 
 
@@ -122,25 +116,14 @@ def transfer_bytes(shape: ActivationShape, *, num_neighbours: int) -> int:
     return 2 * num_neighbours * shape.stream_bytes
 
 
-def _column_bytes(shape: ActivationShape, num_features: int) -> int:
-    """Return the bytes of a column-parallel layer in backward.
+def _column_bytes(shape: ActivationShape) -> int:
+    """Return the bytes of a column-parallel layer in backward: its input's gradient.
 
-    They are its weight gradient as the product gives it and the input's gradient, at once under tp.
-    With sequence parallelism they are also the input that is gathered, and this rank's part of the sum.
+    Its weight's gradient is added in float32 by the product itself. With sequence parallelism there are
+    also the input that is gathered, and this rank's part of the sum.
     """
-    product = _product_bytes(shape, num_features)
     whole = shape.tokens * shape.model.hidden_size * shape.element
-    if shape.parallel.tp == 1:
-        return max(product, whole)
-    gathered = whole + shape.stream_bytes if shape.parallel.sequence_parallel else 0
-    return product + whole + gathered
-
-
-def _product_bytes(shape: ActivationShape, num_features: int) -> int:
-    """Return the bytes of a weight's gradient in the compute format, before it is added in float32."""
-    if not _is_narrow(shape):
-        return 0
-    return num_features * shape.model.hidden_size * shape.element
+    return whole + (whole + shape.stream_bytes if shape.parallel.sequence_parallel else 0)
 
 
 def _is_narrow(shape: ActivationShape) -> bool:

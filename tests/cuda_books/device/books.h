@@ -1,9 +1,12 @@
 // Books of a device that executes nothing: counters, and a trace whose lines are
-// "number TAB kind TAB fields". Shared by the runtime (cudart) and the libraries (cuBLAS, NCCL).
+// "number TAB thread TAB kind TAB fields". Shared by the runtime (cudart) and the libraries (cuBLAS, NCCL).
 #pragma once
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -14,6 +17,7 @@ enum Counter { kLaunches, kSyncs, kCollectives, kMallocs, kPinnedBytes, kCommuni
 extern std::atomic<unsigned long long> counters[kNumCounters];
 extern std::mutex mutex;
 extern FILE* trace;
+extern unsigned long long next_line;
 // While set, no event completes and the host's waits block; an abort of a communicator clears it.
 extern std::atomic<bool> hangs;
 
@@ -21,10 +25,9 @@ extern std::atomic<bool> hangs;
 template <typename... Fields>
 void note(const char* format, Fields... fields) {
   if (!trace) return;
-  static std::atomic<unsigned long long> number{0};
   std::lock_guard<std::mutex> guard(mutex);
   if (!trace) return;
-  std::fprintf(trace, "%llu\t", number++);
+  std::fprintf(trace, "%llu\t%ld\t", next_line++, (long)syscall(SYS_gettid));
   std::fprintf(trace, format, fields...);
   std::fputc('\n', trace);
 }

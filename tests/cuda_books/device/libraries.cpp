@@ -93,6 +93,8 @@ static int open(void** handle, int ranks, int rank, const void* config = nullptr
   note("communicator\t%p\t%d\t%d", *handle, ranks, config ? static_cast<const Config*>(config)->max_ctas : 0);
   return 0;
 }
+// The handle's memory is not given back, so that no later communicator is taken for this one.
+static int close(void* handle) { return note("closed\t%p", handle), 0; }
 static int transfer(const char* what, const void* from, size_t sent, void* to, size_t received, int type, void* handle,
                     cudaStream_t stream) {
   counters[books::kCollectives]++;
@@ -119,11 +121,11 @@ static std::atomic<bool> is_peer_lost{false};
 EXPORT void books_lose_peer() { is_peer_lost = books::hangs = true; }
 EXPORT int ncclCommGetAsyncError(void*, int* error) { return *error = is_peer_lost ? 6 : 0, 0; }
 // An abort ends the kernels, and leaves what is in their buffers.
-EXPORT int ncclCommAbort(void*) { return books::hangs = false, 0; }
+EXPORT int ncclCommAbort(void* handle) { return books::hangs = false, close(handle); }
 EXPORT int ncclCommCount(void* handle, int* number) { return *number = ranks_of(handle), 0; }
 EXPORT int ncclCommUserRank(void* handle, int* rank) { return *rank = communicators[handle].rank, 0; }
 SUCCEEDS(ncclCommFinalize)
-SUCCEEDS(ncclCommDestroy)
+EXPORT int ncclCommDestroy(void* handle) { return close(handle); }
 SUCCEEDS(ncclGroupStart)
 SUCCEEDS(ncclGroupEnd)
 EXPORT int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void* handle, cudaStream_t stream) {

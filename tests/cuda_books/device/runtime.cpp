@@ -21,6 +21,7 @@ using books::note;
 std::atomic<unsigned long long> books::counters[books::kNumCounters];
 std::mutex books::mutex;
 FILE* books::trace = nullptr;
+unsigned long long books::next_line = 0;
 std::atomic<bool> books::hangs{false};
 
 // --- the books themselves, called by name from Python

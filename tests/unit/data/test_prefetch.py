@@ -1,6 +1,7 @@
 """What is made ahead is what would be made when asked for, and an error comes with its own step."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -44,6 +45,24 @@ def test_next_step_is_made_while_this_one_runs():
     assert ahead.of(FOUR, 4) == (4, 4)
     maker.wait(1)
     assert maker.made == [(0, 4), (4, 4), (8, 4)]
+
+
+def test_last_result_is_freed_before_the_next_is_made():
+    class Input:
+        pass
+
+    alive, refs = {}, {}
+
+    def make(_batch, first):
+        alive[first] = {step for step, ref in refs.items() if ref() is not None}
+        made = Input()
+        refs[first] = weakref.ref(made)
+        return made
+
+    ahead = Ahead(make, is_guessing=True, timeout_s=100)
+    for first in (0, 4, 8, 12):
+        ahead.of(FOUR, first)
+    assert 0 not in alive[8] and 4 not in alive[12]
 
 
 def test_step_that_was_not_guessed_is_right_too():

@@ -1,5 +1,8 @@
 """GradBuffer on one rank: sums over micro-batches, their precision and their place."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -155,3 +158,13 @@ def test_only_the_buckets_of_the_chunk_in_its_last_backward_leave(sent):
     assert sent == [6]
     buffer.finish()
     assert sent == [6, 10]
+
+
+def test_nothing_is_left_of_a_buffer_that_was_let_go():
+    params = _params()
+    buffer = make_buffer(params)
+    sum(param.sum() for param in params).backward()
+    seen = [weakref.ref(buffer), *map(weakref.ref, params)]
+    del buffer, params
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)

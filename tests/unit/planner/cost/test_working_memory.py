@@ -1,8 +1,5 @@
 """Bytes that kernels hold in a backward, by hand for Llama 2 7B's layers, and against the books' budgets."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from raymega.config.load import parse_mapping
@@ -16,11 +13,11 @@ from raymega.planner.cost.working_memory import (
     logits_copy_bytes,
     transfer_bytes,
 )
-from tests.cuda_books.layouts import LAYOUTS, job_of
+from tests.cuda_books.budgets import PEAK_ERROR, read_budgets
+from tests.cuda_books.layouts import LAYOUTS, OFF_PLAN, job_of, rank_of
 
 T, D, F, V = 4096, 4096, 11008, 32000
 STREAM, HIDDEN = 2 * T * D, 2 * T * F
-BUDGETS = json.loads((Path(__file__).parents[3] / "cuda_books" / "budgets.json").read_text())
 
 
 def _of(name):
@@ -30,8 +27,8 @@ def _of(name):
 def test_one_rank():
     shape = _of("one rank")
     assert logits_copy_bytes(shape) == T * V * 4
-    # the weight's gradient in bfloat16; the input's comes after it
-    assert head_bytes_in_backward(shape) == V * D * 2
+    # the input's gradient; the weight's is added in float32 by the product
+    assert head_bytes_in_backward(shape) == STREAM
     # gradient that arrives; of the product, gate and up, and the sigmoid; less the product
     assert feed_forward_bytes_in_backward(shape, has_experts=False) == STREAM + 3 * HIDDEN
     # gradient that arrives, the output's, q k v's and these joined; less what the feed-forward layer kept
@@ -45,10 +42,10 @@ def test_one_rank():
 def test_tensor_and_sequence_parallel_gather_inputs_and_gradients():
     shape = _of("tp8 sp")
     assert logits_copy_bytes(shape) == T * V // 8 * 4
-    # product, input's gradient of all tokens, gathered input, and this rank's part of the sum
-    assert head_bytes_in_backward(shape) == V // 8 * D * 2 + 2 * STREAM + STREAM // 8
-    # the layer before the nonlinearity has the most: the same with gate and up, less the product
-    before = 2 * F // 8 * D * 2 + 2 * STREAM + STREAM // 8 - HIDDEN // 8
+    # input's gradient of all tokens, gathered input, and this rank's part of the sum
+    assert head_bytes_in_backward(shape) == 2 * STREAM + STREAM // 8
+    # the layer before the nonlinearity has the most: the same, less the nonlinearity's output
+    before = 2 * STREAM + STREAM // 8 - HIDDEN // 8
     assert feed_forward_bytes_in_backward(shape, has_experts=False) == STREAM // 8 + before
 
 
@@ -80,6 +77,10 @@ def test_compiled_kernels_copy_no_logits_and_keep_no_sigmoid():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_peak_is_that_of_torchs_allocator(name):
-    use = pipeline_memory(make_plan(parse_mapping(job_of(name)).job()))[0][0]
-    planned = use.state_bytes + use.activation_bytes
-    assert planned == pytest.approx(BUDGETS[name]["peak_bytes"], rel=0.01)
+    plan, budget = make_plan(parse_mapping(job_of(name)).job()), read_budgets()[name]
+    use = pipeline_memory(plan)[plan.grid.coords(rank_of(name)).pp][0]
+    error = use.state_bytes + use.activation_bytes - budget["peak_bytes"]
+    if "peak" in OFF_PLAN.get(name, ()):
+        assert error == budget["peak_error_bytes"]
+    else:
+        assert abs(error) <= PEAK_ERROR * budget["peak_bytes"]
