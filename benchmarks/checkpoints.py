@@ -37,7 +37,7 @@ from raymega.checkpoint.load.ranged_reads import LOCAL_BYTES, NUM_FETCHES
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Box
-from raymega.parallel.comm.process_groups import open_world
+from raymega.parallel.comm.world import open_world
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.tensor_table import GlobalTensor
 from raymega.storage.local import LocalStore

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raymega.parallel.comm.process_groups import build_groups, open_world
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.comm.world import open_world
 from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint

@@ -31,7 +31,8 @@ from torch.nn.functional import gelu
 from benchmarks import pipeline_bubbles
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import Sample, interleave, report
-from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
+from raymega.parallel.comm.process_groups import Groups, build_groups
+from raymega.parallel.comm.world import open_world
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue

@@ -31,7 +31,8 @@ from benchmarks.measure import Sample, interleave, report
 from raymega.config.load import parse_mapping
 from raymega.messages import Requests
 from raymega.model.pipeline_stage import StageModule
-from raymega.parallel.comm.process_groups import alone, build_groups, open_world
+from raymega.parallel.comm.process_groups import alone, build_groups
+from raymega.parallel.comm.world import open_world
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import build_parts

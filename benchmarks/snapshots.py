@@ -26,7 +26,8 @@ from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.config.load import parse_mapping
 from raymega.messages import Replicas, Requests
 from raymega.orchestrate.workers.worker_actor import ReportQueue
-from raymega.parallel.comm.process_groups import build_groups, open_world
+from raymega.parallel.comm.process_groups import build_groups
+from raymega.parallel.comm.world import open_world
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.snapshot_replicas import snapshot_cost
 from raymega.storage.memory_server import MemoryStoreServer, give_memory_back

@@ -30,7 +30,8 @@ from raymega.config.schema import ModelSection
 from raymega.model.families import make_block, make_positions
 from raymega.model.layers.fused_ops import rms_norm, swiglu
 from raymega.parallel.comm.collectives import all_reduce
-from raymega.parallel.comm.process_groups import Groups, build_groups, open_world
+from raymega.parallel.comm.process_groups import Groups, build_groups
+from raymega.parallel.comm.world import open_world
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
