@@ -44,14 +44,13 @@ class CheckpointSection(Section):
     """Fields of the model section in which this run differs on purpose from that of init_from, such
     as [rope_theta] for longer sequences. Other differences are refused."""
     init_upcycle: bool = False
-    """Where init_from has a dense feed-forward layer and this model has experts, each expert starts
-    as a copy of the layer, or as a part of it with a smaller model.moe.intermediate_size; routers
-    are initialised at random."""
+    """Start experts from the dense feed-forward layers of init_from: each as a copy of the layer, or as
+    a part of it with a smaller model.moe.intermediate_size; routers are initialised at random."""
     # When to save, and what a save may use.
     every: NonNegative = 100
     """Steps between checkpoints; 0 saves at the end only."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """When a save is due and the one before is still being written: wait for it, or skip the save.
+    """Reaction to a save that is due while the one before is still being written: wait for it, or skip.
     The last save and a save on request always wait."""
     file_bytes: Annotated[int, Field(ge=1, le=2**38)] = 2**30
     """Largest data file in bytes, unless one box is larger; a worker writes two at a time."""

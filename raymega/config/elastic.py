@@ -38,7 +38,7 @@ class ElasticSection(Section):
     """Smallest number of workers with which a run that has lost some continues, on the best smaller
     grid; `grid` waits until the job's own grid can be filled."""
     replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """How long a run that has lost workers waits for replacements before it takes a smaller grid;
+    """Longest wait of a run that has lost workers for replacements before it takes a smaller grid;
     three times as long while processes are loading on live nodes."""
     scale_up: bool = True
     """Return to the job's own grid when there are workers for it again and that saves more time
@@ -47,14 +47,14 @@ class ElasticSection(Section):
     """Time for which workers that came back are expected to stay: time saved beyond it is not
     counted against the cost of a larger grid."""
     drain_margin_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long before the end of a draining node the run saves and leaves it, even when no process
+    """Time before the end of a draining node at which the run saves and leaves it, even when no process
     is ready elsewhere. With a ready process it leaves at once."""
     # Snapshots in the memory of nodes.
     snapshot_every: NonNegative = 0
     """Steps between snapshots of the state in host memory of the worker's own node and of a partner
     node, from which the state of a lost worker or node is restored; 0 is never."""
     snapshot_backpressure: Literal["wait", "skip"] = "wait"
-    """When a snapshot is due and the one before is still being written. wait: training waits, so
+    """Reaction to a snapshot that is due while the one before is still being written. wait: training waits, so
     that a loss costs at most snapshot_every steps. skip: the snapshot is taken after a later step."""
     snapshot_during_save: Literal["go_on", "pause"] = "go_on"
     """Snapshots while a checkpoint is being written. go_on: they continue; the checkpoint has a

@@ -37,7 +37,7 @@ class ParallelSection(Section):
     """Context parallel: the tokens of a sequence are split; 2 * cp divides data.seq_len."""
     # Context parallelism.
     cp_method: Literal["ring", "all_gather", "all_to_all", "hybrid"] = "ring"
-    """How attention works across cp ranks. ring: keys and values pass from rank to rank during the
+    """Method of attention across cp ranks. ring: keys and values pass from rank to rank during the
     computation. all_gather: they are gathered, which takes memory for the whole sequence.
     all_to_all: ranks exchange heads (Ulysses). hybrid: hierarchical_cp_size neighbours exchange
     heads, and a ring joins such groups."""
@@ -55,7 +55,7 @@ class ParallelSection(Section):
     """Expert tensor parallel: the features of each expert are split. Divides the width of an
     expert."""
     moe_token_dispatcher_type: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How tokens reach experts on other ranks. all_to_all: each token is sent to the ranks of its
+    """Path of tokens to experts on other ranks. all_to_all: each token is sent to the ranks of its
     experts. all_gather: every rank gathers all tokens and takes those of its experts, which pays
     where most ranks need most tokens."""
     overlap_moe_expert_parallel_comm: bool = False

@@ -52,7 +52,7 @@ class RunSection(Section):
     """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.
     Matters on GPUs, where sums by atomic adds vary without it."""
     kernels: Literal["eager", "compile"] = "eager"
-    """How a layer computes the operations between its matrix products. compile: with fused kernels
+    """Kernels of the operations between a layer's matrix products. compile: with fused kernels
     that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ compiler;
     without one a log line says so and nothing is fused."""
 
