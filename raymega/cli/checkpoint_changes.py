@@ -13,6 +13,7 @@ from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.cli.options import AsJson, Uri
 from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
+from raymega.convert.huggingface.extra_files import bring_along
 from raymega.errors import CheckpointError, ConfigError, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
 from raymega.orchestrate.jobs import client as jobs_client
@@ -87,7 +88,8 @@ def copy_(
     """Copy a checkpoint to another store and verify it; for a run, its newest one.
 
     The manifest is written last, so that a copy exists only when it is complete. The same command
-    continues an interrupted copy. A run can resume from the copy.
+    continues an interrupted copy. A run can resume from the copy. Its tokenizer and the files of the
+    published model that it started from come along, so that the copy can be evaluated and exported.
 
     Options:
         target: Folder of the target run, in any store.
@@ -99,15 +101,17 @@ def copy_(
     raise_faults(ConfigError, store_faults(target, field="URI2"))
     store = open_store(target)
     done = copy_checkpoint(source, manifest, store)
+    num_along = bring_along(source, manifest, store)
     if as_json:
         print_json(
             {"uri": f"{store.uri}/{done.key}", "step": manifest.step, "bytes": done.num_bytes,
-             "files_written": done.num_written, "files_found": done.num_found}
+             "files_written": done.num_written, "files_found": done.num_found,
+             "model_files_written": num_along}
         )  # fmt: skip
         return
     print(
         f"{store.uri}/{done.key}: {done.num_bytes:,} bytes, {done.num_written} files written, "
-        f"{done.num_found} existed already"
+        f"{done.num_found} existed already; {num_along} files of tokenizer and published model written"
     )
 
 

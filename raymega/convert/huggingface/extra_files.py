@@ -16,6 +16,7 @@ from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH
 from raymega.data.format import TOKENIZER_PATTERNS
+from raymega.data import tokenizer_files
 from raymega.data.tokenizer_files import kept_tokenizer, special_ids, tokenizer_of_dataset
 from raymega.errors import RaymegaError
 from raymega.storage.store import Store
@@ -52,6 +53,24 @@ def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
         except RaymegaError:  # the origin may be gone; the weights do not depend on it
             break
     return {}
+
+
+def bring_along(source: Store, manifest: Manifest, target: Store) -> int:
+    """Write the files that belong to a checkpoint into the store of its copy; return their number.
+
+    What ``target`` has already stays: a run that goes on there has files of its own.
+
+    Raises:
+        StorageError: A store failed; the same call again writes what is missing.
+    """
+    files = {PREFIX + name: data for name, data in find_carried(source, manifest).items()}
+    for name, data in find_tokenizer(source, manifest, "").items():
+        files[tokenizer_files.PREFIX + name] = data
+    present = {*target.list(PREFIX), *target.list(tokenizer_files.PREFIX)}
+    missing = files.keys() - present
+    for key in sorted(missing):
+        target.put(key, [files[key]], overwrite=True)
+    return len(missing)
 
 
 def has_tokenizer(files: Mapping[str, bytes]) -> bool:

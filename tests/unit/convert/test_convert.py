@@ -20,9 +20,11 @@ from raymega.config.load import parse_mapping
 from raymega.config.schema import MlaSection, MoeSection
 from raymega.convert import native
 from raymega.convert.huggingface.exporter import hf_export
+from raymega.convert.huggingface.extra_files import bring_along, files_to_carry
 from raymega.convert.huggingface.importer import hf_import, model_yaml
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.safetensors_files import open_weights
+from raymega.data.format import TOKENIZER_FILE
 from raymega.errors import CheckpointError, ConfigError, StorageError
 from raymega.messages import Box
 from raymega.plan.grid import Grid
@@ -238,6 +240,19 @@ def test_files_are_found_where_a_run_started_from(tmp_path):
     run = LocalStore(tmp_path / "run")
     run.put(manifest.key, [replace(manifest, job=job).to_json().encode()], overwrite=True)
     assert "tokenizer.json" in hf_export(run.uri, tmp_path / "back").files
+
+    # A copy has them although its origin is out of reach from there, and keeps what it has.
+    kept = LocalStore(tmp_path / "copy")
+    kept.put("hf/generation_config.json", [b"{}"], overwrite=True)
+    _, manifest = open_checkpoint(run.uri)
+    kept.put(f"tokenizer/{TOKENIZER_FILE}", [b"its own"], overwrite=True)
+    written = bring_along(run, manifest, kept)
+    shutil.rmtree(tmp_path / "ours")
+    found = {key.removeprefix("hf/") for key in kept.list("hf/")}
+    assert {path.name for path in files_to_carry(folder)} <= found and written >= len(found) - 1
+    assert kept.get("hf/generation_config.json") == b"{}"
+    assert kept.get(f"tokenizer/{TOKENIZER_FILE}") == b"its own"
+    assert bring_along(run, manifest, kept) == 0
 
 
 def _known(tensor):

@@ -118,7 +118,7 @@ def test_copy_brings_the_newest_checkpoint_to_another_store(run, tmp_path_factor
     told = json.loads(_call("copy", root, target, "--json").stdout)
     assert told == {
         "uri": f"{target}/{newest.key}", "step": 200, "bytes": newest.total_bytes,
-        "files_written": 2, "files_found": 0,
+        "files_written": 2, "files_found": 0, "model_files_written": 0,
     }  # fmt: skip
     assert _call("verify", target).exit_code == 0
     again = _call("copy", root / "checkpoints" / "step-00000200", target)
