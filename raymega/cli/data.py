@@ -32,7 +32,9 @@ def prepare(
     eod_token: str = "",
     add_bos: bool = False,
     parse_special_tokens: bool = False,
-    text_key: str = "text",
+    format: Literal["text", "chat", "preference"] = "text",  # the option's name
+    chat_template: str = "",
+    text_key: str = "",
     max_bad_lines: int = 0,
     address: Address = "auto",
     as_json: AsJson = False,
@@ -41,7 +43,8 @@ def prepare(
 
     A document is a text file, a line of .jsonl, an object of .json, a row of .parquet, .arrow or a
     folder of Hugging Face datasets, a page of .html or .warc; each also as .gz, .zst or .bz2. The
-    same command again continues what was interrupted, or finds the finished dataset.
+    same command again continues what was interrupted, or finds the finished dataset. With --format chat a row
+    is a conversation: {"messages": [{"role": "user", "content": "..."}, ...]}.
 
     Options:
         inputs: Input files, folders or URIs.
@@ -54,12 +57,16 @@ def prepare(
         eod_token: Token that ends each document; default: the eos_token of tokenizer_config.json.
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
-        text_key: Key of JSON objects or column of tables that holds the text.
+        format: Form of a row: text, chat (messages, of which the assistant's are learned), or preference (chosen and
+            rejected).
+        chat_template: File with a jinja template of conversations; default: the tokenizer's own.
+        text_key: Key of JSON objects or column of tables that holds the text; default: text, messages or chosen.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
     """
     # Imported here: Ray Data is slow to import, and the other commands do without it.
+    from raymega.prepare.chat.rows import DEFAULT_KEYS
     from raymega.prepare.options import PrepareOptions
     from raymega.prepare.pipeline import prepare as run_prepare
 
@@ -70,7 +77,9 @@ def prepare(
         valid_fraction=valid_fraction,
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
-        text_key=text_key,
+        text_key=text_key or DEFAULT_KEYS[format],
+        row_format=format,
+        chat_template=chat_template,
         max_bad_lines=max_bad_lines,
         address=address,
         eod_token=eod_token,
@@ -184,7 +193,8 @@ def _show(
     headers = ("split", "documents", "text bytes", "tokens", "shards", "bytes per token")
     print(table(headers, [(name, *split.values()) for name, split in splits.items()]))
     if packing:
-        columns = ("split", "rows", "packing efficiency", "longest document", "mean context")
+        names = next(iter(packing.values()))
+        columns = ("split", *(name.replace("_", " ") for name in names))
         print(table(columns, [(name, *found.values()) for name, found in packing.items()]))
     for key, value in {**description, **result}.items():
         print(f"{key.replace('_', ' ')}: {_text(value)}")

@@ -103,6 +103,11 @@ class DataSection(Section):
         "applies until the run has consumed until_samples samples. After the last entry "
         "data.global_batch_size applies.",
     )
+    loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
+        default="auto",
+        description="Labels of a conversation that count. auto: those of assistant for datasets of conversations, "
+        "all for others. assistant: what the assistant writes. completion: its last message. all: every token.",
+    )
     # Packing of documents into sequences.
     packing: Literal["none", "best_fit"] = Field(
         default="none",

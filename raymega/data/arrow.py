@@ -1,4 +1,4 @@
-"""Token shards on disk: Arrow IPC files of one unsigned column, read through memory maps.
+"""Token shards on disk: Arrow IPC files of one or two unsigned columns, read through memory maps.
 
 It owns a shard's bytes and the view of many shards as one stream. The shards of a dataset are
 listed by `raymega.data.format`; windows are drawn from the stream by `raymega.data.order`.
@@ -22,7 +22,7 @@ from isal import isal_zlib
 from raymega.data.format import ShardMeta, SplitMeta, shard_fault
 from raymega.errors import DataError
 
-COLUMN = "tokens"
+COLUMN, TARGETS_COLUMN = "tokens", "targets"
 LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
 MOST_MAPS = 1 << 14
@@ -53,7 +53,11 @@ class TokenStream:
         """Return tokens [start, stop) as int64, across shard borders."""
         if not 0 <= start < stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
-        return np.concatenate(list(self._pieces(start, stop)))
+        return np.concatenate(list(self._pieces(start, stop, COLUMN)))
+
+    def read_targets(self, start: int, stop: int) -> Tokens:
+        """Return what tokens [start, stop) are as labels; the shards must hold it."""
+        return np.concatenate(list(self._pieces(start, stop, TARGETS_COLUMN)))
 
     def document_lengths(self) -> Tokens:
         """Return the number of tokens of each document in stream order, [N].
@@ -70,13 +74,14 @@ class TokenStream:
             raise DataError(shard_fault(fact, f"dataset.json says {self.num_tokens}"))
         return lengths
 
-    def _pieces(self, start: int, stop: int) -> Iterator[Tokens]:
+    def _pieces(self, start: int, stop: int, name: str) -> Iterator[Tokens]:
         index = bisect_right(self._ends, start)
         while start < stop:
             # the part of [start, stop) in this shard
             end = min(stop, self._ends[index])
             base = self._ends[index] - self._shards[index].num_tokens
-            column = _map_shard(self._folder, self._shards[index]).slice(start - base, end - start)
+            table = _map_shard(self._folder, self._shards[index])
+            column = table[name].slice(start - base, end - start)
             yield column.to_numpy().astype(np.int64)
             start, index = end, index + 1
 
@@ -88,21 +93,28 @@ class ShardWriter:
     bounded for shards of any length. Its metadata hold the lengths of its documents.
     """
 
-    def __init__(self, folder: Path, file: str, *, dtype: str) -> None:
+    def __init__(self, folder: Path, file: str, *, dtype: str, has_targets: bool = False) -> None:
         """Open ``folder/file`` for writing under a temporary name."""
         self._folder, self._file = folder, file
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         # Of its own, as Ray may run a task twice at the same time.
         self._partial = path.with_suffix(f".{uuid4().hex[:8]}.partial")
-        self._schema = pa.schema([(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))])
+        columns = [(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))]
+        self._schema = pa.schema([*columns, *[(TARGETS_COLUMN, pa.uint8())] * has_targets])
         self._writer = pa.ipc.new_file(str(self._partial), self._schema)
         self._pending: list[npt.NDArray[np.unsignedinteger]] = []
+        self._targets: list[npt.NDArray[np.uint8]] = []
         self._num_pending = self._num_tokens = self._num_documents = 0
 
-    def append(self, document: npt.NDArray[np.unsignedinteger]) -> None:
-        """Add one document's tokens, including its end-of-document token."""
+    def append(
+        self,
+        document: npt.NDArray[np.unsignedinteger],
+        targets: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Add one document's tokens, including its end-of-document token, and what they are as labels."""
         self._pending.append(document)
+        self._targets += [] if targets is None else [targets]
         self._num_pending += len(document)
         self._num_documents += 1
         # Only between documents: a batch holds whole ones.
@@ -128,15 +140,17 @@ class ShardWriter:
         if not self._pending:
             return
         # From its bytes: pa.array would import pandas, half a second of each process.
-        tokens = np.concatenate(self._pending)
-        buffers = [None, pa.py_buffer(tokens)]
-        column = pa.Array.from_buffers(self._schema.field(0).type, len(tokens), buffers)
+        found = [np.concatenate(each) for each in (self._pending, self._targets) if each]
+        columns = [
+            pa.Array.from_buffers(field.type, len(values), [None, pa.py_buffer(values)])
+            for field, values in zip(self._schema, found, strict=True)
+        ]
         lengths = b",".join(b"%d" % len(document) for document in self._pending)
         # custom metadata, so that lengths are readable without the tokens
-        batch = pa.record_batch([column], schema=self._schema)
+        batch = pa.record_batch(columns, schema=self._schema)
         self._writer.write_batch(batch, custom_metadata={LENGTHS_KEY: lengths})
         self._num_tokens += self._num_pending
-        self._pending, self._num_pending = [], 0
+        self._pending, self._targets, self._num_pending = [], [], 0
 
     def __enter__(self) -> Self:
         return self
@@ -157,15 +171,15 @@ def file_crc32(path: Path) -> int:
     return crc
 
 
-def shard_documents(path: Path) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-    """Yield the tokens of each document of a shard, as views of its memory map."""
+def shard_documents(path: Path) -> Iterator[tuple[npt.NDArray[np.unsignedinteger], ...]]:
+    """Yield the columns of each document of a shard, tokens first, as views of its memory map."""
     with pa.memory_map(str(path)) as mapped:
         reader = pa.ipc.open_file(mapped)
         for index in range(reader.num_record_batches):
             found = reader.get_batch_with_custom_metadata(index)
-            tokens, at = found.batch.column(0).to_numpy(), 0
+            columns, at = [column.to_numpy() for column in found.batch.columns], 0
             for length in _lengths(found.custom_metadata).tolist():
-                yield tokens[at : at + length]
+                yield tuple(column[at : at + length] for column in columns)
                 at += length
 
 
@@ -196,16 +210,17 @@ def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
 
 
 @lru_cache(MOST_MAPS)
-def _map_shard(folder: Path, shard: ShardMeta) -> pa.ChunkedArray:
+def _map_shard(folder: Path, shard: ShardMeta) -> pa.Table:
     path = folder / shard.file
     try:
-        column = pa.ipc.open_file(pa.memory_map(str(path))).read_all()[COLUMN]
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        num_tokens = len(table[COLUMN])
     except (OSError, pa.ArrowInvalid, KeyError) as error:
         raise DataError(
             shard_fault(f"{path} cannot be read ({error})", "it must be whole")
         ) from error
     # sizes match dataset.json, or the shard is another one
-    if len(column) != shard.num_tokens:
-        fact = f"{path} has {len(column)} tokens"
+    if num_tokens != shard.num_tokens:
+        fact = f"{path} has {num_tokens} tokens"
         raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
-    return column
+    return table

@@ -141,6 +141,25 @@ def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
     ]
 
 
+def _row_faults(path: str, field: str, loss_on: str) -> Iterator[Fault]:
+    """Yield the faults of a dataset, sound by itself, whose rows are of another form than the job needs."""
+    if is_synthetic(path):
+        return
+    meta = None if is_megatron(path) else meta_at(path)
+    if meta and meta.row_format == "preference":
+        yield Fault(
+            fact=f"{field}={path!r} holds pairs of a chosen and a rejected answer",
+            rule="a run of this job would learn the rejected ones too",
+            remedy="prepare the chosen ones with --format chat --text-key chosen",
+        )
+    if loss_on in ("assistant", "completion") and not (meta and meta.has_targets):
+        yield Fault(
+            fact=f"data.loss_on={loss_on}, and {field}={path!r} holds texts",
+            rule="only conversations say what the assistant writes",
+            remedy="set data.loss_on=auto, or prepare it with --format chat",
+        )
+
+
 def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
     rule = f"it must be `{SYNTHETIC_PATH}`, {MEGATRON}PREFIX or a folder with the {META_FILE} of a prepared dataset"
     command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(wants.vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
@@ -214,6 +233,16 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
         field = f"data.validation[{number}].path"
         faults += check(entry.path, field=field, needs_valid=entry.split == "valid")
     # what follows reads datasets that are sound by themselves
+    if faults:
+        return faults
+    fields = section.datasets | {
+        entry.path: f"data.validation[{number}].path" for number, entry in enumerate(named)
+    }
+    faults = [
+        fault
+        for path, field in fields.items()
+        for fault in _row_faults(path, field, section.loss_on)
+    ]
     if faults or (not section.sources and not section.stages):
         return faults
     faults = [*_copy_faults(section), *_tokenizer_faults(section)]

@@ -33,6 +33,8 @@ COUNTS_FILE = "unigram.npy"
 END_OF_DOCUMENT = "<|endoftext|>"
 """End-of-document token of tokenizers that raymega makes, and of files that name no other."""
 SPLITS = ("train", "valid")
+CONTEXT, EARLIER_ANSWER, LAST_ANSWER = 0, 1, 2
+"""What a token of a conversation is as a label: none, of an earlier answer of the assistant, of its last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +129,10 @@ class DatasetMeta:
             -1 without a valid split.
         source: Sources of the text.
         tokenizer: Files and rules of the tokenizer.
-        version: Version of this layout. Shards of version 2 hold the lengths of their documents.
+        version: Version of this layout. Shards of version 2 hold the lengths of their documents, those of
+            version 3 also what each token is as a label.
+        row_format: Form of the rows: texts, conversations, or pairs of a chosen and a rejected one, which
+            follow each other.
     """
 
     recipe: dict[str, str]
@@ -138,12 +143,18 @@ class DatasetMeta:
     valid_entropy: float
     source: SourceMeta
     tokenizer: TokenizerMeta = TokenizerMeta()
-    version: Literal[1, 2] = 2
+    version: Literal[1, 2, 3] = 2
+    row_format: Literal["text", "chat", "preference"] = "text"
 
     @property
     def has_documents(self) -> bool:
         """True if the shards hold the lengths of their documents."""
         return self.version >= 2
+
+    @property
+    def has_targets(self) -> bool:
+        """True if the shards hold what each token is as a label."""
+        return self.version >= 3
 
 
 def local_folder(uri: str) -> Path:
@@ -173,7 +184,7 @@ def read_meta(folder: Path) -> DatasetMeta:
 
     Raises:
         ConfigError: The file does not exist, so the folder is no dataset.
-        DataError: The file is not a valid description of version 1 or 2.
+        DataError: The file is not a valid description of version 1 to 3.
     """
     path = folder / META_FILE
     if not path.is_file():
@@ -185,14 +196,14 @@ def parse_meta(content: bytes, name: str) -> DatasetMeta:
     """Parse the description in ``content``; error messages call it ``name``.
 
     Raises:
-        DataError: The content is not a valid description of version 1 or 2.
+        DataError: The content is not a valid description of version 1 to 3.
     """
     try:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
         # The first error suffices: later ones often follow from it.
         first = error.errors()[0]
-        fact = f"{name} is not a version 1 or 2 description: {first['loc']}: {first['msg']}"
+        fact = f"{name} is not a description of version 1 to 3: {first['loc']}: {first['msg']}"
         raise DataError(no_dataset(fact)) from error
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from raymega.data.arrow import TokenStream, file_crc32
 from raymega.data.format import (
     DatasetMeta,
@@ -17,7 +19,7 @@ from raymega.data.format import (
     shard_fault,
     size_faults,
 )
-from raymega.data.open_split import Shape, StreamDocuments, no_documents, packed
+from raymega.data.open_split import Shape, StreamDocuments, labels_of, no_documents, packed
 from raymega.data.remote_dataset import is_remote, local_copy, meta_at, missing_shards, shard_crc32
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.storage.registry import open_store, reading_faults
@@ -58,21 +60,38 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
     folder, found = local_copy(uri), {}
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri)])
     for name, split in meta.splits.items():
-        documents = StreamDocuments(TokenStream(folder, split), vocab_size=meta.vocab_size)
+        stream = TokenStream(folder, split)
+        labels = labels_of(stream, meta, shape.loss_on)
+        documents = StreamDocuments(stream, vocab_size=meta.vocab_size, labels=labels)
         source = packed(documents, shape)
         found[name] = {
             "rows": source.num_windows,
             "packing_efficiency": round(source.efficiency, 4),
             "longest_document": int(documents.lengths.max()),
             "mean_context": round(source.context, 1),
-        }
+        } | (_describe_labels(documents, shape.seq_len) if labels else {})
     return found
+
+
+def _describe_labels(documents: StreamDocuments, seq_len: int) -> dict[str, float]:
+    """Return how many conversations are truncated to S tokens, and how many have no label left then."""
+    kept = np.minimum(documents.lengths, seq_len).tolist()
+    counts = [
+        int(np.count_nonzero(documents.counted(document, 0, length)))
+        for document, length in enumerate(kept)
+    ]
+    return {
+        "truncated": int((documents.lengths > seq_len).sum()),
+        "without_labels": counts.count(0),
+        "labels": sum(counts),
+    }
 
 
 def describe(meta: DatasetMeta) -> dict[str, Any]:
     """Return the content of dataset.json as plain values, for people and for JSON."""
     return {
         "splits": {name: _describe_split(split) for name, split in meta.splits.items()},
+        **({"row_format": meta.row_format} if meta.has_targets else {}),
         "tokenizer": meta.recipe["tokenizer"],
         "tokenizer_sample_bytes": meta.source.num_tokenizer_bytes,
         "vocab_size": meta.vocab_size,

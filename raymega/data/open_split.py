@@ -6,7 +6,8 @@ It owns the arithmetic of windows. `raymega.data.packing` packs documents into r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,13 +15,28 @@ import numpy.typing as npt
 
 from raymega.config.data import MEGATRON, DataSection, is_synthetic
 from raymega.data.arrow import TokenStream
-from raymega.data.format import META_FILE, read_meta, size_faults
+from raymega.data.format import (
+    CONTEXT,
+    EARLIER_ANSWER,
+    LAST_ANSWER,
+    META_FILE,
+    DatasetMeta,
+    read_meta,
+    size_faults,
+)
 from raymega.data.megatron import MegatronStream, is_megatron
 from raymega.data.packing import Documents, PackedSource
 from raymega.data.remote_dataset import local_copy
 from raymega.data.rows import Row, Source, whole_row
 from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, seed_of
 from raymega.errors import DataError, Fault, raise_faults
+
+LossOn = Literal["auto", "assistant", "completion", "all"]
+LEAST_TARGET: dict[LossOn, int] = {
+    "auto": EARLIER_ANSWER, "assistant": EARLIER_ANSWER, "completion": LAST_ANSWER, "all": CONTEXT,
+}  # fmt: skip
+Labels = Callable[[int, int], npt.NDArray[np.bool_]]
+"""Function that says which of tokens [start, stop) of a split count as labels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +48,14 @@ class Shape:
         packing: ``best_fit`` packs whole documents into rows, ``none`` cuts the token stream.
         window: Number of consecutive pieces of documents that are packed together.
         multiple: Multiple to which each piece's tokens are padded in a row.
+        loss_on: Labels that count, as ``data.loss_on``.
     """
 
     seq_len: int
     packing: Literal["none", "best_fit"] = "none"
     window: int = 1
     multiple: int = 1
+    loss_on: LossOn = "auto"
 
 
 def shape_of(section: DataSection) -> Shape:
@@ -47,6 +65,7 @@ def shape_of(section: DataSection) -> Shape:
         packing=section.packing,
         window=section.packing_window,
         multiple=section.document_multiple,
+        loss_on=section.loss_on,
     )
 
 
@@ -67,8 +86,11 @@ class Stream(Protocol):
 class StreamSource:
     """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
 
-    def __init__(self, stream: Stream, *, seq_len: int, vocab_size: int) -> None:
-        """Require a stream of more than S tokens, all below ``vocab_size``."""
+    def __init__(
+        self, stream: Stream, *, seq_len: int, vocab_size: int, labels: Labels | None = None
+    ) -> None:
+        """Require a stream of more than S tokens, all below ``vocab_size``; without ``labels`` all count."""
+        self._labels = labels
         # Windows overlap by one token: the last label is the first input of the next one.
         self.num_windows = (stream.num_tokens - 1) // seq_len
         self.context, self.efficiency = float(seq_len), 1.0
@@ -86,14 +108,18 @@ class StreamSource:
 
     def row(self, index: int) -> Row:
         """Return window ``index`` as a sample."""
-        return whole_row(self.window(index))
+        row, start = whole_row(self.window(index)), index * self.seq_len
+        if self._labels is None:
+            return row
+        return replace(row, mask=self._labels(start + 1, start + self.seq_len + 1))
 
 
 class StreamDocuments:
     """Documents of a token stream, by number."""
 
-    def __init__(self, stream: Stream, *, vocab_size: int) -> None:
+    def __init__(self, stream: Stream, *, vocab_size: int, labels: Labels | None = None) -> None:
         """Require shards that hold document lengths, and tokens below ``vocab_size``."""
+        self._labels, self.is_truncated = labels, labels is not None
         self.lengths = stream.document_lengths()
         self._starts = np.cumsum(self.lengths) - self.lengths
         self._stream, self._vocab_size = stream, vocab_size
@@ -106,6 +132,11 @@ class StreamDocuments:
         """
         first = int(self._starts[document])
         return _read_known(self._stream, first + start, first + stop, self._vocab_size)
+
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
+        first = int(self._starts[document])
+        return self._labels and self._labels(first + start, first + stop)
 
 
 def open_split(
@@ -133,12 +164,16 @@ def open_split(
     if is_synthetic(path):
         own = seed_of(path, seed)
         if is_packed:
-            return packed(SyntheticDocuments(split=split, seq_len=seq_len, seed=own), shape)
+            documents = SyntheticDocuments(
+                split=split, seq_len=seq_len, seed=own, loss_on=shape.loss_on
+            )
+            return packed(documents, shape)
         return SyntheticSource(split=split, seq_len=seq_len, seed=own)
     if is_megatron(path):
         if split != "train":
             raise DataError(missing_split(path, split))
         stream: Stream = MegatronStream(path.removeprefix(MEGATRON))
+        labels = None
     else:
         # A prepared dataset: check it as far as possible without reading tokens.
         folder = local_copy(path)
@@ -149,11 +184,23 @@ def open_split(
         if is_packed and not meta.has_documents:
             raise DataError(no_documents(path))
         stream, vocab_size = TokenStream(folder, meta.splits[split]), meta.vocab_size
+        labels = labels_of(stream, meta, shape.loss_on)
     if is_packed:
-        return packed(StreamDocuments(stream, vocab_size=vocab_size), shape)
+        return packed(StreamDocuments(stream, vocab_size=vocab_size, labels=labels), shape)
     if stream.num_tokens <= seq_len:
         raise DataError(short_split(path, split, stream.num_tokens, seq_len))
-    return StreamSource(stream, seq_len=seq_len, vocab_size=vocab_size)
+    return StreamSource(stream, seq_len=seq_len, vocab_size=vocab_size, labels=labels)
+
+
+def labels_of(stream: TokenStream, meta: DatasetMeta, loss_on: LossOn) -> Labels | None:
+    """Return the function that says which tokens of a dataset's split count as labels; None if all do.
+
+    All but the tokens of a conversation's answers are counted out unless ``loss_on`` is ``all``.
+    """
+    if not meta.has_targets:
+        return None
+    least = LEAST_TARGET[loss_on]
+    return lambda start, stop: stream.read_targets(start, stop) >= least
 
 
 def packed(documents: Documents, shape: Shape) -> PackedSource:

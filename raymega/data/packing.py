@@ -26,8 +26,15 @@ class Documents(Protocol):
     def lengths(self) -> Ints:
         """Number of tokens of each document, [N], at least 1."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """True if a document's tokens from S on are left out: they mean little without its beginning."""
+
     def read(self, document: int, start: int, stop: int) -> Ints:
         """Return tokens [start, stop) of one document."""
+
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +52,10 @@ class Pieces:
     length: Ints
 
 
-def cut_documents(lengths: Ints, seq_len: int) -> Pieces:
-    """Cut documents into pieces of at most S tokens, in stream order."""
+def cut_documents(lengths: Ints, seq_len: int, *, is_truncated: bool = False) -> Pieces:
+    """Cut documents into pieces of at most S tokens, in stream order; if truncated, one of each."""
     # number of pieces of each document, then each piece's document and start
-    counts = -(-lengths // seq_len)
+    counts = np.ones_like(lengths) if is_truncated else -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     start = (np.arange(len(document), dtype=np.int64) - first) * seq_len
@@ -152,7 +159,9 @@ class PackedSource:
     ) -> None:
         """Pack the documents into rows; ``multiple`` must divide ``seq_len``."""
         self._documents, self.seq_len = documents, seq_len
-        self._pieces = cut_documents(documents.lengths, seq_len)
+        self._pieces = cut_documents(
+            documents.lengths, seq_len, is_truncated=documents.is_truncated
+        )
         self._padded = -(-self._pieces.length // multiple) * multiple
         self._packing = pack(self._padded, seq_len, window=window)
         self.num_windows = self._packing.num_rows
@@ -180,13 +189,16 @@ class PackedSource:
             for piece, end in zip(pieces, ends, strict=True)
         ]
 
-    def read(self, piece: int) -> Ints:
-        """Read a piece and, unless its document ends with it, the token after it."""
+    def read(self, piece: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Read a piece and, unless its document ends with it, the token after it; and which count as labels."""
         pieces = self._pieces
         document, start = int(pieces.document[piece]), int(pieces.start[piece])
         whole = int(self._documents.lengths[document])
         stop = min(start + int(pieces.length[piece]) + 1, whole)
-        return self._documents.read(document, start, stop)
+        counted = self._documents.counted(document, start, stop)
+        if counted is None:
+            counted = np.ones(stop - start, dtype=np.bool_)
+        return self._documents.read(document, start, stop), counted
 
 
 def join(pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
@@ -195,10 +207,10 @@ def join(pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
     mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
     for held in pieces:
         # One token more than the piece if its document continues: the last label.
-        words = held.source.read(held.piece)
+        words, counted = held.source.read(held.piece)
         tokens[at : at + held.length] = words[: held.length]
         labels[at : at + len(words) - 1] = words[1:]
-        mask[at : at + len(words) - 1] = True
+        mask[at : at + len(words) - 1] = counted[1:]
         at += held.padded
     padding = (num_tokens - at,) if at < num_tokens else ()
     documents = (*(held.padded for held in pieces), *padding)

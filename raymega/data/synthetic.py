@@ -17,6 +17,8 @@ SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
 NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
 HALVINGS = 5  # number of halvings from the longest document to the shortest
+TURN_TOKENS = 4
+"""Tokens of a turn of a synthetic conversation."""
 NOISE_BYTES = 32  # number of byte values out of 256 that mean noise: one token in eight
 
 
@@ -43,10 +45,15 @@ class SyntheticSource:
 
 
 class SyntheticDocuments:
-    """Documents of synthetic tokens, some longer than S and most much shorter."""
+    """Documents of synthetic tokens, some longer than S and most much shorter.
 
-    def __init__(self, *, split: str, seq_len: int, seed: str) -> None:
+    If a job asks for the labels of answers, they are conversations: runs of TURN_TOKENS tokens are answers or not,
+    at random.
+    """
+
+    def __init__(self, *, split: str, seq_len: int, seed: str, loss_on: str = "auto") -> None:
         """Draw the lengths, uniform in their logarithm, up to 1.25 * S."""
+        self._loss_on, self.is_truncated = loss_on, loss_on in ("assistant", "completion")
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
         shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
@@ -57,6 +64,17 @@ class SyntheticDocuments:
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of one document."""
         return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
+
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
+        if not self.is_truncated:
+            return None
+        num_turns = -(-int(self.lengths[document]) // TURN_TOKENS)
+        digest = shake_128(f"{self._name}/{document}/turns".encode()).digest(num_turns)
+        is_answer = np.frombuffer(digest, dtype=np.uint8) % 2 == 1
+        if self._loss_on == "completion":
+            is_answer = is_answer & (np.cumsum(is_answer) == is_answer.sum())
+        return np.repeat(is_answer, TURN_TOKENS)[start:stop]
 
 
 def seed_of(path: str, seed: int) -> str:

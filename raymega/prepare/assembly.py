@@ -7,7 +7,7 @@ were compressed, cut and grouped. So every form of one corpus gives the same byt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class ShardPlan:
     start: int
     stop: int
     parts: tuple[GroupPart, ...]
+    has_targets: bool = False
 
 
 def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> list[ShardPlan]:
@@ -59,7 +60,7 @@ def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> l
         reports: Report of each group, in the same order.
     """
     pieces = list(_origins(groups, reports))
-    plans = []
+    plans, has_targets = [], any(group.row_format != "text" for group in groups)
     for split in sorted({name for report in reports for name in report.parts}):
         parts, at = [], 0
         for report, origins in zip(reports, pieces, strict=True):
@@ -68,7 +69,7 @@ def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> l
                 parts.append(GroupPart(start=at, shard=shard, pieces=origins))
                 at += shard.num_tokens
         plans += list(_plan_split(split, parts, at))
-    return plans
+    return [replace(plan, has_targets=has_targets) for plan in plans]
 
 
 def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> ShardMeta | None:
@@ -84,7 +85,7 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
         DataError: A file of a group is damaged.
     """
     found = list[tuple[int, int]]()
-    with ShardWriter(folder, plan.file, dtype=dtype) as writer:
+    with ShardWriter(folder, plan.file, dtype=dtype, has_targets=plan.has_targets) as writer:
         for part in plan.parts:
             path = state / part.shard.file
             if file_crc32(path) != part.shard.crc32:
@@ -94,9 +95,9 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
             for document, (piece, row) in zip(shard_documents(path), rows, strict=True):
                 if plan.start <= at < plan.stop:
                     source, first = part.pieces[piece]
-                    writer.append(document)
+                    writer.append(*document)
                     found.append((source, first + int(row)))
-                at += len(document)
+                at += len(document[0])
         meta = writer.close()
     if not found:
         (folder / plan.file).unlink()

@@ -74,14 +74,19 @@ class Documents:
         for index, piece in enumerate(self._group.pieces):
             system = systems.setdefault(piece.file.root, open_root(piece.file.root))
             self.num_rows.append(0)
-            for entry in _entries(system, piece, self._group.text_key):
+            for entry in _entries(system, piece, self._group):
                 self.num_rows[-1] = entry.row + 1
                 if entry.why:
-                    self._refuse(f"{piece.file.label}@{entry.place}", entry.why)
+                    self.refuse(f"{piece.file.label}@{entry.place}", entry.why)
                 elif entry.text:
                     yield _document(piece, entry, index)
 
-    def _refuse(self, name: str, why: str) -> None:
+    def refuse(self, name: str, why: str) -> None:
+        """Count a bad line.
+
+        Raises:
+            ConfigError: It is one more than ``max_bad_lines``.
+        """
         self.bad.append(BadLine(name=name, why=why))
         if len(self.bad) > self._max_bad_lines:
             raise ConfigError(too_many_bad(self.bad, self._max_bad_lines))
@@ -109,10 +114,10 @@ def too_many_bad(bad: list[BadLine], most: int) -> Fault:
     )
 
 
-def _entries(system: fs.FileSystem, piece: FilePiece, text_key: str) -> Iterator[Entry]:
+def _entries(system: fs.FileSystem, piece: FilePiece, group: ShardGroup) -> Iterator[Entry]:
     """Yield the rows of a piece; whatever is wrong with the file becomes an error with its place."""
     file = piece.file
-    opened = Opened(piece, text_key)
+    opened = Opened(piece, group.text_key, group.row_format)
     try:
         with system.open_input_file(file.path) as stream:
             yield from READERS[file.form.format](opened.over(stream))

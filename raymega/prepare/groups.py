@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import pyarrow as pa
 from pyarrow import fs
 
+from raymega.prepare.chat.rows import RowFormat
 from raymega.prepare.readers.frames import frame_starts
 from raymega.prepare.readers.pieces import FilePiece, ShardGroup, SourceFile, open_root
 from raymega.prepare.readers.tables import num_record_batches, row_groups
@@ -28,7 +29,9 @@ FILES_IN_FLIGHT = 16
 GROUPS_VERSION = 1
 
 
-def make_groups(files: Sequence[SourceFile], *, text_key: str = "text") -> list[ShardGroup]:
+def make_groups(
+    files: Sequence[SourceFile], *, text_key: str = "text", row_format: RowFormat = "text"
+) -> list[ShardGroup]:
     """Divide files, in order, into groups of about equal size in storage.
 
     A group has about 1/64 of the corpus, but at least 1 MiB and at most 64 MiB; powers of two, so
@@ -52,7 +55,7 @@ def make_groups(files: Sequence[SourceFile], *, text_key: str = "text") -> list[
     for piece, end in zip(pieces, ends, strict=True):
         members.setdefault((end - 1) // target, []).append(piece)
     return [
-        ShardGroup(index=index, pieces=tuple(group), text_key=text_key)
+        ShardGroup(index=index, pieces=tuple(group), text_key=text_key, row_format=row_format)
         for index, group in enumerate(members.values())
     ]
 

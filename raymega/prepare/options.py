@@ -13,14 +13,22 @@ from typing import TypeVar
 
 from raymega.data.format import local_folder
 from raymega.data.remote_dataset import is_remote
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, Fault, first_few
+from raymega.prepare.chat.rows import RowFormat
 from raymega.prepare.output import FolderOutput
 from raymega.prepare.readers.pieces import SourceFile
 from raymega.prepare.remote_output import StoreOutput
 from raymega.prepare.sources import files_digest, list_files
-from raymega.prepare.tokenizer.choice import TokenizerChoice, TokenizerOptions, choose_tokenizer
+from raymega.prepare.tokenizer.choice import (
+    BPE_PREFIX,
+    TokenizerChoice,
+    TokenizerOptions,
+    choose_tokenizer,
+)
 
 Output = FolderOutput | StoreOutput
+ROW_FORMATS = ("lines", "json", "parquet", "arrow")
+"""Formats of files whose rows have keys or columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +50,8 @@ class PrepareOptions:
         eod_token: Text of the token that ends a document; empty for the tokenizer's own choice.
         add_bos: True to begin every document with the tokenizer's ``bos_token``.
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
+        row_format: Form of a row: a text, a conversation, or a chosen and a rejected one.
+        chat_template: File with the template of conversations; empty for the tokenizer's own.
     """
 
     inputs: tuple[str, ...]
@@ -56,13 +66,16 @@ class PrepareOptions:
     eod_token: str = ""
     add_bos: bool = False
     parse_special_tokens: bool = False
+    row_format: RowFormat = "text"
+    chat_template: str = ""
 
     @property
     def tokenizer_options(self) -> TokenizerOptions:
         """Options of the tokenizer alone."""
         return TokenizerOptions(
             name=self.tokenizer, eod_token=self.eod_token, add_bos=self.add_bos,
-            parse_special_tokens=self.parse_special_tokens,
+            parse_special_tokens=self.parse_special_tokens, row_format=self.row_format,
+            chat_template=self.chat_template,
         )  # fmt: skip
 
 
@@ -90,6 +103,9 @@ def plan_work(
     )
     if files is not None and not any(file.num_bytes for file in files):
         faults.append(_no_text(options.inputs))
+    if options.row_format != "text":
+        unread = [file.label for file in files or [] if file.form.format not in ROW_FORMATS]
+        faults += [_no_rows(unread, options.row_format)] if unread else []
     if isinstance(output, FolderOutput):
         faults += _folder_faults(output.folder, files or [])
     if faults:
@@ -136,12 +152,32 @@ def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
             rule="it must be at least 0",
             remedy="use 0",
         )
+    if options.row_format != "text" and options.tokenizer.startswith(BPE_PREFIX):
+        yield Fault(
+            fact=f"--format {options.row_format} with --tokenizer {options.tokenizer}",
+            rule="conversations are tokenized as the model is that they tune, by its own tokenizer",
+            remedy="give the folder of that model as --tokenizer",
+        )
+    if options.chat_template and options.row_format == "text":
+        yield Fault(
+            fact=f"--chat-template {options.chat_template} with --format text",
+            rule="only conversations are rendered",
+            remedy="add --format chat, or leave it out",
+        )
     if not options.text_key:
         yield Fault(
             fact="--text-key is empty",
             rule="it must be a key of JSON objects or a column of tables",
             remedy="use text",
         )
+
+
+def _no_rows(files: Sequence[str], row_format: RowFormat) -> Fault:
+    return Fault(
+        fact=f"{first_few(files)} with --format {row_format}",
+        rule=f"conversations are rows of {', '.join(ROW_FORMATS)}",
+        remedy="name the files with rows by --include '*.jsonl'",
+    )
 
 
 def _no_text(inputs: Sequence[str]) -> Fault:

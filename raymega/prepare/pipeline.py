@@ -127,10 +127,8 @@ def _write_dataset(
     # Tokenizer: trained or checked on a sample, or given.
     sample = draw_sample(
         files,
+        options,
         num_bytes=choice.sample_bytes,
-        text_key=options.text_key,
-        valid_fraction=options.valid_fraction,
-        max_bad_lines=options.max_bad_lines,
         on_progress=partial(on_progress, "sampling"),
     )
     tokenizer = make_tokenizer(choice, sample)
@@ -167,6 +165,8 @@ def _write_dataset(
             num_bad_lines=totals.num_bad,
         ),
         tokenizer=tokenizer.meta,
+        version=2 if options.row_format == "text" else 3,
+        row_format=options.row_format,
     )
     return _Work(meta=meta, ray_start_seconds=ray_start_seconds, engines=totals.engines)
 
@@ -209,7 +209,7 @@ def _tokenize(
 
 def _group_files(files: Sequence[SourceFile], options: PrepareOptions) -> list[ShardGroup]:
     try:
-        return make_groups(files, text_key=options.text_key)
+        return make_groups(files, text_key=options.text_key, row_format=options.row_format)
     except OSError as error:
         raise ConfigError(_unopened(error)) from error
 

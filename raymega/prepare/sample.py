@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from raymega.prepare.documents import Document, read_documents
+from raymega.prepare.options import PrepareOptions
 from raymega.prepare.readers.pieces import FilePiece, ShardGroup, SourceFile
 from raymega.prepare.sources import hash_of, split_of
 
@@ -19,11 +20,9 @@ TURN_BYTES = 64 << 10
 
 def draw_sample(
     files: Sequence[SourceFile],
+    options: PrepareOptions,
     *,
     num_bytes: int,
-    text_key: str,
-    valid_fraction: float,
-    max_bad_lines: int,
     on_progress: Callable[[int, int], None],
 ) -> list[str]:
     """Return texts of the training split, of ``num_bytes`` in all or a little more.
@@ -32,24 +31,20 @@ def draw_sample(
 
     Args:
         files: Files of the corpus.
+        options: Options of the preparation: which text is a document, and which is held out.
         num_bytes: Size of the sample; nothing is read for 0.
-        text_key: Key or column of the text.
-        valid_fraction: Share of documents that are held out and not drawn.
-        max_bad_lines: Number of bad lines that are passed over in a file.
         on_progress: Callback with (done, total) bytes.
 
     Raises:
-        ConfigError: A file is damaged or has more bad lines.
+        ConfigError: A file is damaged or has too many bad lines.
     """
     shuffled = sorted(files, key=lambda file: (hash_of(file.form.stem, "sample"), file.name))
-    waiting = deque(
-        _documents(file, text_key, max_bad_lines) for file in shuffled if file.num_bytes
-    )
+    waiting = deque(_documents(file, options) for file in shuffled if file.num_bytes)
     texts, drawn = list[str](), 0
     while waiting and drawn < num_bytes:
         documents, turn = waiting.popleft(), 0
         for document in documents:
-            if split_of(document.text, valid_fraction) == "train":
+            if split_of(document.text, options.valid_fraction) == "train":
                 texts.append(document.text)
                 turn += document.num_bytes
             if turn >= TURN_BYTES or drawn + turn >= num_bytes:
@@ -62,8 +57,10 @@ def draw_sample(
     return texts
 
 
-def _documents(file: SourceFile, text_key: str, max_bad_lines: int) -> Iterator[Document]:
+def _documents(file: SourceFile, options: PrepareOptions) -> Iterator[Document]:
     # Nothing is opened before the first document is asked for.
     piece = FilePiece(file=file, start=0, end=file.num_bytes, num_bytes=file.num_bytes)
-    group = ShardGroup(index=0, pieces=(piece,), text_key=text_key)
-    return iter(read_documents(group, max_bad_lines=max_bad_lines))
+    group = ShardGroup(
+        index=0, pieces=(piece,), text_key=options.text_key, row_format=options.row_format
+    )
+    return iter(read_documents(group, max_bad_lines=options.max_bad_lines))

@@ -17,6 +17,9 @@ import numpy.typing as npt
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, ShardMeta
 from raymega.errors import Fault, RaymegaError
+from raymega.prepare.chat.rows import read_conversations
+from raymega.prepare.chat.targets import Labelled
+from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.sources import split_of
@@ -111,12 +114,24 @@ def _write_group(
     num_replaced = 0
     with ExitStack() as stack:
         for document in documents:
+            labelled = list[Labelled]()
+            if encoder.labeller:
+                try:
+                    labelled = list(map(encoder.labeller.label, read_conversations(document.text)))
+                except RenderError as error:
+                    documents.refuse(document.name, str(error))
+                    continue
             name = split_of(document.text, valid_fraction)
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
-                writer = ShardWriter(folder, file, dtype=encoder.dtype)
+                writer = ShardWriter(
+                    folder, file, dtype=encoder.dtype, has_targets=encoder.labeller is not None
+                )
                 splits[name] = _Split(stack.enter_context(writer), encoder)
-            splits[name].add(document)
+            if encoder.labeller:
+                splits[name].add_labelled(document, labelled)
+            else:
+                splits[name].add(document)
             num_replaced += document.num_replaced
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
@@ -158,6 +173,13 @@ class _Split:
         self._num_batch_bytes += document.num_bytes
         if self._num_batch_bytes >= BATCH_BYTES:
             self._encode()
+
+    def add_labelled(self, document: Document, labelled: list[Labelled]) -> None:
+        self._num_text_bytes += document.num_bytes
+        for each in labelled:
+            self.origins.append((document.piece, document.row))
+            self._counts += np.bincount(each.ids, minlength=len(self._counts))
+            self._writer.append(each.ids.astype(self._encoder.dtype), each.targets)
 
     def close(self) -> SplitPart:
         self._encode()

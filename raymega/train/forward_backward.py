@@ -113,7 +113,8 @@ def no_labels(what: str) -> Fault:
     """Return the fault of a batch (``what``) in which no token has an unmasked label."""
     return Fault(
         fact=f"{what} reads no token with a label that counts",
-        rule="packed documents of one token, and what is left of longer ones, predict nothing",
+        rule="packed documents of one token, what is left of longer ones, and conversations whose answers lie "
+        "behind data.seq_len, predict nothing",
         remedy="set a larger data.global_batch_size, run.eval_samples or data.seq_len",
     )
 

@@ -15,8 +15,8 @@ from typing import Any
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH
-from raymega.data.format import TOKENIZER_PATTERNS
 from raymega.data import tokenizer_files
+from raymega.data.format import TOKENIZER_PATTERNS
 from raymega.data.tokenizer_files import kept_tokenizer, special_ids, tokenizer_of_dataset
 from raymega.errors import RaymegaError
 from raymega.storage.store import Store

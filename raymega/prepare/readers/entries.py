@@ -12,6 +12,7 @@ from typing import Self
 
 import pyarrow as pa
 
+from raymega.prepare.chat.rows import RowFormat
 from raymega.prepare.readers.pieces import FilePiece
 
 BLOCK_BYTES = 1 << 18
@@ -48,11 +49,12 @@ class Opened:
     Attributes:
         piece: The piece.
         text_key: Key or column of the text.
+        row_format: Form of a row: a text, or conversations.
         stream: The file's stored bytes, which table readers read at random.
     """
 
-    def __init__(self, piece: FilePiece, text_key: str) -> None:
-        self.piece, self.text_key = piece, text_key
+    def __init__(self, piece: FilePiece, text_key: str, row_format: RowFormat = "text") -> None:
+        self.piece, self.text_key, self.row_format = piece, text_key, row_format
         self.stream: pa.NativeFile = None
         self._num_read = 0
 

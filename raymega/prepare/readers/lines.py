@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # the decoder's own pattern
 from typing import Any
 
+from raymega.prepare.chat.rows import conversation_text
 from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 from raymega.prepare.readers.formats import told_by_magic
 
@@ -28,7 +29,7 @@ def read_json_lines(opened: Opened) -> Iterator[Entry]:
         if not row and not opened.piece.start:
             line = line.removeprefix(BOM)
         if line.strip():
-            text, why = _line_text(line, opened.text_key)
+            text, why = _line_text(line, opened)
         yield Entry(row=row, place=opened.place_of(offset), text=text, why=why)
 
 
@@ -39,12 +40,13 @@ def read_json(opened: Opened) -> Iterator[Entry]:
         DamagedError: The file is not JSON from some byte on, or not UTF-8.
     """
     for row, (offset, value) in enumerate(_Values(opened)):
-        text, why = text_of(value, opened.text_key)
+        text, why = text_of(value, opened)
         yield Entry(row=row, place=offset, text=text, why=why)
 
 
-def text_of(value: Any, text_key: str) -> tuple[str, str]:
-    """Return the text of a JSON object and, if it has none, the reason."""
+def text_of(value: Any, opened: Opened) -> tuple[str, str]:
+    """Return the text of a row of a file and, if it has none, the reason."""
+    text_key = opened.text_key
     if not isinstance(value, dict):
         return "", f"it is a {type(value).__name__}, not an object"
     if text_key not in value:
@@ -53,6 +55,8 @@ def text_of(value: Any, text_key: str) -> tuple[str, str]:
             "",
             f"it has no {text_key!r}; its keys are {keys or 'none'}; choose one with --text-key",
         )
+    if opened.row_format != "text":
+        return conversation_text(value, opened.row_format, text_key)
     text = value[text_key]
     # A null is an empty document, as in a column of a table.
     if text is None or isinstance(text, str):
@@ -60,9 +64,9 @@ def text_of(value: Any, text_key: str) -> tuple[str, str]:
     return "", f"its {text_key!r} is a {type(text).__name__}, not a string"
 
 
-def _line_text(line: bytes, text_key: str) -> tuple[str, str]:
+def _line_text(line: bytes, opened: Opened) -> tuple[str, str]:
     try:
-        return text_of(json.loads(line.decode()), text_key)
+        return text_of(json.loads(line.decode()), opened)
     except UnicodeDecodeError as error:
         return "", f"byte {error.start} of the line is not UTF-8{told_by_magic(line)}"
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pyarrow import fs
 
+from raymega.prepare.chat.rows import RowFormat
 from raymega.prepare.readers.formats import Form
 
 
@@ -62,12 +63,14 @@ class ShardGroup:
         index: Number of the group in the order of the corpus.
         pieces: Pieces, in order.
         text_key: Key or column of the text.
+        row_format: Form of a row: a text, or conversations.
         key: Digest of all that its tokens depend on; names its files.
     """
 
     index: int
     pieces: tuple[FilePiece, ...]
     text_key: str = "text"
+    row_format: RowFormat = "text"
     key: str = ""
 
 

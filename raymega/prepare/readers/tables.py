@@ -1,4 +1,4 @@
-"""Reads tables: Parquet and Arrow files, of which one column of strings has the documents.
+"""Reads tables: Parquet and Arrow files, of which one column has the documents.
 
 It owns the rows of a table and its cuts: row groups of Parquet, record batches of Arrow files.
 """
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raymega.errors import first_few
+from raymega.prepare.chat.rows import KEYS, conversation_text
 from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
 BATCH_ROWS = 1024
@@ -28,7 +29,7 @@ def read_parquet(opened: Opened) -> Iterator[Entry]:
     except pa.ArrowException as error:
         # Its description stands at its end.
         raise DamagedError(opened.piece.file.num_bytes, _first_line(error)) from error
-    _check_column(table.schema_arrow, opened.text_key)
+    _check_column(table.schema_arrow, opened)
     # A whole file, or some of its row groups.
     groups = (
         range(table.num_row_groups)[opened.piece.start : opened.piece.end]
@@ -37,8 +38,11 @@ def read_parquet(opened: Opened) -> Iterator[Entry]:
     )
     skipped = range(opened.piece.start if opened.piece.is_cut else 0)
     first = sum(table.metadata.row_group(index).num_rows for index in skipped)
-    batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=[opened.text_key])
-    yield from _rows(batches, opened.text_key, first)
+    columns = [name for name in table.schema_arrow.names if name in {opened.text_key, *KEYS}]
+    if opened.row_format == "text":
+        columns = [opened.text_key]
+    batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
+    yield from _rows(batches, opened, first)
 
 
 def read_arrow(opened: Opened) -> Iterator[Entry]:
@@ -56,8 +60,8 @@ def read_arrow(opened: Opened) -> Iterator[Entry]:
     except pa.ArrowException as error:
         place = opened.piece.file.num_bytes if is_file else 0
         raise DamagedError(place, _first_line(error)) from error
-    _check_column(table.schema, opened.text_key)
-    yield from _rows(_batches(table, opened), opened.text_key, 0)
+    _check_column(table.schema, opened)
+    yield from _rows(_batches(table, opened), opened, 0)
 
 
 def row_groups(stream: pa.NativeFile) -> list[int]:
@@ -84,21 +88,29 @@ def _batches(
         yield table.get_batch(index)
 
 
-def _rows(batches: Iterator[pa.RecordBatch], column: str, first: int) -> Iterator[Entry]:
-    row = 0
+def _rows(batches: Iterator[pa.RecordBatch], opened: Opened, first: int) -> Iterator[Entry]:
+    row, texts_of = 0, _texts if opened.row_format == "text" else _conversations
     try:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                # As bytes, because strings of a file need not be UTF-8.
-                strings = batch.column(column).slice(start, BATCH_ROWS)
-                if pa.types.is_dictionary(strings.type):
-                    strings = strings.dictionary_decode()
-                for raw in strings.cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
-                    text, why = _text(raw)
+                for text, why in texts_of(batch.slice(start, BATCH_ROWS), opened):
                     yield Entry(row=row, place=first + row, text=text, why=why)
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise DamagedError(first + row, _first_line(error)) from error
+
+
+def _texts(batch: pa.RecordBatch, opened: Opened) -> Iterator[tuple[str, str]]:
+    # As bytes, because strings of a file need not be UTF-8.
+    strings = batch.column(opened.text_key)
+    if pa.types.is_dictionary(strings.type):
+        strings = strings.dictionary_decode()
+    yield from map(_text, strings.cast(pa.large_string()).cast(pa.large_binary()).to_pylist())
+
+
+def _conversations(batch: pa.RecordBatch, opened: Opened) -> Iterator[tuple[str, str]]:
+    for row in batch.to_pylist():
+        yield conversation_text(row, opened.row_format, opened.text_key)
 
 
 def _text(raw: bytes | None) -> tuple[str, str]:
@@ -109,7 +121,8 @@ def _text(raw: bytes | None) -> tuple[str, str]:
         return "", f"byte {error.start} of the row's text is not UTF-8"
 
 
-def _check_column(schema: pa.Schema, column: str) -> None:
+def _check_column(schema: pa.Schema, opened: Opened) -> None:
+    column = opened.text_key
     if column not in schema.names:
         names = first_few(schema.names, 8) or "none"
         raise DamagedError(
@@ -117,7 +130,7 @@ def _check_column(schema: pa.Schema, column: str) -> None:
         )
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (
+    if opened.row_format == "text" and not (
         pa.types.is_string(value)
         or pa.types.is_large_string(value)
         or pa.types.is_string_view(value)

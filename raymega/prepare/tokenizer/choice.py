@@ -21,6 +21,8 @@ from raymega.data.format import (
 )
 from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
+from raymega.prepare.chat.rows import RowFormat
+from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
 from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_source
@@ -41,12 +43,16 @@ class TokenizerOptions:
         eod_token: Text of the token that ends a document; empty for the tokenizer's own choice.
         add_bos: True to begin every document with the tokenizer's ``bos_token``.
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
+        row_format: Form of the rows; conversations need a chat template.
+        chat_template: File of the chat template; empty for the tokenizer's own.
     """
 
     name: str
     eod_token: str = ""
     add_bos: bool = False
     parse_special_tokens: bool = False
+    row_format: RowFormat = "text"
+    chat_template: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +104,7 @@ def choose_tokenizer(options: TokenizerOptions) -> TokenizerChoice:
     if name == BYTES or _bpe_size(name) > NUM_BYTES:
         made = _finish(_made(byte_tokenizer()), options)
         sample_bytes = TRAINING_BYTES if name != BYTES else 0
-        recipe = _recipe(name, options, made.meta)
+        recipe = _recipe(name, options, made)
         return TokenizerChoice(options=options, recipe=recipe, sample_bytes=sample_bytes)
     if name.startswith(BPE_PREFIX):
         rule = f"bpe:N needs N of at least {NUM_BYTES + 1}: the bytes and {END_OF_DOCUMENT}"
@@ -111,7 +117,7 @@ def choose_tokenizer(options: TokenizerOptions) -> TokenizerChoice:
     # A changed file is another recipe.
     identity = f"file:{isal_zlib.crc32(source.identity):08x}"
     return TokenizerChoice(
-        options=options, source=source, recipe=_recipe(identity, options, finished.meta),
+        options=options, source=source, recipe=_recipe(identity, options, finished),
         sample_bytes=WITNESS_BYTES if source.witness else 0,
     )  # fmt: skip
 
@@ -170,6 +176,11 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
         TOKENIZER_FILE: text.encode(),
         TOKENIZER_CONFIG_FILE: encode_settings(settings),
     }
+    chat = None
+    if options.row_format != "text":
+        chat = find_template(files, path=options.chat_template, tokenizer=name)
+        # So that an export of the run is asked in the words that it was trained with.
+        files |= {TEMPLATE_FILE: chat.source.encode()} if options.chat_template else {}
     bos_id = vocabulary[bos] if bos else -1
     is_parsed = options.parse_special_tokens
     return DatasetTokenizer(
@@ -178,7 +189,9 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
         meta=TokenizerMeta(
             files=tuple(sorted(files)), eod_token=eod, bos_id=bos_id, is_special_parsed=is_parsed
         ),
-        rules=EncodingRules(eod_id=vocabulary[eod], bos_id=bos_id, is_special_parsed=is_parsed),
+        rules=EncodingRules(
+            eod_id=vocabulary[eod], bos_id=bos_id, is_special_parsed=is_parsed, chat=chat
+        ),
     )
 
 
@@ -217,9 +230,12 @@ def _is_spelled(tokenizer_json: str, eod: str, eod_id: int) -> bool:
     return any(eod_id in tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
 
 
-def _recipe(identity: str, options: TokenizerOptions, meta: TokenizerMeta) -> dict[str, str]:
+def _recipe(identity: str, options: TokenizerOptions, made: DatasetTokenizer) -> dict[str, str]:
     """Return the entries of the recipe; a default has none, so that older datasets are found."""
-    recipe = {"tokenizer": identity}
+    recipe, meta = {"tokenizer": identity}, made.meta
+    if made.rules.chat:
+        recipe["row_format"] = options.row_format
+        recipe["chat_template"] = f"{isal_zlib.crc32(repr(made.rules.chat).encode()):08x}"
     if meta.eod_token != END_OF_DOCUMENT:
         recipe["eod_token"] = meta.eod_token
     if options.add_bos:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from raymega.data.arrow import token_dtype
+from raymega.prepare.chat.targets import Labeller
+from raymega.prepare.chat.template import ChatTemplate
 
 Tokens = npt.NDArray[np.unsignedinteger]
 EngineName = Literal["gigatoken", "tokenizers"]
@@ -48,11 +50,13 @@ class EncodingRules:
         eod_id: Id of the token that ends every document.
         bos_id: Id of the token that begins every document; -1 without.
         is_special_parsed: True if special tokens that the text spells out become these tokens.
+        chat: Template of conversations, which writes special tokens; None for texts.
     """
 
     eod_id: int
     bos_id: int = -1
     is_special_parsed: bool = False
+    chat: ChatTemplate | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +76,9 @@ class Encoder:
         """Load the tokenizer for ``engine``; its ids are checked unless that is `tokenizers`."""
         self.rules = rules
         self.engine = engine
-        loaded = load_tokenizer(tokenizer_json, is_special_parsed=rules.is_special_parsed)
+        is_special_parsed = rules.is_special_parsed or rules.chat is not None
+        loaded = load_tokenizer(tokenizer_json, is_special_parsed=is_special_parsed)
+        self.labeller = rules.chat and Labeller(rules.chat, loaded, eod_id=rules.eod_id)
         self.vocab_size = vocab_size_of(loaded)
         self.dtype = token_dtype(self.vocab_size)
         self._reference = _tokenizers_engine(loaded)
@@ -134,9 +140,10 @@ class Encoder:
 def open_encoder(tokenizer_json: str, rules: EncodingRules, *, is_fast: bool = True) -> Encoder:
     """Return the process's encoder: a worker encodes many groups, and parses the file once.
 
-    Its engine is `gigatoken` where that is installed and knows this kind of tokenizer.
+    Its engine is `gigatoken` where that is installed and knows this kind of tokenizer. It has no places of
+    tokens in a text, which conversations need.
     """
-    if is_fast and find_spec("gigatoken") is not None:
+    if is_fast and not rules.chat and find_spec("gigatoken") is not None:
         try:
             return Encoder(tokenizer_json, rules, engine="gigatoken")
         except (ValueError, RuntimeError, TypeError, AttributeError, KeyError):

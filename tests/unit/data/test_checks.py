@@ -49,7 +49,7 @@ def test_all_faults_are_reported_at_once(tmp_path):
 def test_unfit_paths_become_faults(tmp_path):
     assert "scheme 'gs' is unknown" in _texts("gs://bucket/tokens")[0]
     (tmp_path / "dataset.json").write_text("{}")
-    assert "not a version 1 or 2 description" in _texts(tmp_path)[0]
+    assert "not a description of version 1 to 3" in _texts(tmp_path)[0]
 
 
 def test_identity_follows_the_content_and_not_the_place(tmp_path):

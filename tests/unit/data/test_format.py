@@ -14,7 +14,7 @@ def test_meta_reads_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", '{"version": 2}'])
 def test_unreadable_meta_is_named(tmp_path, content):
     (tmp_path / META_FILE).write_text(content)
-    with pytest.raises(DataError, match=r"dataset\.json is not a version 1 or 2 description"):
+    with pytest.raises(DataError, match=r"dataset\.json is not a description of version 1 to 3"):
         read_meta(tmp_path)
 
 
