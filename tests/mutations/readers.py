@@ -66,7 +66,7 @@ READER_MUTATIONS = (
         name="a document across the end of a shard is lost",
         file="prepare/assembly.py",
         old="if plan.start <= at < plan.stop:",
-        new="if plan.start <= at and at + len(document) <= plan.stop:",
+        new="if plan.start <= at and at + len(document[0]) <= plan.stop:",
         caught="jsonl: other tokens",
     ),
     ReaderMutation(
@@ -187,7 +187,7 @@ def _same(shards: dict[str, list[Path]], texts: list[str]) -> bool:
 def _documents(path: Path) -> list[list[int]]:
     from raymega.data.arrow import shard_documents
 
-    return [document.tolist() for document in shard_documents(path)]
+    return [tokens.tolist() for tokens, *_ in shard_documents(path)]
 
 
 def _shards(folder: Path) -> dict[str, list[Path]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.conversations import CONVERSATION_MUTATIONS
 from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
@@ -35,8 +36,9 @@ def _copy(folder: Path) -> Path:
         ("guards", GUARD_MUTATIONS, "sound"),
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
+        ("conversations", CONVERSATION_MUTATIONS, "sound"),
     ],
-    ids=["saves", "leases", "guards", "plans", "readers"],
+    ids=["saves", "leases", "guards", "plans", "readers", "conversations"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]
