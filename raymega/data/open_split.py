@@ -168,7 +168,7 @@ def open_split(
                 split=split, seq_len=seq_len, seed=own, loss_on=shape.loss_on
             )
             return packed(documents, shape)
-        return SyntheticSource(split=split, seq_len=seq_len, seed=own)
+        return SyntheticSource(split=split, seq_len=seq_len, seed=own, loss_on=shape.loss_on)
     if is_megatron(path):
         if split != "train":
             raise DataError(missing_split(path, split))

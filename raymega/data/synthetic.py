@@ -5,6 +5,7 @@ It owns the rule of the sequence. Each window is a pure function of (seed, split
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import shake_128
 
 import numpy as np
@@ -17,6 +18,8 @@ SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
 NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
 HALVINGS = 5  # number of halvings from the longest document to the shortest
+ANSWERS = ("assistant", "completion")
+"""Values of ``data.loss_on`` that make conversations of the tokens."""
 TURN_TOKENS = 4
 """Tokens of a turn of a synthetic conversation."""
 NOISE_BYTES = 32  # number of byte values out of 256 that mean noise: one token in eight
@@ -26,11 +29,13 @@ class SyntheticSource:
     """Windows whose next token is ``5 * token + 17 mod 64``, except for one in eight at random.
 
     The rule visits all 64 tokens, so the unigram entropy is ln 64 = 4.16 nats; a model that knows
-    the rule reaches 0.9.
+    the rule reaches 0.9. If a job asks for the labels of answers, runs of TURN_TOKENS tokens are answers or
+    not, at random.
     """
 
-    def __init__(self, *, split: str, seq_len: int, seed: str) -> None:
+    def __init__(self, *, split: str, seq_len: int, seed: str, loss_on: str = "auto") -> None:
         """Make the source of split ``train`` or ``valid``; the two share no window."""
+        self._loss_on = loss_on
         self.num_windows = NUM_WINDOWS[split]
         self._split, self.seq_len, self._seed = split, seq_len, seed
         self.context, self.efficiency = float(seq_len), 1.0
@@ -41,19 +46,22 @@ class SyntheticSource:
 
     def row(self, index: int) -> Row:
         """Return window ``index`` as a sample."""
-        return whole_row(self.window(index))
+        row = whole_row(self.window(index))
+        if self._loss_on not in ANSWERS:
+            return row
+        name, is_last_only = f"{self._seed}/{self._split}/{index}", self._loss_on == "completion"
+        return replace(row, mask=_answers(name, self.seq_len + 1, is_last_only=is_last_only)[1:])
 
 
 class SyntheticDocuments:
     """Documents of synthetic tokens, some longer than S and most much shorter.
 
-    If a job asks for the labels of answers, they are conversations: runs of TURN_TOKENS tokens are answers or not,
-    at random.
+    If a job asks for the labels of answers, they are conversations, as the windows of :class:`SyntheticSource`.
     """
 
     def __init__(self, *, split: str, seq_len: int, seed: str, loss_on: str = "auto") -> None:
         """Draw the lengths, uniform in their logarithm, up to 1.25 * S."""
-        self._loss_on, self.is_truncated = loss_on, loss_on in ("assistant", "completion")
+        self._loss_on, self.is_truncated = loss_on, loss_on in ANSWERS
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
         shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
@@ -69,12 +77,8 @@ class SyntheticDocuments:
         """Return which of tokens [start, stop) of one document count as labels; None if all do."""
         if not self.is_truncated:
             return None
-        num_turns = -(-int(self.lengths[document]) // TURN_TOKENS)
-        digest = shake_128(f"{self._name}/{document}/turns".encode()).digest(num_turns)
-        is_answer = np.frombuffer(digest, dtype=np.uint8) % 2 == 1
-        if self._loss_on == "completion":
-            is_answer = is_answer & (np.cumsum(is_answer) == is_answer.sum())
-        return np.repeat(is_answer, TURN_TOKENS)[start:stop]
+        name, length = f"{self._name}/{document}", int(self.lengths[document])
+        return _answers(name, length, is_last_only=self._loss_on == "completion")[start:stop]
 
 
 def seed_of(path: str, seed: int) -> str:
@@ -92,3 +96,12 @@ def _noisy_cycle(name: str, length: int) -> npt.NDArray[np.int64]:
         token = (fresh if is_noise else 5 * token + 17) % SYNTHETIC_VOCAB_SIZE
         tokens[position] = token
     return tokens
+
+
+def _answers(name: str, length: int, *, is_last_only: bool) -> npt.NDArray[np.bool_]:
+    """Return which of ``length`` tokens are in turns of an assistant, or in its last one."""
+    digest = shake_128(f"{name}/turns".encode()).digest(-(-length // TURN_TOKENS))
+    is_answer = np.frombuffer(digest, dtype=np.uint8) % 2 == 1
+    if is_last_only:
+        is_answer = is_answer & (np.cumsum(is_answer) == is_answer.sum())
+    return np.repeat(is_answer, TURN_TOKENS)[:length]

@@ -8,7 +8,10 @@ from typing import Any
 
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH, is_synthetic
 from raymega.config.schema import Job
+from raymega.data.megatron import is_megatron
+from raymega.data.remote_dataset import meta_at
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
+from raymega.errors import RaymegaError
 
 
 def small_datasets(
@@ -36,6 +39,8 @@ def small_datasets(
         entries = small.model_dump()["data"][field]
         if why and entries:
             yield f"data.{field}", _with_paths(entries, paths), why
+    if why and is_data_there and job.data.loss_on == "auto" and any(map(_has_answers, paths)):
+        yield "data.loss_on", "assistant", "synthetic conversations take their place"
     if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
         yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
 
@@ -64,6 +69,18 @@ def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
     yield "data.sources", blend(range(number)), why
     yield "data.stages", (stage,), why
     yield "data.path", NO_PATH, why
+    if job.data.loss_on == "auto":
+        loss_on = random.choice(("all", "assistant", "completion"))
+        yield "data.loss_on", loss_on, "drawn, so that labels that do not count are tested"
+
+
+def _has_answers(path: str) -> bool:
+    if is_synthetic(path) or is_megatron(path):
+        return False
+    try:
+        return meta_at(path).has_targets
+    except RaymegaError:  # none that can be read
+        return False
 
 
 def _with_paths(value: Any, paths: Mapping[str, str]) -> Any:
