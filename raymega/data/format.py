@@ -34,7 +34,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 """End-of-document token of tokenizers that raymega makes, and of files that name no other."""
 SPLITS = ("train", "valid")
 CONTEXT, EARLIER_ANSWER, LAST_ANSWER = 0, 1, 2
-"""What a token of a conversation is as a label: none, of an earlier answer of the assistant, of its last one."""
+"""Kind of a token of a conversation as a label: none, of an earlier answer of the assistant, of its last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

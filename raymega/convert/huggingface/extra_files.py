@@ -58,7 +58,7 @@ def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
 def bring_along(source: Store, manifest: Manifest, target: Store) -> int:
     """Write the files that belong to a checkpoint into the store of its copy; return their number.
 
-    What ``target`` has already stays: a run that goes on there has files of its own.
+    What ``target`` has already stays: a run that continues there has files of its own.
 
     Raises:
         StorageError: A store failed; the same call again writes what is missing.

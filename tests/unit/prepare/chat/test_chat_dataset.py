@@ -16,6 +16,7 @@ from raymega.errors import ConfigError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
+from raymega.prepare.show import show_documents
 from tests.unit.prepare.chat import templates
 from tests.unit.prepare.chat.templates import messages
 from tests.unit.prepare.corpora import content
@@ -214,3 +215,21 @@ def test_text_dataset_has_no_answers_to_count(tmp_path):
     values = {"data.path": str(tmp_path / "out"), "data.seq_len": 16, "data.loss_on": "assistant"}
     (fault,) = training_faults(values)
     assert "data.loss_on=assistant" in fault.fact and "holds texts" in fault.fact
+
+
+def test_shown_documents_have_their_tokens_labels_and_rows(dataset):
+    meta = _meta(dataset)
+    found = list(
+        show_documents(str(dataset), meta, split="train", first=2, count=2, loss_on="auto")
+    )
+    assert [document.number for document in found] == [2, 3]
+    for document in found:
+        chat = CHATS[document.row]
+        text = "".join(token.text for token in document.tokens)
+        assert document.file.endswith("rows.jsonl") and text.startswith(
+            f"<|im_start|>user\n{chat[0]['content']}"
+        )
+        counted = "".join(token.text for token in document.tokens if token.counts)
+        assert counted == "".join(turn["content"] + IM_END for turn in chat[1::2])
+    with pytest.raises(ConfigError, match="has 5. documents, from 0 on"):
+        next(show_documents(str(dataset), meta, split="train", first=99, count=1, loss_on="auto"))
