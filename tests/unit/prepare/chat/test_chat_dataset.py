@@ -231,5 +231,5 @@ def test_shown_documents_have_their_tokens_labels_and_rows(dataset):
         )
         counted = "".join(token.text for token in document.tokens if token.counts)
         assert counted == "".join(turn["content"] + IM_END for turn in chat[1::2])
-    with pytest.raises(ConfigError, match="has 5. documents, from 0 on"):
+    with pytest.raises(ConfigError, match=r"has 5. documents, from 0 on"):
         next(show_documents(str(dataset), meta, split="train", first=99, count=1, loss_on="auto"))
