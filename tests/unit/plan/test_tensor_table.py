@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
@@ -121,6 +120,8 @@ def test_what_writes_to_the_residual_stream_starts_smaller_by_the_published_rule
 
 def test_gpt2_starts_as_transformers_starts_it():
     """The standard deviation of each matrix, of the numbers that both draw."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config = GPT2Config(n_layer=4, n_embd=96, n_head=4, vocab_size=512, n_positions=64)
     theirs = GPT2LMHeadModel(config).transformer.h

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from raymega.model.attention.rope import Rope, score_scale
 from tests.support.references import plain_models
@@ -87,6 +85,9 @@ def test_yarn_scales_as_its_papers_say():
 
 @pytest.mark.parametrize("factor", [4.0, 40.0])
 def test_yarn_has_the_angles_and_the_scale_of_transformers(factor):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=int(64 * factor),
         rope_parameters={
