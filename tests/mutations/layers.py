@@ -99,6 +99,14 @@ LAYERS: tuple[Mutation, ...] = (
         job=("model.attention_dropout=0.1",),
     ),
     Mutation(
+        name="attention dropout numbers heads from zero on every rank that exchanges them",
+        file="model/attention/core_attention.py",
+        old="        first = token_layout.context.inner.index * q.shape[2]",
+        new="        first = 0",
+        layout=Layout(cp=2, cp_method="all_to_all"),
+        job=("model.attention_dropout=0.1",),
+    ),
+    Mutation(
         name="ranks hold chunks one after another where attention takes them for zigzag",
         file="plan/cp_layout.py",
         old="for chunk in (cp_rank, 2 * cp - 1 - cp_rank))",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymega.verify.layout import Layout
-from tests.mutations.mutation import Mutation
+from tests.mutations.mutation import EXPERTS, Mutation
 
 SHARDING: tuple[Mutation, ...] = (
     Mutation(
@@ -61,5 +61,25 @@ SHARDING: tuple[Mutation, ...] = (
         old="        begin += size * sharing.across.index\n",
         new="",
         layout=Layout(dp=4, sharding="gradients", data_parallel_shard_degree=2),
+    ),
+    Mutation(
+        name="experts are summed over the copies of dense weights",
+        file="train/build_model.py",
+        old="across=groups.expert_copies",
+        new="across=groups.copies",
+        layout=Layout(
+            dp=4, ep=2, sharding="optimizer", data_parallel_shard_degree=2, micro_batch_size=2
+        ),
+        job=EXPERTS,
+    ),
+    Mutation(
+        name="experts are sharded among the neighbours of dense weights",
+        file="train/build_model.py",
+        old="inside=groups.expert_sharers,",
+        new="inside=groups.sharers,",
+        layout=Layout(
+            dp=4, ep=2, sharding="optimizer", data_parallel_shard_degree=2, micro_batch_size=2
+        ),
+        job=EXPERTS,
     ),
 )

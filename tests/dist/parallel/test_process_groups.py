@@ -141,7 +141,7 @@ MOST_TWINS = 3
 """Groups of the same ranks as another: the second of pp, and those of ep and edp."""
 
 
-def _open_on_fake_backend(grid, ranks):
+def _open_on_fake_backend(grid, ranks, sharers=0):
     """Rank lists and torch's name of every group, for each of ``ranks``; and how each was built."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -150,7 +150,8 @@ def _open_on_fake_backend(grid, ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
         is_counted = rank in (ranks[0], ranks[-1])
         groups, costs[rank] = _cost_of(
-            lambda rank=rank: build_groups(grid, rank, timeout_s=5.0), is_counted=is_counted
+            lambda rank=rank: build_groups(grid, rank, timeout_s=5.0, sharers=sharers),
+            is_counted=is_counted,
         )
         seen[rank] = {
             field.name: (
@@ -216,6 +217,35 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
         assert all(rank in ranks for ranks in asked)
         assert len(asked) <= len(set(map(tuple, asked))) + MOST_TWINS
         assert num_calls <= CALLS_A_MEMBER * (sum(map(len, asked)) + MEMBERS_OF_NO_GROUP)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sharers"),
+    [
+        (Grid(dp=8, ep=2), 2),
+        (Grid(tp=2, dp=8, ep=4), 2),
+        (Grid(dp=8, ep=2, order="tp-cp-dp-ep-pp"), 2),
+        (Grid(tp=2, cp=2, dp=4, ep=2, etp=2), 2),
+    ],
+    ids=lambda each: each.describe() if isinstance(each, Grid) else str(each),
+)
+def test_experts_are_sharded_within_the_ranks_that_hold_them_and_summed_over_their_copies(
+    grid, sharers
+):
+    """Copies of experts are others than copies of dense weights: each is cut within its own replicas."""
+    seen, _ = run_alone(_open_on_fake_backend, grid, [*range(grid.world_size)], sharers)
+    for kind, name in (("", "replicas"), ("expert_", "edp")):
+        for rank, groups in seen.items():
+            whole, inside, across = (
+                groups[each][0] for each in (name, f"{kind}sharers", f"{kind}copies")
+            )
+            assert len(inside) == sharers and sorted(whole) == whole
+            # the copies are the neighbours in order, and each of this rank's peers is in another one
+            place = whole.index(rank)
+            assert inside == whole[place - place % sharers :][:sharers]
+            assert across == [r for r in whole if whole.index(r) % sharers == place % sharers]
+            assert set(inside) & set(across) == {rank}
+            assert {r for peer in across for r in seen[peer][f"{kind}sharers"][0]} == set(whole)
 
 
 def _abort_when_stuck():

@@ -99,3 +99,21 @@ def test_padding_has_positions_that_a_model_of_rows_of_that_length_has(multiple)
     for batch in batches:
         positions = batch.rows.positions
         assert int(positions.min()) >= 0 and int(positions.max()) < SEQ_LEN
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[20, 1, 1, 2], [19, 12, 3, 7, 1], [20, 6, 7, 8] * 2], ids=str)
+def test_positions_are_those_in_the_document_and_in_the_sample(lengths, multiple):
+    """Token i of document d is 1000 d + i + 1, so it tells its position; its sample's row has it too."""
+    source = PackedSource(Counting(lengths), seq_len=SEQ_LEN, window=64)
+    samples, sizes = samples_of(source), set()
+    for batch in _batches_of(samples, source.num_windows, multiple=multiple):
+        sizes.add(batch.rows.context.degree)
+        for token, position, place, sample in zip(
+            *(t.flatten().tolist() for t in (batch.tokens, batch.rows.positions, batch.rows.row_positions)),
+            batch.samples.flatten().tolist(), strict=True,
+        ):  # fmt: skip
+            if token:
+                assert position == (token - 1) % 1000
+                assert samples.row(sample).tokens[place] == token
+    assert max(sizes) > 1, "some document is shared"

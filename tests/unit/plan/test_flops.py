@@ -1,12 +1,17 @@
 """Model FLOPs against figures that others have printed, and peaks by device names."""
 
+from pathlib import Path
+
 import pytest
 
+from raymega.config.load import parse_job
+from raymega.config.mla import MlaSection
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.lookup import ROUND_H100, nvlink_bytes_per_s, peak_flops
 
+JOBS = Path(__file__).parents[3] / "jobs"
 LLAMA_3_8B = ModelSection(
     family="llama",
     num_layers=32,
@@ -76,3 +81,21 @@ def test_groups_get_no_more_than_the_makers_links(device):
 def test_round_figures_are_the_makers_with_round_shares():
     assert ROUND_H100.attention_flops == 989e12 * 0.4
     assert [ROUND_H100.bytes_per_s(span) for span in (8, 9)] == [450e9, 50e9]
+
+
+def test_deepseek_v3_costs_what_its_authors_say():
+    """250 GFLOP a token at S=4096, without multi-token prediction (Zhao et al. 2025, table 2)."""
+    model = parse_job(JOBS / "deepseek-v3-2048gpu.yaml").job().model
+    model = model.model_copy(update={"num_nextn_predict_layers": 0})
+    assert flops_per_token(model, seq_len=4096) == pytest.approx(250e9, rel=5e-3)
+
+
+def test_scores_and_values_of_latent_attention_have_widths_of_their_own():
+    """A causal token multiplies S / 2 keys, as wide as both parts of a query, and S / 2 values."""
+    mla = MlaSection(
+        kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
+    )
+    model = LLAMA_3_8B.model_copy(update={"num_kv_heads": "num_heads", "mla": mla})
+    wanted = 3 * 2 * (64 / 2) * model.num_layers * model.num_heads * ((6 + 4) + 5)
+    attention = flops_per_token(model, seq_len=64) - flops_per_token(model, seq_len=0)
+    assert attention == pytest.approx(wanted, rel=1e-12)

@@ -7,6 +7,7 @@ import torch
 
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
+from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.memory.state_bytes import count_parameters, rank_state
 from raymega.plan.tensor_table import layer_tensors, model_tensors, stage_tensors
@@ -85,6 +86,61 @@ def test_blocks_with_experts_have_a_router_its_state_experts_and_a_shared_expert
     assert not any("gate" in t.name for t in layer_tensors(_model(family="gpt2", moe=MOE), 2)[6:-1])
     states = [tensor for tensor in table.values() if not tensor.is_trained]
     assert len(states) == 2 and all(tensor.num_parameters == 0 for tensor in states)
+
+
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "gpt2"}, {"moe": MOE}, {"mla": LATENT}], ids=str
+)
+def test_what_writes_to_the_residual_stream_starts_smaller_by_the_published_rule(layers, changes):
+    """By 1 / sqrt(N), N residual layers (Radford et al. 2019, section 2.3): two a block."""
+    full = {"num_kv_heads": "num_heads", "num_nextn_predict_layers": 1} if "mla" in changes else {}
+    model = _model(num_layers=layers, initializer_range=0.02, **changes, **full)
+    residual = (
+        "attention.out.weight",
+        "mlp.down.weight",
+        "experts.down.weight",
+        "shared.down.weight",
+    )
+    found = {tensor.name: tensor for tensor in model_tensors(model) if tensor.init == "normal"}
+    assert sum(name.endswith(residual) for name in found) >= 2 * layers
+    for name, tensor in found.items():
+        wanted = 0.02 / (2 * layers) ** 0.5 if name.endswith(residual) else 0.02
+        assert tensor.initializer_range == pytest.approx(wanted, rel=1e-15), name
+
+
+def test_gpt2_starts_as_transformers_starts_it():
+    """The standard deviation of each matrix, of the numbers that both draw."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=4, n_embd=96, n_head=4, vocab_size=512, n_positions=64)
+    theirs = GPT2LMHeadModel(config).transformer.h
+    model = _model(
+        family="gpt2", num_layers=4, hidden_size=96, num_heads=4, num_kv_heads="num_heads",
+        ffn_hidden_size=384, initializer_range=config.initializer_range,
+    )  # fmt: skip
+    alike = {
+        "attention.q": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for mine, other in alike.items():
+        drawn = torch.cat([b.get_submodule(other).weight.detach().flatten() for b in theirs])
+        (tensor,) = (t for t in layer_tensors(model, 1) if t.name == f"layers.1.{mine}.weight")
+        own = initial_values(tensor, tensor.whole, seed=3, device=torch.device("cpu"))
+        for std in (float(own.std()), tensor.initializer_range):
+            assert std == pytest.approx(float(drawn.std()), rel=0.03), mine
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (8, 1), (2, 4), (4, 3)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.model.attention.rope import Rope
+from raymega.model.attention.rope import Rope, score_scale
 from tests.support.references import plain_models
 from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
 from tests.unit.model.parts import CPU
@@ -68,3 +68,38 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     share = (rope.cos[1].arccos() / plain.cos[1].arccos()).flatten()
     assert share[0] == pytest.approx(1.0) and share[-1] == pytest.approx(1 / model.rope_factor)
     assert any(0.2 < float(value) < 0.9 for value in share), "some waves are stretched in part"
+
+
+def test_yarn_scales_as_its_papers_say():
+    """Turned features by sqrt(1/t) = 0.1 ln(s) + 1 (Peng et al. 2023, equation 22); s=40 is DeepSeek's."""
+    yarn = {"rope_scaling": "yarn", "rope_factor": 40.0, "rope_mscale_all_dim": 0.0}
+    rope, model = _rope(**SCALED | yarn)
+    lengths = (rope.cos.square() + rope.sin.square()).sqrt()
+    torch.testing.assert_close(lengths, torch.full_like(lengths, 1.3688879454113936))
+    assert score_scale(model) == 1.0
+    # DeepSeek-V2 scales all features' scores, and with equal weights turned ones by nothing more
+    rope, model = _rope(**SCALED | yarn | {"rope_mscale_all_dim": 1.0})
+    assert score_scale(model) == pytest.approx(1.3688879454113936**2)
+    torch.testing.assert_close(rope.cos.square() + rope.sin.square(), torch.ones_like(rope.cos))
+
+
+@pytest.mark.parametrize("factor", [4.0, 40.0])
+def test_yarn_has_the_angles_and_the_scale_of_transformers(factor):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=int(64 * factor),
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    )  # fmt: skip
+    speeds, scale = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
+    rope, _ = _rope(
+        **SCALED | {"rope_scaling": "yarn", "rope_factor": factor, "rope_mscale_all_dim": 0.0}
+    )
+    angles = torch.atan2(rope.sin[1], rope.cos[1]).flatten()
+    torch.testing.assert_close(angles, speeds.double(), rtol=1e-6, atol=0)
+    lengths = torch.hypot(rope.sin, rope.cos)
+    torch.testing.assert_close(lengths, torch.full_like(lengths, scale), rtol=1e-12, atol=0)

@@ -15,6 +15,8 @@ from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.memory.activation_bytes import activation_shape, own_choices
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.references import moe as plain
+from tests.support.references import plain_models
+from tests.unit.model.parts import make_model_factory
 
 NOBODY = alone(0)
 
@@ -240,3 +242,18 @@ def test_rows_that_are_reserved_for_experts_are_those_that_the_planner_prices(
     num_tokens = shape.tokens // parallel.tp
     _, routing = one(torch.randn(num_tokens, 12).double(), _token_ids(num_tokens))
     assert 8 * routing.capacity == own_choices(shape)
+
+
+def test_each_layer_has_a_jitter_of_its_own():
+    moe = MoeSection(num_experts=4, router_jitter_noise=0.2)
+    factory = make_model_factory(plain_models.make_model("llama", moe=moe))
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).double()
+    weight = torch.randn(4, 48, generator=torch.Generator().manual_seed(1)).double()
+
+    def logits(layer):
+        router = Router(factory, f"layers.{layer}.moe.router", moe, NOBODY)
+        router.weight.data.copy_(weight)
+        return router._logits(x, torch.arange(64) * 1_000_003)
+
+    first, again, second = map(logits, (0, 0, 1))
+    assert torch.equal(first, again) and not torch.isclose(first, second).all(1).any()

@@ -1,0 +1,193 @@
+"""Planted mistakes that every layout makes alike, so that no comparison of layouts sees them: each has a test that does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofMutation:
+    """A row: ``old`` in the package's ``file`` becomes ``new``, and each of ``tests`` by itself must fail.
+
+    Attributes:
+        name: What is wrong.
+        file: Path in the package.
+        old: Text that stands in the file exactly once.
+        new: What takes its place.
+        tests: Tests by pytest's id, without parameters: one of each function's cases must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+CORE = "model/attention/core_attention.py"
+CORE_TESTS = "tests/unit/model/attention/test_core_attention.py"
+FORMULA = f"{CORE_TESTS}::test_values_and_gradients_are_those_of_the_formula_with_the_mask_given"
+DERIVATIVE = f"{CORE_TESTS}::test_backward_is_the_derivative_of_forward"
+STEP_TESTS = "tests/unit/train/test_step.py"
+ROUTING_STATE = f"{STEP_TESTS}::test_experts_bias_and_counts_move_with_the_weights_alone"
+ROWS_TEST = (
+    "tests/unit/data/test_rows.py::test_labels_further_ahead_are_those_tokens_of_the_same_piece"
+)
+DYNAMIC_TEST = "tests/unit/data/test_dynamic_loader.py::test_positions_are_those_in_the_document_and_in_the_sample"
+ROPE_TESTS = "tests/unit/model/attention/test_rope.py"
+FLOPS_TESTS = "tests/unit/plan/test_flops.py"
+TABLE_TESTS = "tests/unit/plan/test_tensor_table.py"
+PROOFS: tuple[ProofMutation, ...] = (
+    ProofMutation(
+        name="scores of attention with dropout are not scaled",
+        file=CORE,
+        old="(q.flatten(2, 3) @ k.mT).mul_(ctx.scale)",
+        new="(q.flatten(2, 3) @ k.mT)",
+        tests=(FORMULA, DERIVATIVE),
+    ),
+    ProofMutation(
+        name="gradients of scores of attention with dropout are not scaled",
+        file=CORE,
+        old="grad.mul_(ctx.scale).flatten(2, 3)",
+        new="grad.flatten(2, 3)",
+        tests=(FORMULA, DERIVATIVE),
+    ),
+    ProofMutation(
+        name="kept weights of attention are not scaled up",
+        file="parallel/core/dropout.py",
+        old="(x * kept).mul_(LEVELS / (LEVELS - _dropped_levels(rate)))",
+        new="x * kept",
+        tests=(FORMULA,),
+    ),
+    ProofMutation(
+        name="heads that ranks exchange have the masks of the first ones",
+        file=CORE,
+        old="        first = token_layout.context.inner.index * q.shape[2]",
+        new="        first = 0",
+        tests=(f"{CORE_TESTS}::test_each_head_has_its_own_mask_whichever_rank_attends_with_it",),
+    ),
+    ProofMutation(
+        name="residual layers are counted once a block",
+        file="plan/tensor_table.py",
+        old="sqrt(2 * model.num_layers)",
+        new="sqrt(model.num_layers)",
+        tests=(
+            f"{TABLE_TESTS}::test_what_writes_to_the_residual_stream_starts_smaller_by_the_published_rule",
+            f"{TABLE_TESTS}::test_gpt2_starts_as_transformers_starts_it",
+        ),
+    ),
+    ProofMutation(
+        name="shared experts start as what does not write to the residual stream",
+        file="plan/tensor_table.py",
+        old="shape[::-1], tp_dim=1, std=_out_std(model))",
+        new="shape[::-1], tp_dim=1, std=model.initializer_range)",
+        tests=(
+            f"{TABLE_TESTS}::test_what_writes_to_the_residual_stream_starts_smaller_by_the_published_rule",
+        ),
+    ),
+    ProofMutation(
+        name="routers follow no step",
+        file="train/step.py",
+        old="        parts.routers.update(totals.routing)\n        parts.weights",
+        new="        parts.weights",
+        tests=(ROUTING_STATE,),
+    ),
+    ProofMutation(
+        name="routers follow a step whose weights stay",
+        file="train/step.py",
+        old="    if not (seen.is_overflow or is_left_out):\n        factor",
+        new="    if seen.is_overflow or is_left_out:\n        parts.routers.update(totals.routing)\n"
+        "    else:\n        factor",
+        tests=(ROUTING_STATE,),
+    ),
+    ProofMutation(
+        name="routers of all layers have one jitter",
+        file="model/moe/router.py",
+        old='f"{name}.jitter"',
+        new='"router.jitter"',
+        tests=("tests/unit/model/moe/test_router.py::test_each_layer_has_a_jitter_of_its_own",),
+    ),
+    ProofMutation(
+        name="the loss of tokens further ahead has both passes of a step that was done twice",
+        file="model/pipeline_stage.py",
+        old="        taken, self.mtp_loss_sum = self.mtp_loss_sum, 0.0\n        return taken",
+        new="        self.mtp_total = getattr(self, 'mtp_total', 0.0) + self.mtp_loss_sum\n"
+        "        return self.mtp_total",
+        tests=(f"{STEP_TESTS}::test_mtp_loss_of_a_step_that_is_done_twice_counts_once",),
+    ),
+    ProofMutation(
+        name="the loss of tokens further ahead has that of the search for the first NaN",
+        file="train/forward_backward.py",
+        old="        module.mtp_loss_sum = 0.0\n",
+        new="        module.mtp_loss_sum = module.mtp_loss_sum\n",
+        tests=(f"{STEP_TESTS}::test_mtp_loss_after_a_step_that_was_left_out_is_that_step_s_own",),
+    ),
+    ProofMutation(
+        name="experts are summed over the copies of dense weights",
+        file="train/build_model.py",
+        old="across=groups.expert_copies",
+        new="across=groups.copies",
+        tests=(
+            "tests/unit/train/test_build_model.py::"
+            "test_experts_share_their_state_with_the_replicas_of_experts_alone",
+        ),
+    ),
+    ProofMutation(
+        name="copies of experts are those of dense weights",
+        file="parallel/comm/process_groups.py",
+        old='make("expert_copies", _copies(edp, sharers), SUMS)',
+        new='make("expert_copies", _copies(replicas, sharers), SUMS)',
+        tests=(
+            "tests/dist/parallel/test_process_groups.py::"
+            "test_experts_are_sharded_within_the_ranks_that_hold_them_and_summed_over_their_copies",
+        ),
+    ),
+    ProofMutation(
+        name="positions in a pack go on from one document to the next",
+        file="data/dynamic_loader.py",
+        old="        positions = positions_of(row.documents)\n",
+        new="        positions = np.arange(sum(row.documents))\n",
+        tests=(DYNAMIC_TEST,),
+    ),
+    ProofMutation(
+        name="dropout in a pack goes by the place in the pack's document",
+        file="data/dynamic_loader.py",
+        old="row_positions=take(starts + positions),",
+        new="row_positions=take(positions),",
+        tests=(DYNAMIC_TEST,),
+    ),
+    ProofMutation(
+        name="YaRN's scale is that of its inverse temperature",
+        file="model/attention/rope.py",
+        old="1.0 + 0.1 * mscale * log(model.rope_factor)",
+        new="(1.0 + 0.1 * mscale * log(model.rope_factor)) ** 2",
+        tests=(
+            f"{ROPE_TESTS}::test_yarn_scales_as_its_papers_say",
+            f"{ROPE_TESTS}::test_yarn_has_the_angles_and_the_scale_of_transformers",
+        ),
+    ),
+    ProofMutation(
+        name="YaRN's scale of whole scores is one side's",
+        file="model/attention/rope.py",
+        old="_yarn_scale(model, model.rope_mscale_all_dim) ** 2",
+        new="_yarn_scale(model, model.rope_mscale_all_dim)",
+        tests=(f"{ROPE_TESTS}::test_yarn_scales_as_its_papers_say",),
+    ),
+    ProofMutation(
+        name="values of latent attention cost as much as its queries",
+        file="plan/flops.py",
+        old="(model.head_width + model.value_width)",
+        new="(2 * model.head_width)",
+        tests=(
+            f"{FLOPS_TESTS}::test_deepseek_v3_costs_what_its_authors_say",
+            f"{FLOPS_TESTS}::test_scores_and_values_of_latent_attention_have_widths_of_their_own",
+        ),
+    ),
+    ProofMutation(
+        name="labels further ahead cross the end of a piece whose document goes on",
+        file="data/rows.py",
+        old="row.mask & ~is_end & np.roll(masks[-1], -1)",
+        new="row.mask & np.roll(masks[-1], -1)",
+        tests=(ROWS_TEST,),
+    ),
+)

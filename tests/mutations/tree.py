@@ -1,0 +1,94 @@
+"""A copy of the repository in which mistakes are planted one at a time, and what its tests say to each.
+
+The working tree is only read. Bytecode is compiled once and checked by the hash of its source, since two mistakes of
+one length within a second would look alike to a check by time and size.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "raymega",
+    "tests",
+    "jobs",
+    "benchmarks",
+    "docs",
+    "dashboards",
+    "cluster",
+    "pyproject.toml",
+    "README.md",
+)
+NEVER_PASSED = {1: "failed", 2: "failed", 3: "failed", 4: "failed"}
+"""Exit codes of pytest by what they say: a test failed, a module did not load, pytest failed, an id is unknown."""
+
+
+class Tree:
+    """A copy of the repository, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+            else:
+                shutil.copy2(ROOT / name, folder / name)
+        command = [
+            sys.executable,
+            "-m",
+            "compileall",
+            "-q",
+            "--invalidation-mode",
+            "checked-hash",
+            "raymega",
+            "tests",
+        ]
+        subprocess.run(command, cwd=folder, check=True)
+
+    @contextmanager
+    def planted(self, file: str, text: str) -> Iterator[None]:
+        """Give ``file`` of the package other source, for as long as the body runs."""
+        path = self.folder / "raymega" / file
+        healthy = path.read_text()
+        path.write_text(text)
+        try:
+            yield
+        finally:
+            path.write_text(healthy)
+
+    def verdict(self, tests: Sequence[str], *options: str, timeout_s: float) -> tuple[str, str]:
+        """Run tests, and return ``passed``, ``failed`` or ``late``, and the end of what pytest wrote."""
+        command = [
+            sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line",
+            *options, *tests,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return "late", f"more than {timeout_s:g} s"
+        finally:
+            # the ranks too, which are of its session
+            _kill_session(process.pid)
+        process.wait()
+        end = "\n".join(said.strip().splitlines()[-5:])
+        if process.returncode in (0, *NEVER_PASSED):
+            return NEVER_PASSED.get(process.returncode, "passed"), end
+        raise RuntimeError(f"pytest ended with {process.returncode}: {' '.join(command)}\n{said}")
+
+
+def _kill_session(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
