@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ from raymega.orchestrate.jobs.submission import credential_faults, relative_path
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.orchestrate.workers.fork_server import ForkServer
 from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY, RayWorkerGroup
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
@@ -192,9 +194,12 @@ def _drive(
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
     job, clock, store = plan.job, SystemClock(), lease.store
-    session = open_session(address)
+    # loads torch while Ray starts
+    fork_server = ForkServer(entry, log_dir=local_folder(job) / "logs")
+    session = open_session(address, py_executable=fork_server.py_executable)
     try:
         with (
+            closing(fork_server),
             run_sinks(
                 job,
                 local_folder(job),
@@ -209,7 +214,7 @@ def _drive(
                 RunContext(
                     plan,
                     lease=lease,
-                    group=_worker_group(plan, store, session, entry),
+                    group=_worker_group(plan, store, session, entry, fork_server),
                     sink=sink,
                     clock=clock,
                     executor=executor,
@@ -221,7 +226,9 @@ def _drive(
         close_session()
 
 
-def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> WorkerGroup:
+def _worker_group(
+    plan: RunPlan, store: Store, session: Session, entry: str, fork_server: ForkServer
+) -> WorkerGroup:
     """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
     job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
     if job.cluster.host == "ray_train":
@@ -237,6 +244,8 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
         log_dir=folder / "logs",
         can_grow=can_grow,
         entry=entry,
+        # a private Ray starts all its workers by the fork server
+        fork_server=None if session.is_private else fork_server,
         preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 
