@@ -1,6 +1,7 @@
 """Functions behind the commands: load a job, plan it, train it, verify it.
 
-They connect the other packages and hold no logic of their own.
+They connect the other packages and hold no logic of their own. What needs Ray is imported inside the
+functions that start it: a plan takes a tenth of a second, and importing the driver takes one.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
@@ -25,23 +27,16 @@ from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
-from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
 from raymega.events import RunFinished
-from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
-from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
-from raymega.orchestrate.driver.controller import Controller
-from raymega.orchestrate.driver.run_context import RunContext
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
-from raymega.orchestrate.workers.preflight import Preflight
-from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY, RayWorkerGroup
-from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
+from raymega.orchestrate.workers.fork_server import ForkServer
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -60,10 +55,13 @@ from raymega.storage.registry import (
 )
 from raymega.storage.retry import RetryingStore
 from raymega.storage.store import Store
-from raymega.tracking.run_sinks import run_sinks
 from raymega.tracking.sink import Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
+if TYPE_CHECKING:
+    from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
+
+TRAIN_ENTRY = "raymega.train.entry"
 LAYOUT_FILE = "layout.json"
 T = TypeVar("T", bound=Section)
 
@@ -191,10 +189,18 @@ def _drive(
     entry: str,
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
-    job, clock, store = plan.job, SystemClock(), lease.store
-    session = open_session(address)
+    job, store = plan.job, lease.store
+    # loads torch while this process loads Ray, and Ray starts
+    fork_server = ForkServer(entry, log_dir=local_folder(job) / "logs")
+
+    from raymega.orchestrate.driver.controller import Controller
+    from raymega.orchestrate.driver.run_context import RunContext
+    from raymega.tracking.run_sinks import run_sinks
+
+    session = open_session(address, py_executable=fork_server.py_executable)
     try:
         with (
+            closing(fork_server),
             run_sinks(
                 job,
                 local_folder(job),
@@ -209,9 +215,9 @@ def _drive(
                 RunContext(
                     plan,
                     lease=lease,
-                    group=_worker_group(plan, store, session, entry),
+                    group=_worker_group(plan, store, session, entry, fork_server),
                     sink=sink,
-                    clock=clock,
+                    clock=SystemClock(),
                     executor=executor,
                 )
             )
@@ -221,8 +227,14 @@ def _drive(
         close_session()
 
 
-def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> WorkerGroup:
+def _worker_group(
+    plan: RunPlan, store: Store, session: Session, entry: str, fork_server: ForkServer
+) -> WorkerGroup:
     """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
+    from raymega.orchestrate.workers.preflight import Preflight
+    from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+    from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
+
     job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
     if job.cluster.host == "ray_train":
         from raymega.orchestrate.ray_train.worker_group import (
@@ -237,12 +249,16 @@ def _worker_group(plan: RunPlan, store: Store, session: Session, entry: str) -> 
         log_dir=folder / "logs",
         can_grow=can_grow,
         entry=entry,
+        # a private Ray starts all its workers by the fork server
+        fork_server=None if session.is_private else fork_server,
         preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 
 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     """Do everything that :func:`train` does before it starts a worker, with the same errors."""
+    from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
+
     plan = make_plan(job)
     open_record(open_store(job.run_uri), job, now=SystemClock().timestamp())
     open_session(address)
@@ -263,6 +279,8 @@ def calibrate(plan: RunPlan, *, name: str) -> str:
     Raises:
         WorkerError: A worker failed, or the cluster has no room.
     """
+    from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
+
     job = plan.job
     base = planned_for({"cluster.accelerator": job.cluster.accelerator})
     device = calibrate_cluster(plan, base, name=name)
@@ -307,6 +325,8 @@ def evaluate(
         WorkerError: A worker failed.
         CapacityError: The cluster has no room for the grid.
     """
+    from raymega.evaluate.run import EvalOptions, prepare_evaluation
+
     ready = prepare_evaluation(uri, task, Path(data), options or EvalOptions())
     with session_at(address):
         return ready.run(on_rows or (lambda _done, _total: None))

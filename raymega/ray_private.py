@@ -6,9 +6,10 @@ which it can be removed. Ray is imported inside functions, because it reads part
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,40 @@ def recorded_address() -> str:
 
 
 @contextmanager
-def own_process_groups() -> Iterator[None]:
+def own_processes(*, py_executable: str = "") -> Iterator[None]:
     """Let Ray's processes that start in the body lead process groups of their own.
 
     A signal to our group (a scheduler's, a `timeout`'s) then reaches this process alone, which saves
     before it ends them. They still die when this process does. Goes when Ray has a setting for it.
+
+    Args:
+        py_executable: Command that a raylet runs in place of ``python`` for a worker; '' for ``python``. An
+            actor's runtime_env has the same setting, under which Ray imports itself once more for each worker.
     """
     from ray._private import services
 
     module = vars(services)
     # the class by which Ray starts its own processes
     start = module["ConsolePopen"]
-    module["ConsolePopen"] = partial(start, process_group=0)
+
+    def start_own(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        words = [_forking(word, py_executable) for word in command] if py_executable else command
+        return start(words, *args, process_group=0, **kwargs)
+
+    module["ConsolePopen"] = start_own
     try:
         yield
     finally:
         module["ConsolePopen"] = start
+
+
+def _forking(word: str, py_executable: str) -> str:
+    """Return a word of a raylet's command line, changed to start workers by ``py_executable``."""
+    option, _, value = word.partition("=")
+    if option == "--python_worker_command":
+        return f"{option}={value.replace(sys.executable, py_executable, 1)}"
+    # Ray loads idle workers ahead, of no job yet; one that is forked needs no head start
+    return f"{option}=0" if option == "--num_prestart_python_workers" else word
 
 
 def print_no_worker_logs() -> None:
@@ -105,6 +124,14 @@ def drain_deadlines_ms() -> Mapping[str, int]:
     from ray._private.state import state
 
     return state.get_draining_nodes()
+
+
+def load_worker_program() -> None:
+    """Import the program of Ray's workers without running it, and all that it imports.
+
+    Ray's core reads part of its environment now. Goes when Ray forks workers from a loaded process.
+    """
+    import_module("ray._private.workers.default_worker")
 
 
 def walk_shipped_files(root: Path, visit: Callable[[Path], None]) -> None:

@@ -44,6 +44,7 @@ def open_session(
     include_dashboard: bool = False,
     log_to_driver: bool = False,
     is_joining: bool = False,
+    py_executable: str = "",
 ) -> Session:
     """Connect this process to a cluster, or start one inside it.
 
@@ -59,6 +60,7 @@ def open_session(
         include_dashboard: Whether to start a private instance's dashboard.
         log_to_driver: Whether to print the output of all workers here.
         is_joining: Whether the cluster must exist; nothing is started then.
+        py_executable: Command in place of ``python`` for workers of a private instance; '' for ``python``.
 
     Raises:
         ConfigError: No cluster answers at the address, or it refuses the token.
@@ -73,7 +75,7 @@ def open_session(
 
     try:
         # connect, or start Ray
-        with ray_private.own_process_groups():
+        with ray_private.own_processes(py_executable=py_executable):
             ray.init(
                 target,
                 num_cpus=num_cpus if is_private and num_cpus else None,

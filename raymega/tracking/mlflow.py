@@ -13,7 +13,14 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
-from raymega.events import RunEvent, RunStarted, StepFinished
+from raymega.events import (
+    AttemptStarted,
+    NodesChecked,
+    RunEvent,
+    RunStarted,
+    StepFinished,
+    WorkersStarted,
+)
 from raymega.tracking.sink import Stamped
 
 if TYPE_CHECKING:
@@ -25,6 +32,8 @@ MAX_STEPS_PER_REQUEST = 50
 MAX_RETRY_WAIT_S = 60.0
 HTTP_TIMEOUT_S = 10
 HTTP_MAX_RETRIES = 0
+STARTING_EVENTS = (RunStarted, AttemptStarted, WorkersStarted, NodesChecked)
+"""Events before the first step, which can wait a moment for it."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +54,13 @@ class MlflowSink:
     """
 
     def __init__(
-        self, *, uri: str, experiment: str, clock: Callable[[], float], flush_s: float = 2.0
+        self,
+        *,
+        uri: str,
+        experiment: str,
+        clock: Callable[[], float],
+        flush_s: float = 2.0,
+        start_patience_s: float = 0.0,
     ) -> None:
         """Start the thread.
 
@@ -54,6 +69,8 @@ class MlflowSink:
             experiment: Name of the experiment; created if missing.
             clock: Clock in seconds since the epoch, for the records' timestamps.
             flush_s: Maximum time in seconds that a step record waits while the server answers.
+            start_patience_s: Maximum time in seconds that records wait for the first step, or a failure, so
+                that importing MLflow does not take time from the start of the workers.
         """
         self._uri = uri
         self._experiment = experiment
@@ -61,6 +78,8 @@ class MlflowSink:
         self._flush_s = flush_s
         self._buffer = EventBuffer(MAX_PENDING_EVENTS)
         self._recorder: Recorder | None = None
+        self._start_patience_s = start_patience_s
+        self._has_begun = Event()
         self._wake = Event()
         self._closing = Event()
         self._num_in_flight = 0
@@ -79,6 +98,8 @@ class MlflowSink:
         if self._is_off:
             return
         self._buffer.put(Stamped(time_s=self._clock(), event=event))
+        if not isinstance(event, STARTING_EVENTS):
+            self._has_begun.set()
         # Steps come often and can wait for the next flush.
         if not isinstance(event, StepFinished):
             self._wake.set()
@@ -86,6 +107,7 @@ class MlflowSink:
     def close(self, timeout_s: float) -> None:
         """Let the thread write what is queued, for at most ``timeout_s``, and log how many records are missing."""
         # wake the thread, which then drains the queue once more
+        self._has_begun.set()
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -101,6 +123,7 @@ class MlflowSink:
 
     def _work(self) -> None:
         """Run the thread: write the queue and wait, until closed or until MLflow refuses the run."""
+        self._has_begun.wait(self._start_patience_s)
         wait_s = self._flush_s
         is_last = False
         while not (is_last or self._is_off):

@@ -41,8 +41,11 @@ from raymega.events import (
     WorkersStarted,
 )
 from raymega.tracking.expert_load import collapse_warning
+from raymega.tracking.mlflow_database import prepare_database
 from raymega.tracking.sink import Stamped, metrics_of
 
+KEPT_FOLDER = ".raymega/mlflow"
+"""Folder of empty databases, below the user's home."""
 RUN_ID_TAG = "raymega.run_id"
 ATTEMPT_TAG = "raymega.attempt"
 LAST_STEPS_TAG = "raymega.last_steps"
@@ -86,6 +89,8 @@ class Recorder:
 
     def __init__(self, *, uri: str, experiment: str) -> None:
         self._client = MlflowClient(uri)
+        kept = Path.home() / KEPT_FOLDER / f"{metadata.version('mlflow')}.db"
+        prepare_database(uri, self._client.search_experiments, kept=kept)
         self._experiment = experiment
         self._artefacts = _artefact_location(uri)
         self._experiment_id = ""

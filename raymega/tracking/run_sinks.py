@@ -16,6 +16,8 @@ from raymega.tracking.ray_metrics import RayMetricsSink
 from raymega.tracking.sink import CompositeSink, Sink
 
 SINK_CLOSE_S = 30.0
+MLFLOW_PATIENCE_S = 20.0
+"""Longest seconds for which records of a starting run wait for its first step."""
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -41,7 +43,14 @@ def run_sinks(
     watchers: list[Sink] = [open_jsonl(metrics), RayMetricsSink(clock=_unix_s), *more]
     if job.tracking.mlflow_uri != "off":
         uri = tracking_uri(job.tracking.mlflow_uri, folder)
-        watchers.append(MlflowSink(uri=uri, experiment=job.tracking.experiment, clock=_unix_s))
+        watchers.append(
+            MlflowSink(
+                uri=uri,
+                experiment=job.tracking.experiment,
+                clock=_unix_s,
+                start_patience_s=MLFLOW_PATIENCE_S,
+            )
+        )
     # Pictures and incident pages emit events of their own, which the other sinks receive.
     others = CompositeSink(watchers)
     pictures = PlotsSink(

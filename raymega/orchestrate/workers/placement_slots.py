@@ -92,9 +92,17 @@ class WorkerSlot:
 class WorkerSlots:
     """All slots of a run: requests them from Ray, starts processes in them, and releases them."""
 
-    def __init__(self, cluster: ClusterSection, *, can_grow: bool) -> None:
-        """Prepare without slots; ``can_grow`` says that nodes may still join the cluster."""
-        self._cluster, self._can_grow = cluster, can_grow
+    def __init__(
+        self, cluster: ClusterSection, *, can_grow: bool, py_executable: str = ""
+    ) -> None:
+        """Prepare without slots.
+
+        Args:
+            cluster: Resources of a worker.
+            can_grow: Whether nodes may still join the cluster.
+            py_executable: Command in place of ``python`` for workers on the driver's node; '' for none.
+        """
+        self._cluster, self._can_grow, self._py_executable = cluster, can_grow, py_executable
         self.device: Device = "cpu"
         self.slots: list[WorkerSlot] = []
         self._patient_until_s = self._pause_until_s = 0.0
@@ -235,8 +243,7 @@ class WorkerSlots:
     def spawn(self, slot: WorkerSlot, *, name: str, entry: str) -> None:
         """Start an actor of the class Worker in ``slot``, with the name ``name``.
 
-        Ray sets OMP_NUM_THREADS to the actor's whole CPUs, at least 1, unless it is set. A runtime_env with it
-        would keep Ray from reusing an idle worker process.
+        Ray sets OMP_NUM_THREADS to the actor's whole CPUs, at least 1, unless it is set.
         """
         # no restarts: the driver decides about a lost process
         options = {
@@ -249,6 +256,9 @@ class WorkerSlots:
                 placement_group=slot.group, placement_group_bundle_index=0
             ),
         }
+        # forked on the driver's node, from its fork server
+        if self._py_executable and _node_of(slot.group) == ray.get_runtime_context().get_node_id():
+            options["runtime_env"] = {"py_executable": self._py_executable}
         slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
 
