@@ -8,7 +8,7 @@ from pathlib import Path
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.config.schema import Job
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware.catalog import Accelerator, accelerator
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.accuracy import expected_error
@@ -157,7 +157,7 @@ def show_runs(path: Path, *, as_json: bool) -> None:
     """Print published runs beside their predictions."""
     rows = []
     for run in read_runs(path):
-        found = None if run.skipped else compare(run, accelerator(run.gpu))
+        found = None if run.skipped else compare(run)
         if as_json:
             print_json(_run_object(run, found))
         else:
@@ -181,8 +181,12 @@ def _run_object(run: PublishedRun, found: PublishedComparison | None) -> dict[st
         **line,
         "predicted_tflops_per_gpu": found.tflops,
         "predicted_iter_s": found.iter_s,
+        "predicted_iter_s_low": found.iter_s * found.band.low,
+        "predicted_iter_s_high": found.iter_s * found.band.high,
         "predicted_memory_gib": found.memory_gib,
         "fits": found.fits,
+        "fits_probability": found.fits_probability,
+        "is_measured": found.band.is_measured,
     }
 
 
