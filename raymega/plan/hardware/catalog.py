@@ -143,16 +143,21 @@ class Accelerator:
 
 # fitted by benchmarks/planner.py; _CPU was measured on one host
 _A100 = Fitted(
-    matmul_share=0.755, matmul_depth=80.0, matmul_waves=0.326, matmul_8_bit_share=0.0,
-    attention_share=0.45, memory_share=0.30, launch_s=4.3e-6, link_share=0.81, network_share=0.8,
+    matmul_share=0.733, matmul_depth=78.0, matmul_waves=0.322, matmul_8_bit_share=0.0,
+    attention_share=0.444, memory_share=0.275, launch_s=4.3e-6, link_share=0.812, network_share=0.72,
 )  # fmt: skip
 _H100 = Fitted(
-    matmul_share=0.678, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.602,
-    attention_share=0.45, memory_share=0.303, launch_s=3.6e-6, link_share=0.81, network_share=0.8,
-    older_attention_share=0.35,  # FlashAttention-2 (Shah et al., FlashAttention-3, 2024, abstract)
+    matmul_share=0.691, matmul_depth=80.0, matmul_waves=0.262, matmul_8_bit_share=0.645,
+    attention_share=0.40, memory_share=0.316, launch_s=3.3e-6, link_share=0.797, network_share=0.81,
+    # FlashAttention-2 reaches 0.35 (Shah et al., FlashAttention-3, 2024, abstract)
+    older_attention_share=0.32,
+)  # fmt: skip
+_B200 = Fitted(
+    matmul_share=0.675, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.637,
+    matmul_4_bit_share=0.423, attention_share=0.423, memory_share=0.344, launch_s=3.6e-6,
+    link_share=0.8275, network_share=0.773, older_attention_share=0.32,
 )  # fmt: skip
 _V100 = _A100
-_B200 = replace(_H100, matmul_4_bit_share=0.4)
 _CPU = Fitted(
     matmul_share=0.8, matmul_depth=40.0, matmul_waves=0.0, matmul_8_bit_share=0.0,
     attention_share=0.3, memory_share=0.6, launch_s=12e-6, link_share=0.8, network_share=0.8,
@@ -183,7 +188,7 @@ _DEVICES = (
         name="v100", peak_16_bit_flops=125e12, peak_32_bit_flops=15.7e12, peak_8_bit_flops=0.0,
         memory_bytes=32 * GIB, memory_bytes_per_s=0.9e12, num_cores=80, link_bytes_per_s=150e9,
         devices_per_node=8, network_bytes_per_s=6.25e9, fitted=_V100, driver_name="V100",
-        host_bytes_per_s=16e9, measured_formats=("16-bit",),
+        host_bytes_per_s=16e9,
     ),
     # Ampere: NVIDIA A100 data sheet, 2021; no fp8. A800 is the same with 400 GB/s of NVLink.
     _A100_SXM,

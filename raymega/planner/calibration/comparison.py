@@ -15,6 +15,7 @@ from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors
+from raymega.plan.zero_levels import ZeroLevel, level_of
 from raymega.planner.calibration.error_band import (
     RULED_OUT,
     TimeBand,
@@ -72,10 +73,15 @@ def compare(run: PublishedRun, fitted: Fitted | None = None) -> PublishedCompari
     device = _with_constants(run, run.device, fitted)
     made = [_priced(run, plan, device) for plan in run.candidates]
     choices = [*made, *_partly_recomputed(made, device)] if run.has_open_recompute else made
-    # The fastest that fits, else the one that needs the least.
+    # The fastest that fits, at the first level of sharding that has one; else the smallest.
     fitting = [each for each in choices if each.num_bytes <= device.memory_bytes]
+    level = min((each.sharding for each in fitting), default=ZeroLevel.NONE)
     least = min(made, key=lambda each: each.num_bytes)
-    found = min(fitting, key=lambda each: each.seconds, default=least)
+    found = min(
+        (each for each in fitting if each.sharding == level),
+        key=lambda each: each.seconds,
+        default=least,
+    )
     plan, iter_s = found.plan, found.seconds
     flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
     tokens = plan.batch.global_batch_size * plan.job.data.seq_len
@@ -97,6 +103,11 @@ class _Priced:
     plan: RunPlan
     seconds: float
     num_bytes: float
+
+    @property
+    def sharding(self) -> ZeroLevel:
+        """Level of sharding of the plan."""
+        return level_of(self.plan.job.parallel)
 
 
 def _priced(run: PublishedRun, plan: RunPlan, device: Accelerator) -> _Priced:

@@ -1,7 +1,7 @@
 """State how far a prediction may be off: a band around its seconds, and whether it fits at all.
 
 The bands are quantiles of errors on published runs whose sources the constants had not seen.
-``benchmarks/planner.py --bands`` prints them. A band is wide where no constant was measured.
+``benchmarks/planner.py --leave-out`` prints them. A band is wide where no constant was measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import NormalDist
 from raymega.config.schema import Job
 from raymega.plan.hardware.catalog import Accelerator
 
-RULED_OUT = 0.02
+RULED_OUT = 0.05
 """Probability of fitting below which a run is ruled out for its memory."""
 MEMORY_SPREAD = 0.12
 """Standard deviation of the logarithm of the predicted over the real peak, for other systems."""
@@ -38,13 +38,18 @@ class TimeBand:
     basis: str
 
 
-DENSE = TimeBand(low=0.8, high=1.3, is_measured=True, basis="dense models")
-EXPERTS = TimeBand(low=0.75, high=1.4, is_measured=True, basis="models with experts")
-BORROWED = TimeBand(low=0.6, high=1.9, is_measured=False, basis="borrowed constants")
+BANDS = {
+    "dense": TimeBand(low=0.8, high=1.3, is_measured=True, basis="dense models"),
+    "experts": TimeBand(low=0.75, high=1.4, is_measured=True, basis="models with experts"),
+    "borrowed": TimeBand(low=0.6, high=1.9, is_measured=False, basis="other devices and formats"),
+}
+"""Bands of 80 %, as ``benchmarks/planner.py --leave-out`` prints them."""
 
 
 def format_of_job(job: Job) -> str:
     """Return the format of most products of a job."""
+    if job.precision.dtype in ("float32", "float64"):
+        return "32-bit" if job.precision.dtype == "float32" else "64-bit"
     return "8-bit" if job.precision.fp8 != "none" else "16-bit"
 
 
@@ -57,8 +62,8 @@ def band_of(job: Job, device: Accelerator, *, number_format: str = "") -> TimeBa
         number_format: Format of most products; by default the job's own.
     """
     if (number_format or format_of_job(job)) not in device.measured_formats:
-        return BORROWED
-    return EXPERTS if job.model.moe.num_experts else DENSE
+        return BANDS["borrowed"]
+    return BANDS["experts" if job.model.moe.num_experts else "dense"]
 
 
 def fits_probability(

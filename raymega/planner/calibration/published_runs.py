@@ -14,7 +14,12 @@ from pathlib import Path
 
 from raymega.errors import ConfigError, Fault, PlanError, one_line
 from raymega.plan.flops import flops_per_token
-from raymega.plan.fp8_layers import ALL_IN_EIGHT, NONE_IN_EIGHT, Fp8Coverage
+from raymega.plan.fp8_layers import (
+    ALL_IN_EIGHT,
+    BY_ROW_IN_EIGHT,
+    NONE_IN_EIGHT,
+    Fp8Coverage,
+)
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.planner.calibration.row_jobs import (
@@ -135,7 +140,7 @@ def published_run(row: Row) -> PublishedRun:
         num_gpus=int(number(row, "n_gpus")),
         candidates=candidates,
         software=software_of(row),
-        fp8_coverage=NONE_IN_EIGHT if number_format == "16-bit" else ALL_IN_EIGHT,
+        fp8_coverage=_coverage(row),
         iter_s=number(row, "iter_s") or _derived_s(row, candidates),
         tflops=number(row, "tflops_per_gpu"),
         memory_gib=0.0 if is_reserved else peak,
@@ -145,6 +150,13 @@ def published_run(row: Row) -> PublishedRun:
         has_open_recompute=not row["recompute"],
         skipped=skipped,
     )
+
+
+def _coverage(row: Row) -> Fp8Coverage:
+    """Return the products in a narrow format; scales by row leave weight gradients wide."""
+    if format_of(row) == "16-bit":
+        return NONE_IN_EIGHT
+    return BY_ROW_IN_EIGHT if "row" in row["precision"].lower() else ALL_IN_EIGHT
 
 
 def _candidates(row: Row) -> tuple[tuple[RunPlan, ...], str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from math import isfinite, nan
 from typing import Any
 
 from raymega.config.schema import Job
@@ -38,6 +39,10 @@ CAPACITY_FACTOR = 1.0
 """Capacity factor of runs with experts: tokens above an expert's share are dropped, or the balance
 is forced."""
 NEEDED = ("layers", "hidden", "heads", "seq", "n_gpus", "gbs")
+COUNTS = (
+    *NEEDED, "kv_heads", "ffn", "vocab", "experts", "topk", "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "mbs",
+)  # fmt: skip
+"""Columns of whole numbers from 1 on."""
 
 
 def completed(row: Row) -> dict[str, str]:
@@ -54,13 +59,16 @@ def number(row: Row, name: str, default: float = 0.0) -> float:
         ConfigError: The cell is not a number.
     """
     try:
-        return float(row[name]) if row.get(name) else default
+        value = float(row[name]) if row.get(name) else default
     except ValueError:
-        raise ConfigError(
-            fact=f"{row['model']}: {name}={row[name]!r}",
-            rule="it must be a number, or empty where the source does not say",
-            remedy="correct that cell of the table",
-        ) from None
+        value = nan
+    if isfinite(value):
+        return value
+    raise ConfigError(
+        fact=f"{row['model']}: {name}={row[name]!r}",
+        rule="it must be a number, or empty where the source does not say",
+        remedy="correct that cell of the table",
+    )
 
 
 def why_skipped(row: Row) -> str:
@@ -70,6 +78,9 @@ def why_skipped(row: Row) -> str:
         return f"the row does not state {', '.join(lacking)}"
     if not gpu_of(row):
         return f"{row['gpu']} is not in the catalogue"
+    wrong = [f"{name}={row[name]}" for name in COUNTS if not 1 <= number(row, name, 1) < 2**53]
+    if wrong:
+        return f"{', '.join(wrong)}: a count is at least 1"
     gpus, dp = number(row, "n_gpus"), dp_of(row)
     ranks = dp * number(row, "tp", 1) * number(row, "pp", 1) * number(row, "cp", 1)
     if ranks > gpus:
@@ -90,7 +101,7 @@ def jobs_of(row: Row) -> Iterator[Job]:
     """Yield each job that the row may describe."""
     facts = facts_of(row)
     for size, recompute, chunks, sharding in product(
-        _sizes(row, facts), _recomputes(row, facts), _chunks(row, facts), _shardings(row)
+        _sizes(row, facts), _recomputes(row, facts), _chunks(row, facts), _shardings(row, facts)
     ):
         yield _job(
             row, facts, sharding=sharding, micro_batch_size=size, recompute=recompute, chunks=chunks
@@ -124,22 +135,28 @@ def _chunks(row: Row, facts: Facts) -> tuple[int, ...]:
     return tuple(v for v in range(1, layers // pp + 1) if layers // pp % v == 0)
 
 
-def _shardings(row: Row) -> tuple[str, ...]:
-    """Return the levels of sharding with the traffic of the row's system.
+def _shardings(row: Row, facts: Facts) -> tuple[str, ...]:
+    """Return levels of sharding with the traffic of the row's system, the likelier first.
 
     FSDP in a pipeline keeps gathered what the next micro-batch needs again. Its traffic is then
-    that of a sharded optimizer. A late system that says nothing shards its optimizer.
+    that of a sharded optimizer. A system that says nothing shards no more than it takes to fit.
     """
-    if is_fully_sharded(row) and number(row, "pp", 1) == 1:
+    if facts.sharding:
+        return (facts.sharding,)
+    is_piped = number(row, "pp", 1) > 1
+    if is_fully_sharded(row) and not is_piped:
         return ("parameters",)
-    return ("optimizer",) if software_of(row).hides_gradients or "zero" in words_of(row) else ("none",)
+    stated = "zero" in words_of(row) or is_fully_sharded(row)
+    least = ("optimizer",) if stated or software_of(row).hides_gradients else ("none", "optimizer")
+    return least if is_piped else (*least, "parameters")
 
 
 def _job(
     row: Row, facts: Facts, *, sharding: str, micro_batch_size: int, recompute: str, chunks: int
 ) -> Job:
     tp, cp = int(number(row, "tp", 1)), int(number(row, "cp", 1))
-    late = is_late(row)
+    # Later systems cut the stream where a row is silent.
+    cuts_stream = is_late(row) and row["sp"] != "no" and number(row, "seq") % (tp * cp) == 0
     schedule = next((v for k, v in SCHEDULES.items() if k in words_of(row)), "1f1b")
     memory: dict[str, Any] = {"recompute": recompute}
     if recompute == "selective" and facts.selective == "elementwise":
@@ -160,8 +177,7 @@ def _job(
             "ep": int(number(row, "ep", 1)),
             "etp": _expert_tensor_parallel(row),
             **({"cp_method": facts.cp_method} if cp > 1 else {}),
-            # Later systems cut the stream where a row is silent.
-            "sequence_parallel": tp > 1 and (row["sp"] == "yes" or (late and row["sp"] != "no")),
+            "sequence_parallel": tp > 1 and (row["sp"] == "yes" or cuts_stream),
             "sharding": sharding,
             "stages": "even",
             "is_tp_across_nodes_allowed": True,
@@ -199,6 +215,8 @@ def _model(row: Row) -> dict[str, Any]:
         "num_layers": int(number(row, "layers")),
         "hidden_size": hidden,
         "num_heads": heads,
+        # GPT-3 13B has 40 heads of 128 in a width of 5140.
+        **({"head_dim": hidden // heads} if hidden % heads else {}),
         **({} if "mla" in known.model else {"num_kv_heads": int(number(row, "kv_heads", heads))}),
         "ffn_hidden_size": dense or ffn,
         "vocab_size": int(number(row, "vocab", DEFAULT_VOCAB)),

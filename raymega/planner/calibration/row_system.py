@@ -54,6 +54,8 @@ class Facts(Section):
     """Number of micro-batches in a pipeline that states no size: its number of ranks."""
     chunks: Positive | None = None
     """Chunks of a pipeline rank that the row's table leaves out."""
+    sharding: Literal["none", "optimizer", "gradients", "parameters"] | None = None
+    """Level of sharding that the row's table leaves out."""
     recompute: Literal["none", "full"] | None = None
     """Recompute that the row's table leaves out."""
 
@@ -124,6 +126,8 @@ def software_of(row: Row) -> Software:
         has_dropout=not has_fused,
         fuses_kernels=facts.kernels != "apart",
         waits_for_update=facts.update == "waits",
+        # Dispatchers that do so came with experts in 8 bits (DeepEP, 2025).
+        sends_once_a_node=format_of(row) != "16-bit",
         remakes=facts.remakes,
     )
     # PyTorch's FSDP runs a model of modules: FlashAttention-2, a kernel for each operation.

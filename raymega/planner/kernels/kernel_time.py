@@ -46,7 +46,7 @@ def matmul_s(
     loss = (1 + fitted.matmul_depth / inner) * (1 + fitted.matmul_waves / waves)
     work_s = 2 * rows * inner * columns / (peak * share) * loss
     moved = element * (rows * inner + inner * columns) + max(2, element) * rows * columns
-    return max(work_s, memory_s(device, moved)) + fitted.launch_s
+    return max(work_s, stream_s(device, moved)) + fitted.launch_s
 
 
 def grouped_matmul_s(
@@ -73,7 +73,7 @@ def grouped_matmul_s(
     tiled = groups * TILE_ROWS * max(1.0, ceil(rows / groups / TILE_ROWS))
     work = matmul_s(device, tiled, inner, columns, is_8_bit=is_8_bit, element=element)
     moved = element * (groups * inner * columns + rows * (inner + columns))
-    return max(work, memory_s(device, moved) + device.fitted.launch_s)
+    return max(work, stream_s(device, moved) + device.fitted.launch_s)
 
 
 def attention_s(
