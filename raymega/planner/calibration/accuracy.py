@@ -33,6 +33,4 @@ def expected_error(device: Accelerator, job: Job) -> str:
 
 def in_words(band: TimeBand) -> str:
     """Return the range of a step's time around its prediction, in words."""
-    return (
-        f"In 8 of 10 cases a step takes {1 - band.low:.0%} less to {band.high - 1:.0%} more than predicted"
-    )
+    return f"In 8 of 10 cases a step takes {1 - band.low:.0%} less to {band.high - 1:.0%} more than predicted"

@@ -56,7 +56,7 @@ class PublishedComparison:
 
     @property
     def fits(self) -> bool:
-        """Whether the run is not ruled out for its memory."""
+        """Answer to whether the run fits: False where its memory rules it out."""
         return self.fits_probability >= RULED_OUT
 
 

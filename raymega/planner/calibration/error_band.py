@@ -66,9 +66,7 @@ def band_of(job: Job, device: Accelerator, *, number_format: str = "") -> TimeBa
     return BANDS["experts" if job.model.moe.num_experts else "dense"]
 
 
-def fits_probability(
-    num_bytes: float, device: Accelerator, *, is_own_system: bool = True
-) -> float:
+def fits_probability(num_bytes: float, device: Accelerator, *, is_own_system: bool = True) -> float:
     """Return the probability that a predicted peak of ``num_bytes`` fits into the device's memory."""
     spread = OWN_MEMORY_SPREAD if is_own_system else MEMORY_SPREAD
     return NormalDist().cdf(log(device.memory_bytes / num_bytes) / spread)

@@ -106,15 +106,11 @@ _KNOWN: tuple[tuple[str, KnownModel], ...] = (
     # Qwen team
     (
         "qwen257ba14b",
-        KnownModel(
-            sizes=_sizes(28, 3584, 28, 4, 151936, 64, 8), moe=_experts(2560, shared=20480)
-        ),
+        KnownModel(sizes=_sizes(28, 3584, 28, 4, 151936, 64, 8), moe=_experts(2560, shared=20480)),
     ),
     (
         "qwen15moe|qwenmoea27b",
-        KnownModel(
-            sizes=_sizes(24, 2048, 16, 16, 151936, 60, 4), moe=_experts(1408, shared=5632)
-        ),
+        KnownModel(sizes=_sizes(24, 2048, 16, 16, 151936, 60, 4), moe=_experts(1408, shared=5632)),
     ),
     (
         "qwen330b",
@@ -244,9 +240,7 @@ def _gated_by_count(row: Mapping[str, str]) -> bool | None:
         for products in (2, 3)
         for tables in (1, 2)
     }
-    off = {
-        gated: min(abs(counts[gated, n] / stated - 1) for n in (1, 2)) for gated in (2, 3)
-    }
+    off = {gated: min(abs(counts[gated, n] / stated - 1) for n in (1, 2)) for gated in (2, 3)}
     if min(off.values()) > CLEARLY or max(off.values()) < 2 * CLEARLY:
         return None
     return off[3] < off[2]

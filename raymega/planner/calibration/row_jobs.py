@@ -121,7 +121,14 @@ def _recomputes(row: Row, facts: Facts) -> tuple[str, ...]:
     stated = (row["recompute"] or facts.recompute or "").lower().split("(")[0].split()
     if not stated:
         return OPEN_RECOMPUTES
-    names = {"no": "none", "false": "none", "off": "none", "yes": "full", "true": "full", "on": "full"}
+    names = {
+        "no": "none",
+        "false": "none",
+        "off": "none",
+        "yes": "full",
+        "true": "full",
+        "on": "full",
+    }
     named = names.get(stated[0], stated[0])
     return (named if named in ("none", "full") else "selective",)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import yaml
@@ -159,9 +159,7 @@ def device_of(row: Row) -> Accelerator | None:
     memory = re.search(r"(\d+) ?(?:GB|gb|GiB)\b", row["gpu"])
     if memory and int(memory[1]) < 0.9 * device.memory_bytes / 10**9:
         rate = 1.555e12 if gpu == "a100" else device.memory_bytes_per_s
-        device = replace(
-            device, memory_bytes=int(memory[1]) * 2**30, memory_bytes_per_s=rate
-        )
+        device = replace(device, memory_bytes=int(memory[1]) * 2**30, memory_bytes_per_s=rate)
     adapters = re.search(r"(\d+) ?x ?(\d+) ?Gb", row["gpu"])
     if adapters:
         node = int(adapters[1]) * int(adapters[2]) * GIGABIT_BYTES

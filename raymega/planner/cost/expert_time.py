@@ -125,9 +125,7 @@ def _is_gathered(shape: ActivationShape) -> bool:
     return getattr(shape.parallel, "moe_token_dispatcher_type", "all_to_all") == "all_gather"
 
 
-def _travel_s(
-    shape: ActivationShape, device: Accelerator, *, sends_once_a_node: bool
-) -> float:
+def _travel_s(shape: ActivationShape, device: Accelerator, *, sends_once_a_node: bool) -> float:
     """Return the seconds of transfers in one forward, to the experts and back.
 
     Rows are exchanged over ep, and gathered and reduced over etp. Where the stream is not cut, the

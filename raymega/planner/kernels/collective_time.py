@@ -89,7 +89,9 @@ def exchange_s(
     inside = part * (span.per_node - 1) / device.reached_link_bytes_per_s
     if span.is_inside:
         return inside + fitted.link_latency_s * log2(span.size)
-    outside = outside_share * part * (span.size - span.per_node) / device.reached_network_bytes_per_s
+    outside = (
+        outside_share * part * (span.size - span.per_node) / device.reached_network_bytes_per_s
+    )
     return max(inside, outside) + fitted.network_latency_s * log2(span.size)
 
 

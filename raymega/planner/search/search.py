@@ -28,7 +28,6 @@ from raymega.planner.cost.step_time import PrecomputedCosts, StepTime, step_time
 from raymega.planner.kernels.system_traits import RAYMEGA
 from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidates
 
-
 MEMORY_MARGIN = 0.08
 """Share of a device's memory that a chosen layout leaves free, for what no prediction of memory has:
 fragments of the allocator, buffers of communicators, and the error of the prediction itself."""

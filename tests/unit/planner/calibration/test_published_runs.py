@@ -44,9 +44,7 @@ def test_step_times_of_all_tables_are_near_what_was_published(everything):
 def test_the_stated_bands_hold_as_many_runs_as_they_state(everything):
     for kind, least in (("dense", 150), ("experts", 50)):
         mine = [each for each in everything if each.run.iter_s and each.band is BANDS[kind]]
-        held = [
-            each.band.low <= each.run.iter_s / each.iter_s <= each.band.high for each in mine
-        ]
+        held = [each.band.low <= each.run.iter_s / each.iter_s <= each.band.high for each in mine]
         assert len(mine) >= least
         # small samples and constants that have seen them: wider than the 75 to 90 % of sources left out
         assert 0.7 <= sum(held) / len(held) <= 0.97, kind

@@ -25,7 +25,7 @@ def a_row(**cells: object) -> dict[str, str]:
         "vocab": 51200, "seq": 2048, "gpu": "A100-80GB", "n_gpus": 8, "gbs": 64, "mbs": 2,
         "precision": "bf16", "recompute": "none",
     }  # fmt: skip
-    return {name: "" for name in COLUMNS} | {k: str(v) for k, v in (usual | cells).items()}
+    return dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in (usual | cells).items()}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_facts_are_read_and_count_more_than_words():
 
 @pytest.mark.parametrize("cell", ["many", "nan", "inf"])
 def test_a_cell_that_is_no_number_is_refused(cell):
-    with pytest.raises(ConfigError, match="n_gpus=.*must be a number"):
+    with pytest.raises(ConfigError, match=r"n_gpus=.*must be a number"):
         published_run(a_row(n_gpus=cell))
 
 
@@ -141,9 +141,22 @@ def test_a_model_that_is_known_by_name_needs_no_sizes():
 def test_experts_of_a_known_model_have_its_widths_and_its_latent_attention():
     run = published_run(
         a_row(
-            model="DeepSeekV3 (w/ MTP)", layers=61, hidden=7168, heads=128, ffn=2048, vocab=129280,
-            experts=256, topk=8, gpu="H800", n_gpus=256, pp=16, ep=8, gbs=512, mbs=1, precision="FP8",
-        )  # fmt: skip
+            model="DeepSeekV3 (w/ MTP)",
+            layers=61,
+            hidden=7168,
+            heads=128,
+            ffn=2048,
+            vocab=129280,
+            experts=256,
+            topk=8,
+            gpu="H800",
+            n_gpus=256,
+            pp=16,
+            ep=8,
+            gbs=512,
+            mbs=1,
+            precision="FP8",
+        )
     )
     assert not run.skipped
     model = run.candidates[0].job.model

@@ -20,7 +20,13 @@ from raymega.planner.cost.layer_time import head_time, layer_time
 from raymega.planner.cost.peak_memory import micro_batches_in_flight
 from raymega.planner.cost.step_time import step_time, work_s
 from raymega.planner.kernels.collective_time import all_reduce_s, gather_s, make_span, message_s
-from raymega.planner.kernels.kernel_time import STREAM_SHARE, attention_s, matmul_s, memory_s, stream_s
+from raymega.planner.kernels.kernel_time import (
+    STREAM_SHARE,
+    attention_s,
+    matmul_s,
+    memory_s,
+    stream_s,
+)
 from raymega.planner.kernels.system_traits import RAYMEGA
 from raymega.schedule.instructions import FREES_ACTIVATIONS, Op
 from raymega.schedule.order import make_sizes
