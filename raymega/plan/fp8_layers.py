@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job, PrecisionSection
 
@@ -28,6 +28,7 @@ class Fp8Coverage:
 
 
 ALL_IN_EIGHT = Fp8Coverage(linears=True, weight_gradients=True, experts=True, expert_gradients=True)
+BY_ROW_IN_EIGHT = replace(ALL_IN_EIGHT, weight_gradients=False, expert_gradients=False)
 NONE_IN_EIGHT = Fp8Coverage()
 
 

@@ -57,7 +57,7 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
         "layout": describe(found),
         "on": f"{plan.grid.world_size} x {device.name}",
         "a step": f"{seconds(time.total_s)}, {found.tokens_per_s:,.0f} tokens/s a device",
-        "how far to trust it": expected_error(device),
+        "how far to trust it": expected_error(device, plan.job),
     }
     rows = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()

@@ -8,21 +8,23 @@ from pathlib import Path
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.config.schema import Job
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware.catalog import Accelerator, accelerator
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.calibration.comparison import PublishedComparison, compare
+from raymega.planner.calibration.error_band import TimeBand, band_of, fits_probability
 from raymega.planner.calibration.published_runs import PublishedRun, read_runs
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.html_report import draw_plan
-from raymega.planner.search.search import RankedLayout, SearchResult
+from raymega.planner.search.search import MEMORY_MARGIN, RankedLayout, SearchResult
 from raymega.planner.search.selection import Choice, seconds
 
 GIB = 2**30
 RUN_HEADERS = (
-    "source", "model", "GPUs", "published s", "predicted s", "error", "GiB", "predicted GiB",
+    "source", "model", "GPUs", "published s", "predicted s", "8 of 10 within", "error", "GiB",
+    "predicted GiB", "fits",
 )  # fmt: skip
 
 
@@ -34,6 +36,7 @@ def prediction(plan: RunPlan, device: Accelerator) -> RankedLayout:
 def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
     """Return a prediction as a JSON object."""
     job = found.plan.job
+    band, mfu = band_of(job, device), _mfu(found, device)
     return {
         "gpu": device.name,
         "grid": found.plan.grid.degrees(),
@@ -44,13 +47,19 @@ def prediction_object(found: RankedLayout, device: Accelerator) -> dict[str, obj
         "sharding": job.parallel.sharding,
         "sequence_parallel": job.parallel.sequence_parallel,
         "step_time_s": found.time.total_s,
+        "step_time_s_low": found.time.total_s * band.low,
+        "step_time_s_high": found.time.total_s * band.high,
         **asdict(found.time),
         "tokens_per_s_per_gpu": found.tokens_per_s,
         "model_tflops_per_gpu": _tflops(found),
-        "mfu": _mfu(found, device),
+        "mfu": mfu,
+        "mfu_low": mfu / band.high,
+        "mfu_high": mfu / band.low,
         "memory": {**asdict(found.memory), "total_bytes": found.memory.total_bytes},
         "fits": found.memory.total_bytes <= device.memory_bytes,
-        "expected_error": expected_error(device),
+        "fits_probability": fits_probability(found.memory.total_bytes, device),
+        "is_measured": band.is_measured,
+        "expected_error": expected_error(device, job),
     }
 
 
@@ -70,14 +79,15 @@ def show_prediction(found: RankedLayout, device: Accelerator) -> None:
         f"{found.tokens_per_s:,.0f} tokens/s and {_readable_flops(found)} of model FLOPs per GPU, "
         f"MFU {_mfu(found, device):.1%}"
     )
+    print(_interval(found, device))
     # memory of the fullest rank
-    verdict = "fits" if memory.total_bytes <= device.memory_bytes else "does not fit"
+    fits = fits_probability(memory.total_bytes, device)
     print(
         f"fullest rank: pp {memory.pp_rank}, {memory.state_bytes / GIB:.1f} GiB state, "
         f"{memory.activation_bytes / GIB:.1f} activations, {memory.reserved_bytes / GIB:.1f} reserved: "
-        f"{verdict} into {device.memory_bytes / GIB:.0f} GiB"
+        f"fits into {device.memory_bytes / GIB:.0f} GiB with a probability of {fits:.0%}"
     )
-    print(expected_error(device))
+    print(expected_error(device, found.plan.job))
 
 
 def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
@@ -109,7 +119,7 @@ def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     print(f"\nbest layouts on {device.name}")
     headers = (
         "grid", "schedule", "chunks", "micro-batch", "recompute", "sharding", "step", "tokens/s/GPU",
-        "MFU", "GiB", "largest cost besides compute",
+        "8 of 10 within", "MFU", "GiB", "largest cost besides compute",
     )  # fmt: skip
     print(table(headers, [_search_row(found, device) for found in result.best]))
     # the settings that turn this job into the best layout
@@ -122,7 +132,22 @@ def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     # excluded layouts by reason
     for reason, count in result.refused.most_common():
         print(f"{count:,} others: {reason}")
-    print(expected_error(device))
+    print(expected_error(device, result.best[0].plan.job))
+
+
+def _interval(found: RankedLayout, device: Accelerator) -> str:
+    """Return the range of step time and MFU in words."""
+    band, mfu = band_of(found.plan.job, device), _mfu(found, device)
+    return (
+        f"8 of 10 steps within {_within(found.time.total_s, band)}, "
+        f"MFU {mfu / band.high:.1%} to {mfu / band.low:.1%}"
+    )
+
+
+def _within(step_s: float, band: TimeBand) -> str:
+    """Return the range of a step's time, and whether its constants are borrowed."""
+    borrowed = "" if band.is_measured else " (constants not measured)"
+    return f"{seconds(step_s * band.low)} to {seconds(step_s * band.high)}{borrowed}"
 
 
 def _binding(result: SearchResult, device: Accelerator) -> str:
@@ -135,7 +160,8 @@ def _binding(result: SearchResult, device: Accelerator) -> str:
         f"memory binds: {missed.plan.grid.describe()} with {missed.plan.placement.chunks} chunks, micro-batch "
         f"{options.schedule.micro_batch_size}, recompute {options.memory.recompute} would take "
         f"{seconds(missed.time.total_s)} ({missed.time.total_s / best.time.total_s - 1:+.1%}), and needs "
-        f"{missed.memory.total_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB"
+        f"{missed.memory.total_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB, of which "
+        f"{MEMORY_MARGIN:.0%} stay free"
     )
 
 
@@ -147,6 +173,7 @@ def _search_row(found: RankedLayout, device: Accelerator) -> tuple[object, ...]:
         found.plan.grid.describe(), job.schedule.name, found.plan.placement.chunks,
         job.schedule.micro_batch_size, job.memory.recompute, job.parallel.sharding,
         seconds(time.total_s), f"{found.tokens_per_s:,.0f}",
+        _within(found.time.total_s, band_of(job, device)),
         f"{_mfu(found, device):.1%}",
         f"{found.memory.total_bytes / GIB:.1f}",
         f"{worst} {others[worst] / time.total_s:.1%}",
@@ -157,7 +184,7 @@ def show_runs(path: Path, *, as_json: bool) -> None:
     """Print published runs beside their predictions."""
     rows = []
     for run in read_runs(path):
-        found = None if run.skipped else compare(run, accelerator(run.gpu))
+        found = None if run.skipped else compare(run)
         if as_json:
             print_json(_run_object(run, found))
         else:
@@ -181,18 +208,25 @@ def _run_object(run: PublishedRun, found: PublishedComparison | None) -> dict[st
         **line,
         "predicted_tflops_per_gpu": found.tflops,
         "predicted_iter_s": found.iter_s,
+        "predicted_iter_s_low": found.iter_s * found.band.low,
+        "predicted_iter_s_high": found.iter_s * found.band.high,
         "predicted_memory_gib": found.memory_gib,
         "fits": found.fits,
+        "fits_probability": found.fits_probability,
+        "is_measured": found.band.is_measured,
     }
 
 
 def _run_row(run: PublishedRun, found: PublishedComparison | None) -> tuple[object, ...]:
     head = run.source[:32], run.model, run.num_gpus, f"{run.iter_s:.3f}" if run.iter_s else "-"
     if found is None:
-        return (*head, "-", run.skipped, "", "")
+        return (*head, "-", run.skipped, "", "", "", "")
     error = f"{found.iter_s / run.iter_s - 1:+.1%}" if run.iter_s else "-"
     memory = f"{run.memory_gib:.1f}" if run.memory_gib else "-"
-    return (*head, f"{found.iter_s:.3f}", error, memory, f"{found.memory_gib:.1f}")
+    return (
+        *head, f"{found.iter_s:.3f}", _within(found.iter_s, found.band), error, memory,
+        f"{found.memory_gib:.1f}", f"{found.fits_probability:.0%}",
+    )  # fmt: skip
 
 
 def _mfu(found: RankedLayout, device: Accelerator) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -29,6 +29,7 @@ class FittedFigures(Section):
     matmul_depth: PositiveFloat | None = None
     matmul_waves: PositiveFloat | None = None
     matmul_8_bit_share: Share | None = None
+    matmul_4_bit_share: Share | None = None
     attention_share: Share | None = None
     older_attention_share: Share | None = None
     memory_share: Share | None = None
@@ -47,6 +48,7 @@ class AcceleratorFigures(Section):
     peak_16_bit_flops: PositiveFloat | None = None
     peak_32_bit_flops: PositiveFloat | None = None
     peak_8_bit_flops: Annotated[float, Field(ge=0)] | None = None
+    peak_4_bit_flops: Annotated[float, Field(ge=0)] | None = None
     memory_bytes: Positive | None = None
     memory_bytes_per_s: PositiveFloat | None = None
     num_cores: Positive | None = None
@@ -57,6 +59,7 @@ class AcceleratorFigures(Section):
     network_bytes_per_s: PositiveFloat | None = None
     host_bytes_per_s: PositiveFloat | None = None
     known_error: str | None = None
+    measured_formats: tuple[Literal["16-bit", "8-bit", "4-bit", "32-bit"], ...] | None = None
     fitted: FittedFigures = FittedFigures()
 
 
@@ -82,6 +85,8 @@ def find_accelerator(text: str, *, field: str = "--gpu") -> Accelerator:
         shares = {"older_attention_share": 0.0} | shares
     fitted = replace(base.fitted, **shares)
     given = figures.model_dump(exclude_none=True, exclude={"like", "fitted"})
+    if "known_error" not in given:  # nothing was measured on a device that is only described
+        given.setdefault("measured_formats", ())
     return replace(base, **given, fitted=fitted, driver_name="")
 
 

@@ -219,6 +219,7 @@ def accelerator_yaml(device: Accelerator, *, like: str, comment: str) -> str:
     """Return the text of a YAML file that ``raymega plan --gpu`` takes."""
     figures = asdict(device)
     fitted = {k: v for k, v in figures.pop("fitted").items() if v}
+    figures["measured_formats"] = list(device.measured_formats)
     plain = {k: v for k, v in figures.items() if k != "driver_name" and v not in ("", None)}
     name = plain.pop("name")
     text = yaml.safe_dump(_rounded({"name": name, "like": like, **plain}), sort_keys=False)

@@ -12,7 +12,12 @@ from functools import partial
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import ActivationShape, expert_rows, own_choices
 from raymega.planner.kernels.collective_time import all_reduce_s, exchange_s, gather_s, make_span
-from raymega.planner.kernels.kernel_time import grouped_matmul_s, matmul_s, memory_s
+from raymega.planner.kernels.kernel_time import (
+    grouped_matmul_s,
+    matmul_s,
+    memory_s,
+    stream_s,
+)
 
 ROUTER_PASSES = 8
 """Reads and writes of a token's scores: logits, softmax, choice, weights, statistics."""
@@ -38,13 +43,20 @@ class ExpertTime:
     travel_s: float
 
 
-def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float) -> ExpertTime:
+def expert_time(
+    shape: ActivationShape,
+    device: Accelerator,
+    *,
+    shared_s: float,
+    sends_once_a_node: bool = False,
+) -> ExpertTime:
     """Return the seconds of one block's experts as ``shape`` cuts them.
 
     Args:
         shape: Shape of the activations under the layout.
         device: Accelerator of every rank.
         shared_s: Seconds of the shared expert's forward, which overlaps the transfers.
+        sends_once_a_node: Whether a token travels to a node once for all its experts there.
     """
     model, parallel, fp8_coverage = shape.model, shape.parallel, shape.fp8_coverage
     num_held = model.moe.num_experts // parallel.ep
@@ -77,7 +89,7 @@ def expert_time(shape: ActivationShape, device: Accelerator, *, shared_s: float)
     return ExpertTime(
         forward_s=forward + others,
         backward_s=backward + 2 * others,
-        travel_s=max(0.0, _travel_s(shape, device) - shared_s),
+        travel_s=max(0.0, _travel_s(shape, device, sends_once_a_node=sends_once_a_node) - shared_s),
     )
 
 
@@ -90,7 +102,7 @@ def _routing_s(shape: ActivationShape, device: Accelerator) -> float:
     tokens = shape.tokens / shape.parallel.tp
     router = matmul_s(device, tokens, model.hidden_size, model.moe.num_experts, element=4)
     scores = memory_s(device, tokens * model.moe.num_experts * 4 * ROUTER_PASSES)
-    copies = memory_s(device, _moved_rows(shape) * model.hidden_size * element)
+    copies = stream_s(device, _moved_rows(shape) * model.hidden_size * element)
     return router + scores + copies + KERNELS_OF_ROUTING * device.fitted.launch_s
 
 
@@ -113,7 +125,7 @@ def _is_gathered(shape: ActivationShape) -> bool:
     return getattr(shape.parallel, "moe_token_dispatcher_type", "all_to_all") == "all_gather"
 
 
-def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
+def _travel_s(shape: ActivationShape, device: Accelerator, *, sends_once_a_node: bool) -> float:
     """Return the seconds of transfers in one forward, to the experts and back.
 
     Rows are exchanged over ep, and gathered and reduced over etp. Where the stream is not cut, the
@@ -128,7 +140,11 @@ def _travel_s(shape: ActivationShape, device: Accelerator) -> float:
         whole = shape.tokens / parallel.tp * parallel.ep * parallel.etp * row_bytes
         there = gather_s(device, ep, whole) + gather_s(device, etp, whole / parallel.ep)
     else:
-        there = exchange_s(device, ep, own_choices(shape) * row_bytes) + gathered
+        nodes, choices = ep.size / ep.per_node, shape.model.moe.top_k
+        # Expected nodes that hold an expert of a token, over its choices, under an even load.
+        share = nodes * (1 - (1 - 1 / nodes) ** choices) / choices if sends_once_a_node else 1.0
+        rows = own_choices(shape) * row_bytes
+        there = exchange_s(device, ep, rows, outside_share=share) + gathered
     back = 0.0
     if parallel.tp > 1 and not parallel.sequence_parallel:
         tp = make_span(device, size=parallel.tp, stride=1)

@@ -191,7 +191,9 @@ def layer_time(
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
         shared_s = sum(product_s(*sizes) for sizes in inner)
-        experts = expert_time(shape, device, shared_s=shared_s)
+        experts = expert_time(
+            shape, device, shared_s=shared_s, sends_once_a_node=software.sends_once_a_node
+        )
     forward_s = forward + attention + others + launches + experts.forward_s
     backward_s = backward + attention_backward + 2 * (others + launches) + experts.backward_s
     # With paired passes, transfers of one pass overlap kernels of the other, block by block.

@@ -73,11 +73,14 @@ def ring_steps_s(device: Accelerator, span: GroupSpan) -> float:
     return (span.size - 1) * latency
 
 
-def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
+def exchange_s(
+    device: Accelerator, span: GroupSpan, num_bytes: float, *, outside_share: float = 1.0
+) -> float:
     """Return the seconds of an all-to-all with ``num_bytes`` on every rank.
 
     Each rank sends an even part to each rank, its own included. Traffic inside the node and traffic
-    between nodes run concurrently. Every rank has its own share of the network.
+    between nodes run concurrently. Every rank has its own share of the network. ``outside_share`` is
+    the part of the bytes for other nodes that crosses the network, where copies are made there.
     """
     if span.size == 1:
         return 0.0
@@ -86,7 +89,9 @@ def exchange_s(device: Accelerator, span: GroupSpan, num_bytes: float) -> float:
     inside = part * (span.per_node - 1) / device.reached_link_bytes_per_s
     if span.is_inside:
         return inside + fitted.link_latency_s * log2(span.size)
-    outside = part * (span.size - span.per_node) / device.reached_network_bytes_per_s
+    outside = (
+        outside_share * part * (span.size - span.per_node) / device.reached_network_bytes_per_s
+    )
     return max(inside, outside) + fitted.network_latency_s * log2(span.size)
 
 

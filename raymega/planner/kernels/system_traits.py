@@ -37,6 +37,8 @@ class Software:
         waits_for_update: Whether no rank updates before all are done, because the norm of all
             gradients scales the update; otherwise each rank continues with its next step
             independently.
+        sends_once_a_node: Whether a token travels to a node once for all its experts there, and
+            inside the node to each; otherwise once for each expert.
         remakes: Products that selective recompute runs again, in addition to its parts.
     """
 
@@ -50,6 +52,7 @@ class Software:
     fuses_kernels: bool = True
     makes_steps: bool = False
     waits_for_update: bool = True
+    sends_once_a_node: bool = False
     remakes: Remakes = "nothing"
 
 

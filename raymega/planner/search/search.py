@@ -28,6 +28,10 @@ from raymega.planner.cost.step_time import PrecomputedCosts, StepTime, step_time
 from raymega.planner.kernels.system_traits import RAYMEGA
 from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidates
 
+MEMORY_MARGIN = 0.08
+"""Share of a device's memory that a chosen layout leaves free, for what no prediction of memory has:
+fragments of the allocator, buffers of communicators, and the error of the prediction itself."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedLayout:
@@ -79,8 +83,11 @@ def search(
     num_devices: int,
     top: int,
     fixed: frozenset[str] = frozenset(),
+    margin: float = MEMORY_MARGIN,
 ) -> SearchResult:
     """Return the fastest layout of each of the ``top`` fastest grids on ``num_devices``.
+
+    Layouts that leave less than ``margin`` of the memory free are taken only where no other fits.
 
     Args:
         job: Job to lay out; ``raymega.planner.search.candidates.CHOSEN`` lists the fields that are
@@ -89,13 +96,15 @@ def search(
         num_devices: Number of ranks.
         top: Most grids to return.
         fixed: Dotted paths of the fields that keep the job's values.
+        margin: Share of a device's memory that a layout leaves free.
 
     Raises:
         PlanError: No legal layout has this number of ranks, or none fits into memory.
     """
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
-    judge = _Judge(device)
+    limit = (1 - margin) * device.memory_bytes
+    judge = _Judge(device, limit)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
     # Price every candidate.
     for candidate in candidates(space):
@@ -104,6 +113,11 @@ def search(
             refused[verdict] += 1
         else:
             found.append(verdict)
+    if not found:  # the margin is given up before the job is
+        found = [each for each in judge.missed if each.memory.total_bytes <= device.memory_bytes]
+        refused[DOES_NOT_FIT] -= len(found)
+        limit = device.memory_bytes
+        judge.missed = [each for each in judge.missed if each.memory.total_bytes > limit]
     if not found:
         raise PlanError(_nothing_fits(job, device, num_devices, refused))
     # Keep the fastest layout of each grid.
@@ -144,9 +158,9 @@ class _Shared:
 class _Judge:
     """Evaluator of candidates: it checks the cheapest refusal first and computes shared parts once."""
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, limit_bytes: float) -> None:
         self.missed: list[RankedLayout] = []
-        self._device = device
+        self._device, self._limit_bytes = device, limit_bytes
         self._rules = RuleMemo(VARIED)
         self._shared: dict[tuple[object, ...], _Shared | None] = {}
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
@@ -169,7 +183,7 @@ class _Judge:
         found = RankedLayout(
             plan=plan, time=step_time(plan, self._device, known=known), memory=memory
         )
-        if memory.total_bytes > self._device.memory_bytes:
+        if memory.total_bytes > self._limit_bytes:
             self.missed.append(found)
             return DOES_NOT_FIT
         return found

@@ -15,7 +15,7 @@ from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.search.candidates import CHOSEN
-from raymega.planner.search.search import RankedLayout, SearchResult, search
+from raymega.planner.search.search import MEMORY_MARGIN, RankedLayout, SearchResult, search
 
 TOP = 8
 """Number of grids that are considered where the nodes may be unable to hold some."""
@@ -124,7 +124,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
         needs = result.missed.memory.total_bytes / 2**30
         yield (
             f"memory binds: {describe(result.missed)} would be {gain:.1%} faster and needs "
-            f"{needs:.1f} GiB of {device.memory_bytes / 2**30:.1f}"
+            f"{needs:.1f} GiB of {device.memory_bytes / 2**30:.1f}, of which {MEMORY_MARGIN:.0%} stay free"
         )
     # What was ruled out, and what was held.
     for reason, count in result.refused.most_common():
@@ -132,7 +132,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
     stated = sorted(held.intersection(CHOSEN))
     if stated:
         yield f"held as the job has it: {', '.join(stated)}"
-    yield expected_error(device)
+    yield expected_error(device, best.plan.job)
 
 
 def describe(found: RankedLayout) -> str:

@@ -47,8 +47,16 @@ def test_a_share_of_attention_that_is_given_is_that_of_the_kernel_that_is_used(r
 
 def test_a_name_is_the_catalogues():
     assert find_accelerator("a100") is CATALOGUE["a100"]
-    with pytest.raises(PlanError, match="v100"):
-        find_accelerator("v100")
+    with pytest.raises(PlanError, match="p100"):
+        find_accelerator("p100")
+
+
+def test_a_device_that_is_only_described_has_no_measured_constants(read):
+    assert read("name: mine\nlike: h100").measured_formats == ()
+    stated = read("name: mine\nlike: h100\nmeasured_formats: [16-bit]")
+    assert stated.measured_formats == ("16-bit",)
+    calibrated = read("name: mine\nlike: h100\nknown_error: Fitted to a run.")
+    assert calibrated.measured_formats == CATALOGUE["h100"].measured_formats
 
 
 def test_every_figure_of_a_device_can_be_given():

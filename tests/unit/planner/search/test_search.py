@@ -18,7 +18,7 @@ from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.cost.working_memory import attention_bytes_in_backward
 from raymega.planner.search.candidates import Space, candidates
-from raymega.planner.search.search import search
+from raymega.planner.search.search import MEMORY_MARGIN, search
 
 JOBS = Path(__file__).parents[4] / "jobs"
 H100 = CATALOGUE["h100"]
@@ -57,15 +57,31 @@ def test_the_best_is_no_slower_than_the_shipped_layout(seven_b):
 
 
 def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
-    result = search(seven_b, H100, num_devices=16, top=1)
+    result = search(seven_b, H100, num_devices=16, top=1, margin=0.0)
     assert result.missed is not None
     needed = result.missed.memory.total_bytes
     assert needed > H100.memory_bytes
     for num_bytes, time in ((needed, result.missed.time), (needed - 1, result.best[0].time)):
         roomier = replace(H100, memory_bytes=num_bytes)
-        assert search(seven_b, roomier, num_devices=16, top=1).best[0].time == time
+        found = search(seven_b, roomier, num_devices=16, top=1, margin=0.0)
+        assert found.best[0].time == time
     endless = replace(H100, memory_bytes=2**50)
     assert search(seven_b, endless, num_devices=16, top=1).missed is None
+
+
+def test_what_is_found_leaves_a_margin_of_memory_unless_nothing_else_fits(seven_b):
+    best = search(seven_b, H100, num_devices=16, top=1).best[0]
+    needed = best.memory.total_bytes
+    assert needed <= (1 - MEMORY_MARGIN) * H100.memory_bytes
+    fullest = search(seven_b, H100, num_devices=16, top=1, margin=0.0).best[0]
+    assert fullest.time.total_s <= best.time.total_s
+    # the smallest of all layouts, on devices that hold it and hardly more
+    result = search(seven_b, H100, num_devices=16, top=50, margin=0.0)
+    least = min(each.memory.total_bytes for each in result.best)
+    tight = replace(H100, memory_bytes=least)
+    found = search(seven_b, tight, num_devices=16, top=1)
+    assert found.best[0].memory.total_bytes <= least
+    assert found.missed is None or found.missed.memory.total_bytes > least
 
 
 def test_every_other_candidate_is_accounted_for(seven_b):
