@@ -19,6 +19,7 @@ from raymega.cli.evaluate import evaluate
 from raymega.cli.node_agent import node_agent
 from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
+from raymega.cli.report import report
 from raymega.cli.schedule import schedule
 from raymega.cli.submit import submit
 from raymega.cli.train import train
@@ -65,7 +66,7 @@ def schema() -> None:
 
 
 # top-level commands, then groups of commands
-for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
+for _command in (train, submit, doctor, plan, verify, chaos, report, schedule, schema, node_agent):
     add_command(app, _command)
 add_command(app, evaluate, name="eval")
 app.add_typer(data_app, name="data")
