@@ -87,6 +87,16 @@ def wide(picture: str) -> str:
     return f'<div class="wide">{picture}</div>'
 
 
+def zoomable(picture: str, *, name: str = "zoom") -> str:
+    """Return a wide picture with buttons that enlarge it; ``name`` tells several on a page apart."""
+    buttons = "".join(
+        f'<input type="radio" name="{name}" class="z{size}" id="{name}{size}"'
+        f'{" checked" if size == 1 else ""}><label for="{name}{size}">{size}x</label>'
+        for size in (1, 2, 4, 8)
+    )
+    return f'<div class="zoom"><span class="muted">Zoom</span>{buttons}{wide(picture)}</div>'
+
+
 def _cell(value: object) -> str:
     return f"{value:,}" if _is_number(value) else str(value)
 

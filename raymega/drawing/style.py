@@ -28,6 +28,7 @@ PICTURE = """
 .picture .raw { fill: none; stroke-width: 1; opacity: .4 } .picture .spread { opacity: .22 }
 .picture .level { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 5 3; fill: none }
 .picture .lost { fill: var(--alarm); opacity: .16 } .picture .cut { stroke: var(--alarm); stroke-width: 1; stroke-dasharray: 2 2; fill: none }
+.picture .block { stroke: var(--card); stroke-width: 1 }
 .picture .alarm { fill: var(--alarm) }
 """
 PAGE = """
@@ -41,12 +42,15 @@ p { margin: 6px 0 } .note, .muted { color: var(--muted) } .alarm { color: var(--
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 8px; margin: 14px 0; padding: 0 }
 .facts div { background: var(--row); border-radius: 8px; padding: 8px 10px; min-width: 0 }
 .facts dt { color: var(--muted); font-size: 12.5px } .facts dd { margin: 0; font-size: 17px; font-weight: 600; overflow-wrap: anywhere }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 12px }
+.charts { display: grid; align-items: start; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 12px }
 .charts figure, .wide { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px; margin: 0; min-width: 0 }
 .picture { display: block; width: 100%; height: auto }
-.wide { overflow-x: auto } .wide .picture { min-width: 700px }
+.wide { overflow-x: auto; margin: 10px 0 } .charts { margin: 10px 0 } .wide .picture { min-width: 700px }
 article { border: 1px solid var(--line); border-left: 3px solid var(--alarm); border-radius: 6px; padding: 6px 12px; margin: 10px 0; overflow-wrap: anywhere }
 article h3 { margin: 2px 0 } .pairs { display: flex; flex-wrap: wrap; gap: 2px 18px } .pairs i { color: var(--muted); font-style: normal }
+.zoom > input { margin: 0 4px 0 10px } .zoom > .wide { max-height: 85vh; overflow: auto }
+.zoom > .z2:checked ~ .wide .picture { width: 200% } .zoom > .z4:checked ~ .wide .picture { width: 400% }
+.zoom > .z8:checked ~ .wide .picture { width: 800% }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; vertical-align: top; padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line) }
 th { color: var(--muted); font-weight: 500 } td.number, th.number { text-align: right }

@@ -77,13 +77,17 @@ def rect(x: float, y: float, width: float, height: float, look: str, hint: str =
         y: Upper edge.
         width: Width in pixels.
         height: Height in pixels.
-        look: Fill, or with a dot before it the CSS class that has one.
+        look: Fill, CSS class with a dot before it, or both: ``#fff``, ``.lane``, ``.block #fff``.
         hint: Text that is shown where the pointer rests on it.
     """
-    name, value = ("class", look[1:]) if look.startswith(".") else ("fill", look)
+    kinds = [each[1:] for each in look.split() if each.startswith(".")]
+    fills = [each for each in look.split() if not each.startswith(".")]
+    paint = "".join(f' class="{each}"' for each in kinds) + "".join(
+        f' fill="{each}"' for each in fills
+    )
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return (
-        f'<rect {name}="{value}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">'
+        f'<rect{paint} x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">'
         f"{title}</rect>"
     )
 

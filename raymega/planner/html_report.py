@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raymega.drawing.bars import Bars, draw_bars
-from raymega.drawing.page import note, page, table, wide
+from raymega.drawing.page import charts, note, page, table, zoomable
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
@@ -41,8 +41,8 @@ DRAWN_ROUNDS = 3
 """Micro-batches in the time line, in multiples of the pipeline depth; more would look the same."""
 MOST_PASSES = 6000
 """Most blocks in the time line, over all ranks."""
-WIDTH_PX = 900
-"""Width of the pictures; a page scales them to the room that it has."""
+TIMELINE_PX = 1090
+"""Width of the time line's rows, which the page just holds."""
 
 
 def draw_plan(found: RankedLayout, device: Accelerator) -> str:
@@ -59,11 +59,10 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
         f"{plan.job.run.name} on {plan.grid.world_size} x {device.name}, as planned",
         (
             table(("", ""), facts.items()),
-            wide(memory_svg(plan, device)),
-            wide(time_svg(found)),
+            charts([memory_svg(plan, device), time_svg(found)]),
             "<h2>Time line of the pipeline</h2>",
-            note(_timeline_note(plan)),
-            wide(_timeline(plan, device)),
+            note(_timeline_note(found)),
+            zoomable(_timeline(plan, device)),
         ),
     )
 
@@ -78,7 +77,6 @@ def memory_svg(plan: RunPlan, device: Accelerator) -> str:
             rows={f"pp {rank}": parts for rank, parts in enumerate(memory_parts(plan))},
             fills=FILLS,
             limit=(f"{device.name}: {limit:.0f} GiB", limit),
-            width=WIDTH_PX,
         )
     )
 
@@ -92,7 +90,6 @@ def time_svg(found: RankedLayout) -> str:
             unit="s",
             rows={"step": parts},
             fills=PARTS,
-            width=WIDTH_PX,
         )
     )
 
@@ -115,7 +112,9 @@ def _timeline(plan: RunPlan, device: Accelerator) -> str:
     # Milliseconds, one row for each pipeline rank.
     played = play(plan, device, num_micro_batches=_drawn(plan))
     rows = {f"pp {rank}": events for rank, events in enumerate(played.events)}
-    return draw_svg(rows, title=plan.job.schedule.name, time_unit="ms", scale=1000.0)
+    return draw_svg(
+        rows, title=plan.job.schedule.name, time_unit="ms", scale=1000.0, width_px=TIMELINE_PX
+    )
 
 
 def _drawn(plan: RunPlan) -> int:
@@ -127,12 +126,15 @@ def _drawn(plan: RunPlan) -> int:
     return max(drawn - drawn % pp, min(drawn, pp))
 
 
-def _timeline_note(plan: RunPlan) -> str:
-    drawn, whole = _drawn(plan), plan.batch.num_micro_batches
+def _timeline_note(found: RankedLayout) -> str:
+    plan, whole = found.plan, found.plan.batch.num_micro_batches
+    drawn = _drawn(plan)
+    share = found.time.parts.get("bubble", 0.0) / found.time.total_s
     part = (
-        f"{drawn} of the step's {whole} micro-batches, and their bubble"
+        f"{drawn} of the step's {whole} micro-batches, whose bubble is larger than the whole step's "
+        f"{share:.1%}"
         if drawn < whole
-        else (f"all {whole} micro-batches")
+        else f"all {whole} micro-batches"
     )
     return (
         f"{part}; a row a pipeline rank; passes as long as predicted, traffic of their layers in them. "

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from raymega.checkpoint.format.epochs import LeaseGrant
 from raymega.config.fields import by_path
 from raymega.config.schema import Job
-from raymega.drawing.page import charts, facts, folded, note, page, table, wide
+from raymega.drawing.page import charts, facts, folded, note, page, table, zoomable
 from raymega.errors import ConfigError, RaymegaError
 from raymega.orchestrate.run_store.lease import driver_of
 from raymega.report.events import incidents_section
@@ -105,7 +105,7 @@ def _sections(
     yield from incidents_section(history)
     if timeline := _timeline(place):
         yield "<h2>Time line of a step</h2>"
-        yield wide(timeline)
+        yield zoomable(timeline)
     yield "<h2>Settings</h2>"
     yield _settings(history, job)
 

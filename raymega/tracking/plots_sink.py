@@ -9,7 +9,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from raymega.events import ArtefactWritten, RunEvent, RunFinished, RunStarted, Timeline
+from raymega.events import (
+    ArtefactWritten,
+    AttemptStarted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    Timeline,
+)
+from raymega.plan.grid import Grid
 from raymega.schedule.timeline_svg import draw_svg
 from raymega.schedule.trace import merge_trace
 from raymega.tracking.history import load_history
@@ -17,6 +25,7 @@ from raymega.tracking.run_charts import expert_map, loss_chart
 from raymega.tracking.sink import Sink
 
 TIMELINE_FILE, TRACE_FILE = "timeline.svg", "trace.json"
+DEFAULT_ORDER = Grid().order
 LOSS_FILE, EXPERTS_FILE = "loss.svg", "experts.svg"
 
 
@@ -47,14 +56,17 @@ class PlotsSink:
         self._folder, self._metrics = folder, metrics
         self._references, self._watcher = references, watcher
         self._files = files or {}
-        self._name = ""
+        self._name, self._order = "", DEFAULT_ORDER
+        self._grid: Mapping[str, int] = {}
         self._timeline: Timeline | None = None
 
     def emit(self, event: RunEvent) -> None:
         """Record what the figures need; draw them at RunFinished, which takes a moment."""
         match event:
             case RunStarted():
-                self._name = event.name
+                self._name, self._order = event.name, _order_of(event.job)
+            case AttemptStarted():
+                self._grid = event.grid
             case Timeline():
                 self._timeline = event
             case RunFinished():
@@ -82,14 +94,17 @@ class PlotsSink:
             self._write(EXPERTS_FILE, picture, "Expert load")
 
     def _draw_timeline(self, event: Timeline) -> None:
-        rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
-        title = (
-            f"run {self._name}, step {event.step}, as recorded; simulated bubble of the schedule: "
-            f"{event.metrics['run/simulated_bubble']:.3f}"
+        simulated = event.metrics["run/simulated_bubble"]
+        grid = Grid(**self._grid, order=self._order)
+        ranks = grid.by_pipeline(event.events)
+        picture = draw_svg(
+            {f"{rank}: {grid.describe_rank(rank)}": event.events[rank] for rank in ranks},
+            title=f"run {self._name}, step {event.step}, as recorded",
+            note=f"simulated bubble of the schedule: {simulated:.3f}, as if transfers took no time",
+            time_unit="ms",
+            scale=1000.0,
         )
-        self._write(
-            TIMELINE_FILE, draw_svg(rows, title=title, time_unit="ms", scale=1000.0), "Pipeline timeline"
-        )  # fmt: skip
+        self._write(TIMELINE_FILE, picture, "Pipeline timeline")
         trace = json.dumps(merge_trace(event.events, event.transfers))
         self._write(TRACE_FILE, trace, "Trace for Perfetto")
 
@@ -100,3 +115,9 @@ class PlotsSink:
 
     def _tell(self, path: Path, title: str) -> None:
         self._watcher.emit(ArtefactWritten(path=str(path), title=title))
+
+
+def _order_of(job: Mapping[str, object]) -> str:
+    parallel = job.get("parallel")
+    order = parallel.get("order") if isinstance(parallel, Mapping) else None
+    return order if isinstance(order, str) else DEFAULT_ORDER
