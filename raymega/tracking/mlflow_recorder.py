@@ -67,8 +67,10 @@ NO_CURVE = frozenset(
     }
 )  # fmt: skip
 """Metrics of the present moment, for alerts: over a run's life their curves say nothing."""
-SHOWN_FAMILIES = ("train", "eval", "run")
+FIRST_FAMILIES = ("train", "eval")
+"""Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
 OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
+HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "superseded": "KILLED"}
 
 T = TypeVar("T")
@@ -275,7 +277,7 @@ class Recorder:
                 child.append(metric)
                 # The child run gets every value, the parent only those beyond its last step.
                 last = last_steps.get(metric.key, -1)
-                if metric.key in NO_CURVE or (_is_series(item) and metric.step <= last):
+                if metric.key in HIDDEN or (_is_series(item) and metric.step <= last):
                     continue
                 # A constant has no chart: its first value waits for one that differs.
                 if last < 0 and _may_be_constant(metric.key):
@@ -333,12 +335,18 @@ def is_refusal(error: Exception) -> bool:
 def _metrics(item: Stamped) -> Iterator[Metric]:
     step = getattr(item.event, "step", 0)
     for name, value in metrics_of(item.event).items():
-        yield Metric(name, float(value), int(item.time_s * 1000), step)
+        yield Metric(mlflow_name(name), float(value), int(item.time_s * 1000), step)
 
 
-def _may_be_constant(name: str) -> bool:
+def mlflow_name(name: str) -> str:
+    """Return a metric's name in MLflow: all but loss, speed and results are system metrics."""
+    return name if name.partition("/")[0] in FIRST_FAMILIES else f"system/{name}"
+
+
+def _may_be_constant(key: str) -> bool:
     """Return whether the metric's curve waits for a second value; loss, speed and results never do."""
-    return name.partition("/")[0] not in SHOWN_FAMILIES or name in OFTEN_CONSTANT
+    is_of_machine = key.startswith("system/") and not key.startswith("system/run/")
+    return is_of_machine or key in OFTEN_CONSTANT
 
 
 def _is_series(item: Stamped) -> bool:

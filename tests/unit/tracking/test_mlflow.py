@@ -16,7 +16,8 @@ from raymega.api import load_job
 from raymega.events import ArtefactWritten, AttemptFailed
 from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
 from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
-from raymega.tracking.mlflow_recorder import Recorder, is_refusal
+from raymega.tracking.mlflow_recorder import Recorder, is_refusal, mlflow_name
+from raymega.tracking.names import METRICS
 from raymega.tracking.sink import Stamped
 from tests.unit.tracking.events import (
     JOB,
@@ -87,7 +88,7 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert children[1].data.params["plan.schedule"] == "1f1b"
     assert children[1].data.params["init_from"] == "store"
     assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
-    assert parent.data.metrics["run/goodput"] == 0.93
+    assert parent.data.metrics["system/run/goodput"] == 0.93
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
     assert files == {"environment.yaml", "job.yaml", "loss.svg"}
 
@@ -208,9 +209,18 @@ def test_constants_and_states_of_the_moment_have_no_chart(client, uri, experimen
     parent, children = runs_of(client, experiment)
     shown = parent.data.metrics
     assert {"train/loss", "train/lr", "train/mfu", "eval/loss"} <= shown.keys()
-    assert not {"checkpoint/bytes", "checkpoint/snapshot_step", "comm/cp_sent_bytes"} & shown.keys()
-    assert not {"train/global_batch_size", "run/lease_age_s"} & shown.keys()
-    assert {"checkpoint/bytes", "comm/cp_sent_bytes"} <= children[1].data.metrics.keys()
+    constant = {"system/checkpoint/bytes", "system/comm/cp_sent_bytes", "train/global_batch_size"}
+    assert (
+        not (constant | {"system/checkpoint/snapshot_step", "system/run/lease_age_s"})
+        & shown.keys()
+    )
+    assert constant <= children[1].data.metrics.keys()
+
+
+def test_families_sort_so_that_losses_come_first():
+    """MLflow sorts the sections of a page by name, and has a page of its own for system metrics."""
+    first = {mlflow_name(metric.name).partition("/")[0] for metric in METRICS}
+    assert first == {"eval", "train", "system"}
 
 
 def test_value_that_changes_late_has_its_first_value_too(client, uri, experiment):
@@ -220,7 +230,7 @@ def test_value_that_changes_late_has_its_first_value_too(client, uri, experiment
     record(recorder, dataclasses.replace(checkpoint(6), num_bytes=7))
     parent, _ = runs_of(client, experiment)
     first = checkpoint(2).num_bytes
-    assert series(client, parent, "checkpoint/bytes") == [(2, first), (6, 7.0)]
+    assert series(client, parent, "system/checkpoint/bytes") == [(2, first), (6, 7.0)]
 
 
 def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, experiment):
@@ -256,7 +266,7 @@ def test_checkpoint_of_a_replayed_step_does_not_go_back_in_the_parent(client, ur
     recorder = driver(uri, experiment, run_started(), attempt_started(1), first, second)
     record(recorder, attempt_started(2), third, time_s=200.0)
     parent, _ = runs_of(client, experiment)
-    assert [step for step, _ in series(client, parent, "checkpoint/bytes")] == [5, 6, 6]
+    assert [step for step, _ in series(client, parent, "system/checkpoint/bytes")] == [5, 6, 6]
 
 
 def test_experiment_that_another_driver_makes_first_is_used(client, uri, experiment):
