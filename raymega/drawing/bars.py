@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
 
+from raymega.drawing.chart import ALONE
 from raymega.drawing.svg import CHARACTER_PX, ink_on, picture, rect, short, swatches, text
 
 WIDTH_PX, LEFT_PX, RIGHT_PX = 460, 46, 74
@@ -155,13 +156,18 @@ def draw_heat(
                 f"M{x:.1f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z"
             )
     # one element a colour: a map has thousands of cells
-    parts += [f'<path fill="{fill}" d="{"".join(cells)}"/>' for fill, cells in paths.items()]
+    parts += [
+        f'<path fill="{fill}" shape-rendering="crispEdges" d="{"".join(cells)}"/>'
+        for fill, cells in paths.items()
+    ]
     bottom = top + len(rows) * height
     for at in range(0, len(shown), max(1, len(shown) // 6)):
         x = left + (at + 0.5) * width
         parts.append(text(x, bottom + 15, short(shown[at]), kind="muted small", anchor="middle"))
     parts.append(text(left - 5, bottom + 15, "step", kind="muted small", anchor="end"))
-    return picture(parts, width=WIDTH_PX, height=bottom + 22, kind="heat", alone=alone)
+    return picture(
+        parts, width=WIDTH_PX, height=bottom + 22, kind="heat", alone=alone, enlarged=ALONE
+    )
 
 
 def _heat_legend(left: float) -> Iterator[str]:

@@ -24,7 +24,8 @@ from raymega.drawing.svg import (
     ticks,
 )
 
-# All in pixels of the drawing; a page scales it.
+# All in pixels of the drawing; a page scales it, and a file of its own is ALONE times as large.
+ALONE = 1.8
 WIDTH_PX, LEFT_PX, RIGHT_PX = 460, 48, 50
 HEAD_PX, PLOT_PX, BELOW_PX, FOOT_PX, TOKENS_PX = 26, 190, 56, 24, 15
 BELOW_LABEL_PX, END_LABEL_PX = 16, 13
@@ -34,6 +35,7 @@ MOST_POINTS = 240
 """Most points of a drawn line."""
 MIN_POINTS_TO_SMOOTH = 60
 NUM_X_TICKS, NUM_Y_TICKS = 6, 5
+LEAST_TICK_PX = 15
 MOST_MARKS = 40
 """Most points of a curve that are marked by dots."""
 
@@ -86,7 +88,7 @@ def draw_chart(chart: Chart, *, alone: bool = False) -> str:
     curves = [_positive(curve) if chart.is_log else curve for curve in chart.curves]
     named = [
         *((curve.label, _colour(at + 1)) for at, curve in enumerate(curves) if len(curves) > 1),
-        *([("steps done again", ".lost")] if _has_bands(chart.marks) else []),
+        *([("steps done again", ".lost")] if len(curves) > 1 and _has_bands(chart.marks) else []),
     ]
     legend, legend_px = swatches(
         named, left=LEFT_PX, top=HEAD_PX + 2, right=WIDTH_PX - 8
@@ -106,7 +108,7 @@ def draw_chart(chart: Chart, *, alone: bool = False) -> str:
         *_steps(frame, bottom, chart.tokens),
     ]
     height = bottom + FOOT_PX + (TOKENS_PX if chart.tokens else 0)
-    return picture(parts, width=WIDTH_PX, height=height, kind="chart", alone=alone)
+    return picture(parts, width=WIDTH_PX, height=height, kind="chart", alone=alone, enlarged=ALONE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +160,12 @@ def _grid(frame: _Frame) -> Iterator[str]:
         if frame.is_log
         else ticks(frame.low, frame.high, NUM_Y_TICKS)
     )
+    last = float("inf")
     for value in marks:
         y = frame.y(value)
+        if last - y < LEAST_TICK_PX:
+            continue
+        last = y
         yield f'<path class="tick" d="M{LEFT_PX} {y:.1f}H{WIDTH_PX - RIGHT_PX}"/>'
         yield text(LEFT_PX - 5, y + 4, short(value), kind="muted small", anchor="end")
 

@@ -5,10 +5,13 @@ A page needs no server, no other file and no script; it follows the reader's lig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from raymega.drawing.style import PAGE, PICTURE, THEME
+
+_BREAK = re.compile(r"([._/])")
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -58,9 +61,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     )
     body = "".join(
         "<tr>"
-        + "".join(
-            f"<td{kind}>{escape(_cell(each))}</td>" for kind, each in zip(kinds, line, strict=True)
-        )
+        + "".join(f"<td{kind}>{_cell(each)}</td>" for kind, each in zip(kinds, line, strict=True))
         + "</tr>"
         for line in lines
     )
@@ -98,7 +99,11 @@ def zoomable(picture: str, *, name: str = "zoom") -> str:
 
 
 def _cell(value: object) -> str:
-    return f"{value:,}" if _is_number(value) else str(value)
+    if _is_number(value):
+        return f"{value:,}"
+    words = escape(str(value))
+    # names and paths may be broken behind their points, on a narrow screen
+    return words if " " in words else _BREAK.sub(r"\1<wbr>", words)
 
 
 def _is_number(value: object) -> bool:

@@ -55,6 +55,7 @@ article h3 { margin: 2px 0 } .pairs { display: flex; flex-wrap: wrap; gap: 2px 1
 th, td { text-align: left; vertical-align: top; padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line) }
 th { color: var(--muted); font-weight: 500 } td.number, th.number { text-align: right }
 td { overflow-wrap: anywhere; min-width: 60px } td:first-child { overflow-wrap: normal }
+@media (max-width: 600px) { table { font-size: 14px } td, th { padding-right: 10px } }
 code { font: 13px ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere }
 details { margin: 10px 0 } summary { cursor: pointer; color: var(--s1) }
 """

@@ -21,8 +21,9 @@ PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def picture(
-    parts: Iterable[str], *, width: float, height: float, kind: str = "", alone: bool = False
-) -> str:
+    parts: Iterable[str], *, width: float, height: float, kind: str = "", alone: bool = False,
+    enlarged: float = 1.0,
+) -> str:  # fmt: skip
     """Return an SVG document of ``width`` by ``height`` pixels.
 
     Args:
@@ -31,9 +32,10 @@ def picture(
         height: Height of the drawing.
         kind: CSS class of the document.
         alone: Whether the picture is a file of its own, which needs its theme inside.
+        enlarged: Factor from the drawing's size to the file's, when it is alone.
     """
     head = f"<style>{THEME}{PICTURE}</style>" if alone else ""
-    size = f' width="{width:.0f}" height="{height:.0f}"' if alone else ""
+    size = f' width="{width * enlarged:.0f}" height="{height * enlarged:.0f}"' if alone else ""
     paper = '<rect class="paper" width="100%" height="100%"/>' if alone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture {kind}"{size} '

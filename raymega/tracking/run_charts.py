@@ -10,6 +10,7 @@ from typing import Literal
 from raymega.drawing.bars import draw_heat
 from raymega.drawing.chart import Chart, Curve, Mark, draw_chart
 from raymega.tracking.history import RunHistory, Series
+from raymega.tracking.names import METRICS
 
 MOST_PARTS = 5
 """Most parts of a metric that get a curve each; of more the least, middle and largest are drawn."""
@@ -149,7 +150,7 @@ def _curves(found: Mapping[str, Series], name: str) -> list[Curve]:
     parts = {key.partition("/")[2]: series for key, series in found.items()
              if key.startswith(f"{name}/") and len(series.steps)}  # fmt: skip
     if len(parts) <= MOST_PARTS:
-        return [_curve(part, series) for part, series in parts.items()]
+        return [_curve(_part_label(name, part), series) for part, series in parts.items()]
     # of many parts only how far apart they are
     steps = next(iter(parts.values())).steps
     at_steps = [
@@ -160,6 +161,12 @@ def _curves(found: Mapping[str, Series], name: str) -> list[Curve]:
         Curve(label=f"{label} of {len(parts)}", xs=steps, ys=[of(values) for values in at_steps])
         for label, of in (("largest", max), ("middle", median), ("least", min))
     ]
+
+
+def _part_label(name: str, part: str) -> str:
+    """Return ``layer 3`` for a number, and a name as it is."""
+    kinds = {metric.short_name: metric.part for metric in METRICS}
+    return f"{kinds.get(name, '')} {part}".strip() if part.isdigit() else part
 
 
 def _curve(label: str, series: Series) -> Curve:

@@ -51,7 +51,7 @@ def test_nothing_is_drawn_outside_the_picture():
 
 def test_restarts_at_one_place_are_one_band_and_one_label():
     marks = [Mark(label="attempt 2", at=3.0, since=2.0), Mark(label="attempt 3", at=3.0, since=2.0)]
-    root, texts = drawn(marks=marks)
+    root, texts = drawn(marks=marks, curves=[curve([2.0, 1.0, 0.5]), curve([2.0, 1.5, 1.0], "b")])
     bands = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "lost"]
     assert len(bands) == 2, "one in the legend, one over the steps"
     assert "attempt 2 to 3" in texts and "steps done again" in texts

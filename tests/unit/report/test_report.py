@@ -25,7 +25,7 @@ from tests.unit.tracking.events import whole_run
 
 JOBS = Path(__file__).parents[3] / "jobs"
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-VOID = {"meta", "circle", "rect", "path"}
+VOID = {"meta", "circle", "rect", "path", "wbr", "input"}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_page_says_what_the_records_say(tmp_path, job):
     page = page_of(written(tmp_path, job))
     for said in (
         "Run demo", "finished", "4 of 4", "2.5000", "5.2500", "2026-01-02 03:04", "unigrams 5.6",
-        "killed by signal 9", "attempt 2", "loss=nan", "model.hidden_size", "not be written: disk is full",
+        "killed by signal 9", "attempt 2", "loss=nan", "model.<wbr>hidden_<wbr>size", "not be written: disk is full",
         "93.0%",
     ):  # fmt: skip
         assert said in page, said
@@ -152,7 +152,7 @@ def test_job_of_another_version_is_shown_as_it_is(tmp_path, job):
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace('"hidden_size"', '"width"'))
     page = page_of(run)
-    assert "model.width" in page and "Memory by rank" in page
+    assert "model.<wbr>width" in page and "Memory by rank" in page
 
 
 @pytest.mark.parametrize("given", ["demo", "demo/", "demo/metrics.jsonl"])
