@@ -1,4 +1,4 @@
-"""Writes dashboards/raymega.json, a Grafana dashboard: `python dashboards/generate.py`.
+"""Writes dashboards/raymega.json, a Grafana dashboard: `python -m dashboards.generate`.
 
 It owns the layout, which is the table ROWS. Names, units and help lines come from
 raymega/tracking/names.py, so a panel of a metric that nothing declares cannot be written.
@@ -23,6 +23,9 @@ UNITS = {"s": "s", "bytes": "bytes"}
 ATTEMPT_LEGEND = "{{run}}, attempt {{attempt}}"
 WINDOW = "$__rate_interval"
 TIMELINE = "tracking.timeline_every"
+MIB = " * 1024 * 1024"
+"""Scale of Ray's figures of GPU memory, which are in MiB."""
+OF_NODES = "As Ray's agent sees it, all processes of the node."
 PART_SETTINGS = {
     ("train", "group"): "tracking.norms_every",
     ("train", "layer"): "tracking.activations_every",
@@ -34,6 +37,9 @@ PART_SETTINGS = {
     ("eval", "set"): "data.validation",
     ("data", "dataset"): "data.sources or data.stages",
 }
+
+
+Kind = Literal["timeseries", "stat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +59,17 @@ class Panel:
     lines: tuple[Line, ...]
     unit: str = "short"
     width: int = 8
-    kind: Literal["timeseries", "stat"] = "timeseries"
+    kind: Kind = "timeseries"
     is_log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Panels under one heading."""
+    """Panels under one heading; a folded row asks Prometheus for nothing until it is opened."""
 
     title: str
     panels: tuple[Panel, ...]
+    is_folded: bool = True
 
 
 def series(metric: Metric) -> str:
@@ -122,7 +129,7 @@ def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
     return Panel(title=title, help=help_line, lines=(line,), is_log=is_log)
 
 
-def number(title: str, name: str, *, unit: str = "") -> Panel:
+def number(title: str, name: str, *, unit: str = "", width: int = 4) -> Panel:
     """A panel of the newest value."""
     metric = BY_NAME[name]
     return Panel(
@@ -130,7 +137,7 @@ def number(title: str, name: str, *, unit: str = "") -> Panel:
         help=metric.help,
         lines=(Line(expr=by_run(name), legend="{{run}}"),),
         unit=unit or UNITS.get(metric.unit, "short"),
-        width=4,
+        width=width,
         kind="stat",
     )
 
@@ -144,29 +151,55 @@ def rank_curve(title: str, name: str, *, needs: str = "", width: int = 8) -> Pan
     return Panel(title=title, help=help_line, lines=(line,), unit=unit, width=width)
 
 
-def formula(title: str, help_line: str, expr: str, *, unit: str = "short") -> Panel:
+def formula(
+    title: str, help_line: str, expr: str, *, unit: str = "short", kind: Kind = "timeseries"
+) -> Panel:
     """A panel of something computed from several metrics."""
     line = Line(expr=expr, legend="{{run}}")
-    return Panel(title=title, help=help_line, lines=(line,), unit=unit)
+    width = 3 if kind == "stat" else 8
+    return Panel(title=title, help=help_line, lines=(line,), unit=unit, width=width, kind=kind)
 
 
-def machine(title: str, help_line: str, expr: str, *, unit: str) -> Panel:
+def machine(title: str, help_line: str, *names: str, unit: str) -> Panel:
     """A panel of what Ray itself measures on each node."""
-    line = Line(expr=expr, legend="{{NodeAddress}}")
-    return Panel(title=title, help=help_line, lines=(line,), unit=unit, width=12)
+    lines = tuple(
+        Line(
+            expr=f"max by (NodeAddress) (ray_node_{name})",
+            legend="{{NodeAddress}}" if len(names) == 1 else f"{name} {{{{NodeAddress}}}}",
+        )
+        for name in names
+    )
+    return Panel(title=title, help=f"{help_line} {OF_NODES}", lines=lines, unit=unit)
+
+
+def gpu(title: str, help_line: str, name: str, *, unit: str, scale: str = "") -> Panel:
+    """A panel of what Ray itself measures of each GPU; ``scale`` is appended to the query."""
+    expr = f"max by (NodeAddress, GpuIndex) (ray_node_{name}){scale}"
+    line = Line(expr=expr, legend="{{NodeAddress}} GPU {{GpuIndex}}")
+    return Panel(title=title, help=f"{help_line} {OF_NODES}", lines=(line,), unit=unit)
 
 
 ROWS = (
     Row(
         title="Now",
         panels=(
-            number("Step", "run/step"),
-            number("Of", "run/total_steps"),
-            number("Loss", "train/loss"),
-            number("Tokens/s", "train/tokens_per_s"),
-            number("Attempt", "run/attempt"),
-            number("Workers", "run/world_size"),
+            number("Step", "run/step", width=3),
+            number("Of", "run/total_steps", width=3),
+            formula(
+                "Time left",
+                "Steps left times the mean step time of the last half hour; pauses are not in it.",
+                f"({by_run('run/total_steps')} - {by_run('run/step')}) * on (run) "
+                f"max by (run) (avg_over_time({select('train/step_time_s')}[30m]))",
+                unit="s",
+                kind="stat",
+            ),
+            number("Loss", "train/loss", width=3),
+            number("Tokens/s", "train/tokens_per_s", width=3),
+            number("MFU", "train/mfu", unit="percentunit", width=3),
+            number("Attempt", "run/attempt", width=3),
+            number("Workers", "run/world_size", width=3),
         ),
+        is_folded=False,
     ),
     Row(
         title="Learning",
@@ -175,6 +208,7 @@ ROWS = (
             curve("Gradient norm", "train/grad_norm", width=6, is_log=True),
             curve("Learning rate", "train/lr", width=6),
         ),
+        is_folded=False,
     ),
     Row(
         title="Numbers inside the model",
@@ -297,20 +331,43 @@ ROWS = (
         ),
     ),
     Row(
-        title="Machines",
+        title="GPUs",
         panels=(
-            machine(
-                "Host memory in use",
-                "As Ray's agent sees it, the whole node.",
-                "max by (NodeAddress) (ray_node_mem_used)",
-                unit="bytes",
-            ),
-            machine(
-                "CPU in use",
-                "As Ray's agent sees it, the whole node.",
-                "max by (NodeAddress) (ray_node_cpu_utilization)",
+            gpu(
+                "GPU in use",
+                "Share of time in which a kernel ran.",
+                "gpus_utilization",
                 unit="percent",
             ),
+            gpu("GPU memory in use", "Memory in use.", "gram_used", unit="bytes", scale=MIB),
+            gpu(
+                "GPU memory free", "Memory that is free.", "gram_available", unit="bytes", scale=MIB
+            ),
+            gpu("GPU power", "Power draw.", "gpu_power_milliwatts", unit="watt", scale=" / 1000"),
+            gpu("GPU temperature", "Temperature.", "gpu_temperature_celsius", unit="celsius"),
+        ),
+    ),
+    Row(
+        title="Machines: CPU and memory",
+        panels=(
+            machine("CPU in use", "All cores.", "cpu_utilization", unit="percent"),
+            machine("Host memory in use", "Memory in use.", "mem_used", unit="bytes"),
+            machine("Host memory available", "Memory left.", "mem_available", unit="bytes"),
+        ),
+    ),
+    Row(
+        title="Machines: network and disk",
+        panels=(
+            machine("Sent", "All interfaces.", "network_send_speed", unit="Bps"),
+            machine("Received", "All interfaces.", "network_receive_speed", unit="Bps"),
+            machine(
+                "Disk reads and writes",
+                "All disks.",
+                "disk_io_read_speed",
+                "disk_io_write_speed",
+                unit="Bps",
+            ),
+            machine("Disk free", "Of the disk with Ray's folder.", "disk_free", unit="bytes"),
         ),
     ),
 )
@@ -364,27 +421,40 @@ def _run_variable() -> dict[str, Any]:
 
 
 def _panels(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """Grafana's flat list: headings and panels, each with its place and a number of its own."""
+    """Grafana's list: headings and panels, each with its place and a number of its own.
+
+    The panels of a folded row are inside its heading, and take no room below it.
+    """
     top, number_ = 0, 0
     for row in rows:
         number_ += 1
-        yield _heading(row.title, top=top, number_=number_)
-        top, left, height = top + 1, 0, 0
-        for panel in row.panels:
-            if left + panel.width > GRID_WIDTH:
-                top, left, height = top + height, 0, 0
-            number_ += 1
-            height = STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT
-            place = {"x": left, "y": top, "w": panel.width, "h": height}
-            yield _panel(panel, place=place, number_=number_)
-            left += panel.width
-        top += height
+        heading = _heading(row, top=top, number_=number_)
+        placed, bottom = _placed(row, top=top + 1, number_=number_)
+        number_ += len(placed)
+        yield heading | ({"panels": placed} if row.is_folded else {})
+        if not row.is_folded:
+            yield from placed
+        top = top + 1 if row.is_folded else bottom
 
 
-def _heading(title: str, *, top: int, number_: int) -> dict[str, Any]:
+def _placed(row: Row, *, top: int, number_: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the row's panels, in lines of at most the screen's width, and the end of the last line."""
+    found: list[dict[str, Any]] = []
+    left, height = 0, 0
+    for panel in row.panels:
+        if left + panel.width > GRID_WIDTH:
+            top, left, height = top + height, 0, 0
+        height = STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT
+        place = {"x": left, "y": top, "w": panel.width, "h": height}
+        found.append(_panel(panel, place=place, number_=number_ + len(found) + 1))
+        left += panel.width
+    return found, top + height
+
+
+def _heading(row: Row, *, top: int, number_: int) -> dict[str, Any]:
     place = {"x": 0, "y": top, "w": GRID_WIDTH, "h": 1}
-    return {"id": number_, "type": "row", "title": title, "collapsed": False, "gridPos": place,
-            "panels": []}  # fmt: skip
+    return {"id": number_, "type": "row", "title": row.title, "collapsed": row.is_folded,
+            "gridPos": place, "panels": []}  # fmt: skip
 
 
 def _panel(panel: Panel, *, place: dict[str, int], number_: int) -> dict[str, Any]:

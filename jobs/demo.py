@@ -128,7 +128,7 @@ def show_places(console: Console, job) -> None:
     folder = api.local_folder(job)
     console.rule("4  Output files")
     for name in (
-        "loss.png",
+        "loss.svg",
         "experts.svg",
         "timeline.svg",
         "trace.json",

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +27,7 @@ from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
 from raymega.data.tokenizer_files import keep_tokenizer
-from raymega.errors import ConfigError, DataError, Fault, raise_faults
+from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
 from raymega.events import RunFinished
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
@@ -45,11 +46,13 @@ from raymega.plan.validation.registry import job_faults
 from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
+from raymega.report.find import find_run
+from raymega.report.page import run_page
 from raymega.session import Session, close_session, open_session, session_at
 from raymega.storage.registry import (
     apart_faults,
+    driver_folder,
     folder_faults,
-    local_path,
     open_store,
     store_faults,
 )
@@ -134,14 +137,8 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
 
 
 def local_folder(job: Job) -> Path:
-    """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local.
-
-    For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
-    each have a run of the same name.
-    """
-    uri = job.run_uri
-    places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
-    return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
+    """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local."""
+    return driver_folder(job.run_uri)
 
 
 def train(
@@ -332,6 +329,18 @@ def evaluate(
         return ready.run(on_rows or (lambda _done, _total: None))
 
 
+def report(run: str) -> str:
+    """Return a run's page as HTML, from the records on this machine.
+
+    Args:
+        run: Name of a run below the default root, its folder, its URI, or its metrics.jsonl.
+
+    Raises:
+        ConfigError: No run's records are there.
+    """
+    return run_page(find_run(run), now=datetime.now(UTC), levels_of=_known_references)
+
+
 def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
     """Write the planner's choice and its reasons to a file of the run; return {path: title}."""
     if choice is None:
@@ -352,6 +361,14 @@ def _loss_references(job: Job) -> dict[str, float]:
         return {}
     meta = meta_at(job.data.path)
     return {"unigram entropy of the validation text": meta.valid_entropy}
+
+
+def _known_references(job: Job) -> dict[str, float]:
+    """Return the same lines where this machine has the run's data; none where it has not."""
+    try:
+        return _loss_references(job)
+    except RaymegaError:
+        return {}
 
 
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:

@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": ("raymega.cli.verify:verify", "Check that this job trains the same on random parallel layouts as on one rank."),
     "chaos": ("raymega.cli.chaos:chaos", "Train a job twice, undisturbed and under injected faults, and compare the two runs."),
     "schedule": ("raymega.cli.schedule:schedule", "Show bubble, peak activations and timeline of a pipeline schedule (forward 1, backward 2 units)."),
+    "report": ("raymega.cli.report:report", "Write a run's page: curves, speed, memory by rank against the plan, experts, incidents, settings."),
     "schema": ("raymega.cli.schema:schema", "Print the JSON schema of job files."),
     "node-agent": ("raymega.cli.node_agent:node_agent", "Drain this node when its cloud preempts it, so that runs save and leave it in time."),
     "eval": ("raymega.cli.evaluate:evaluate", "Evaluate a checkpoint on a task, on any grid, whatever grid it was trained on."),

@@ -46,8 +46,10 @@ def relay(is_answer: Callable[[str], bool]) -> Callable[[str], None]:
     return write
 
 
-def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
-    """Write the file of ``--draw``.
+def write_drawing(
+    path: Path, drawing: str, *, rule: str, remedy: str, option: str = "--draw"
+) -> None:
+    """Write the file of ``--draw``, or of another option.
 
     Raises:
         ConfigError: The file cannot be written; ``rule`` and ``remedy`` are its texts.
@@ -55,7 +57,7 @@ def write_drawing(path: Path, drawing: str, *, rule: str, remedy: str) -> None:
     try:
         path.write_text(drawing, encoding="utf-8")
     except OSError as error:
-        fact = f"--draw {path}: {error.strerror}"
+        fact = f"{option} {path}: {error.strerror}"
         raise ConfigError(fact=fact, rule=rule, remedy=remedy) from error
 
 

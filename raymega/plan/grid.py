@@ -6,7 +6,7 @@ no node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
@@ -196,6 +196,21 @@ class Grid:
         parts = [f"{a}{self.degree(a)}" for a in ("tp", "cp", "pp", "dp", "ep", "etp")]
         # Degrees such as 11 also end with 1, but with two digits.
         return "-".join(p for p in parts if not p.endswith("1") or p[-2:].isdigit()) or "one-rank"
+
+    def describe_rank(self, rank: int) -> str:
+        """Return a rank's coordinates on the axes that vary, such as ``cp0 tp1 pp0``."""
+        at = self.coords(rank)
+        varying = [f"{a}{at.on(a)}" for a in ("dp", "cp", "tp", "pp") if self.degree(a) > 1]
+        return " ".join(varying) or f"rank {rank}"
+
+    def by_pipeline(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks with those of a pipeline behind one another, by stage."""
+
+        def place(rank: int) -> tuple[int, int, int, int]:
+            at = self.coords(rank)
+            return at.dp, at.cp, at.tp, at.pp
+
+        return sorted(ranks, key=place)
 
 
 def make_grid(parallel: ParallelSection) -> Grid:

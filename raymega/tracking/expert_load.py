@@ -1,6 +1,6 @@
 """Load balance of experts: metrics and the warning of a collapse, from the tokens of each expert in one step.
 
-Pure functions. `train/train_statistics.py` gathers the counts, `tracking/expert_heatmap.py` draws them.
+Pure functions. `train/train_statistics.py` gathers the counts, `tracking/run_charts.py` draws them.
 """
 
 from __future__ import annotations

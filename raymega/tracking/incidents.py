@@ -24,6 +24,10 @@ from raymega.events import (
 )
 from raymega.tracking.sink import Sink
 
+STATE_SOURCES = {
+    "nothing": "nothing", "store": "store", "memory": "snapshot in memory of other nodes",
+}  # fmt: skip
+"""Sources of a restored state, by their names in events."""
 MAX_RANKS = 64
 """Maximum number of rows in the table of ranks; a larger run shows the lowest ranks."""
 
@@ -136,7 +140,7 @@ def _outcome(incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]
         yield f"- Outcome: the run {end.status} at step {end.step}: {_line(end.reason)}"
         return
     yield f"- Steps lost: {end.lost_steps}; attempt {end.attempt} resumed from step {end.restored_step}"
-    yield f"- State from: {'snapshot in memory of other nodes' if end.source == 'memory' else end.source}"
+    yield f"- State from: {STATE_SOURCES[end.source]}"
     yield from ("", "## Time by phase", "", "| phase | seconds |", "|---|---|")
     phases = {"detect": end.detection_s} | dict(end.phases)
     yield from (f"| {phase} | {seconds:.3f} |" for phase, seconds in phases.items())

@@ -1,6 +1,6 @@
 """JsonLinesSink writes each event as one line of JSON: metrics.jsonl and ``raymega train --json``.
 
-docs/watching.md lists the events. `tracking/loss_plot.py` and `tracking/expert_heatmap.py` read the lines back.
+docs/watching.md lists the events. `tracking/history.py` reads the lines back.
 """
 
 from __future__ import annotations

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
 from mlflow import MlflowClient
 from mlflow import environment_variables as settings
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.telemetry import set_telemetry_client
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_DATASET_CONTEXT,
+    MLFLOW_PARENT_RUN_ID,
+    MLFLOW_RUN_NOTE,
+    MLFLOW_SOURCE_NAME,
+)
 
-from raymega.config.fields import by_path
 from raymega.events import (
     ArtefactWritten,
     AttemptFailed,
@@ -42,6 +44,15 @@ from raymega.events import (
 )
 from raymega.tracking.expert_load import collapse_warning
 from raymega.tracking.mlflow_database import prepare_database
+from raymega.tracking.mlflow_facts import (
+    EXPERIMENT_TAGS,
+    FIXED_FIELDS,
+    datasets_of,
+    describe,
+    environment,
+    params_of,
+    source_tags,
+)
 from raymega.tracking.sink import Stamped, metrics_of
 
 KEPT_FOLDER = ".raymega/mlflow"
@@ -52,8 +63,17 @@ LAST_STEPS_TAG = "raymega.last_steps"
 MAX_METRICS_PER_BATCH = 900
 MAX_PAIRS_PER_BATCH = 100
 MAX_VALUE_CHARS = 5000
-FIXED_FIELDS = ("model.", "data.", "optimizer.", "precision.", "run.name", "run.seed")
-PACKAGES = ("raymega", "torch", "ray", "mlflow", "numpy", "pyarrow")
+NO_CURVE = frozenset(
+    {
+        "run/lease_age_s", "run/spares", "checkpoint/snapshot_step", "checkpoint/snapshot_lacking",
+        "checkpoint/written_share",
+    }
+)  # fmt: skip
+"""Metrics of the present moment, for alerts: over a run's life their curves say nothing."""
+FIRST_FAMILIES = ("train", "eval")
+"""Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
+OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
+HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "superseded": "KILLED"}
 
 T = TypeVar("T")
@@ -98,6 +118,7 @@ class Recorder:
         self._parent = ""
         self._child = ""
         self._last_steps: dict[str, int] = {}
+        self._first_values: dict[str, Metric] = {}
 
     @property
     def run_id(self) -> str:
@@ -145,25 +166,49 @@ class Recorder:
         self._last_steps = json.loads(run.data.tags.get(LAST_STEPS_TAG, "{}"))
         self._client.update_run(self._parent, status="RUNNING")
         self._end_orphans()
-        self._write_job(event, run.data.params)
+        self._write_job(event, run.data)
 
-    def _write_job(self, event: RunStarted, old_params: Mapping[str, str]) -> None:
-        """Log the fields that never change as params, and the others as tags with the current value."""
-        fields = by_path(event.job)
-        fixed = {name: value for name, value in fields.items() if name.startswith(FIXED_FIELDS)}
-        tags = {f"job.{name}": value for name, value in fields.items() if name not in fixed}
-        tags |= _changed(fixed, old_params) | _environment() | {"raymega.uri": event.uri}
+    def _write_job(self, event: RunStarted, data: RunData) -> None:
+        """Log the job as params, which MLflow never rewrites; what has changed since as tags."""
+        params = params_of(event.job)
+        tags = _changed(params, data.params) | source_tags() | {"raymega.uri": event.uri}
+        if MLFLOW_RUN_NOTE not in data.tags:  # what a user wrote there stays
+            tags[MLFLOW_RUN_NOTE] = describe(event.job)
         self._tag(self._parent, tags)
-        self._log_params(self._parent, {n: v for n, v in fixed.items() if n not in old_params})
+        self._log_params(self._parent, {n: v for n, v in params.items() if n not in data.params})
+        self._log_datasets(event.job)
         self._client.log_dict(self._parent, dict(event.job), "job.yaml")
+        self._client.log_dict(self._parent, environment(), "environment.yaml")
+
+    def _log_datasets(self, job: Mapping[str, object]) -> None:
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=each.name,
+                    digest=each.digest,
+                    source_type="local" if "://" not in each.source else "uri",
+                    source=json.dumps({"uri": each.source}),
+                ),
+                [InputTag(MLFLOW_DATASET_CONTEXT, each.context)],
+            )
+            for each in datasets_of(job)
+        ]
+        if inputs:
+            self._client.log_inputs(self._parent, inputs)
 
     def _find_or_make_experiment(self) -> str:
         """Return the experiment's id; another driver may create it between the two calls."""
         found = self._client.get_experiment_by_name(self._experiment)
         if found is not None:
+            # one of an older raymega, or made by hand, has no kind
+            for name, value in EXPERIMENT_TAGS.items():
+                if name not in found.tags:
+                    self._client.set_experiment_tag(found.experiment_id, name, value)
             return str(found.experiment_id)
         try:
-            made = self._client.create_experiment(self._experiment, self._artefacts)
+            made = self._client.create_experiment(
+                self._experiment, self._artefacts, tags=EXPERIMENT_TAGS
+            )
         except MlflowException as error:
             found = self._client.get_experiment_by_name(self._experiment)
             if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
@@ -203,7 +248,8 @@ class Recorder:
         self._log_params(
             self._child, grid | plan | {"start_step": event.step, "init_from": event.source}
         )
-        self._tag(self._parent, grid | {ATTEMPT_TAG: number})
+        degrees = [f"{axis}{degree}" for axis, degree in event.grid.items() if degree > 1]
+        self._tag(self._parent, {"raymega.grid": " ".join(degrees), ATTEMPT_TAG: number})
 
     def _fail_attempt(self, event: AttemptFailed) -> None:
         facts = {
@@ -230,20 +276,27 @@ class Recorder:
         child: list[Metric] = []
         # Changed only after both requests succeeded: a failed batch is written again.
         last_steps = dict(self._last_steps)
+        first_values = dict(self._first_values)
         for item in batch:
             for metric in _metrics(item):
                 child.append(metric)
                 # The child run gets every value, the parent only those beyond its last step.
                 last = last_steps.get(metric.key, -1)
-                if _is_series(item) and metric.step <= last:
+                if metric.key in HIDDEN or (_is_series(item) and metric.step <= last):
                     continue
+                # A constant has no chart: its first value waits for one that differs.
+                if last < 0 and _may_be_constant(metric.key):
+                    first = first_values.setdefault(metric.key, metric)
+                    if first.value == metric.value:
+                        continue
+                    parent.append(first)
                 step = last_steps[metric.key] = max(metric.step, last)
                 parent.append(Metric(metric.key, metric.value, metric.timestamp, step))
         if child and self._child:
             self._send(self._child, child, {})
         if parent:
             self._send(self._parent, parent, {LAST_STEPS_TAG: json.dumps(last_steps)})
-        self._last_steps = last_steps
+        self._last_steps, self._first_values = last_steps, first_values
 
     def _send(self, run_id: str, metrics: list[Metric], tags: dict[str, str]) -> None:
         pairs = [RunTag(name, value) for name, value in tags.items()]
@@ -287,7 +340,18 @@ def is_refusal(error: Exception) -> bool:
 def _metrics(item: Stamped) -> Iterator[Metric]:
     step = getattr(item.event, "step", 0)
     for name, value in metrics_of(item.event).items():
-        yield Metric(name, float(value), int(item.time_s * 1000), step)
+        yield Metric(mlflow_name(name), float(value), int(item.time_s * 1000), step)
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name in MLflow: all but loss, speed and results are system metrics."""
+    return name if name.partition("/")[0] in FIRST_FAMILIES else f"system/{name}"
+
+
+def _may_be_constant(key: str) -> bool:
+    """Return whether the metric's curve waits for a second value; loss, speed and results never do."""
+    is_of_machine = key.startswith("system/") and not key.startswith("system/run/")
+    return is_of_machine or key in OFTEN_CONSTANT
 
 
 def _is_series(item: Stamped) -> bool:
@@ -303,20 +367,12 @@ def _changed(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, 
     """Return tags for the fields that differ from the run's params, which MLflow never rewrites."""
     changed = {n: v for n, v in now.items() if n in before and before[n] != str(v)}
     for name, value in changed.items():
-        log.warning("MLflow keeps the param %s=%s; the run now has %s", name, before[name], value)
+        # Layout and length may change with every driver.
+        level = logging.WARNING if name.startswith(FIXED_FIELDS) else logging.INFO
+        log.log(
+            level, "MLflow keeps the param %s=%s; the run now has %s", name, before[name], value
+        )
     return {f"changed.{name}": value for name, value in changed.items()}
-
-
-def _environment() -> dict[str, str]:
-    versions = {f"env.{name}": _version(name) for name in PACKAGES}
-    return versions | {"env.python": platform.python_version(), "env.platform": platform.platform()}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _artefact_location(uri: str) -> str | None:

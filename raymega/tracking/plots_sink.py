@@ -1,6 +1,6 @@
 """PlotsSink draws the run's figures once, at its end: loss curve, expert load, pipeline timeline, trace.
 
-Drawing itself is in `tracking/loss_plot.py`, `tracking/expert_heatmap.py` and `schedule/timeline_svg.py`.
+Drawing itself is in `tracking/run_charts.py` and `schedule/timeline_svg.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,24 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from raymega.events import ArtefactWritten, RunEvent, RunFinished, RunStarted, Timeline
+from raymega.events import (
+    ArtefactWritten,
+    AttemptStarted,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    Timeline,
+)
+from raymega.plan.grid import Grid
 from raymega.schedule.timeline_svg import draw_svg
 from raymega.schedule.trace import merge_trace
-from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
-from raymega.tracking.loss_plot import draw_curve, load_curve
+from raymega.tracking.history import load_history
+from raymega.tracking.run_charts import expert_map, loss_chart
 from raymega.tracking.sink import Sink
+
+TIMELINE_FILE, TRACE_FILE = "timeline.svg", "trace.json"
+DEFAULT_ORDER = Grid().order
+LOSS_FILE, EXPERTS_FILE = "loss.svg", "experts.svg"
 
 
 class PlotsSink:
@@ -44,14 +56,17 @@ class PlotsSink:
         self._folder, self._metrics = folder, metrics
         self._references, self._watcher = references, watcher
         self._files = files or {}
-        self._name = ""
+        self._name, self._order = "", DEFAULT_ORDER
+        self._grid: Mapping[str, int] = {}
         self._timeline: Timeline | None = None
 
     def emit(self, event: RunEvent) -> None:
-        """Record what the figures need; draw them at RunFinished, which takes about 2 s."""
+        """Record what the figures need; draw them at RunFinished, which takes a moment."""
         match event:
             case RunStarted():
-                self._name = event.name
+                self._name, self._order = event.name, _order_of(event.job)
+            case AttemptStarted():
+                self._grid = event.grid
             case Timeline():
                 self._timeline = event
             case RunFinished():
@@ -68,30 +83,41 @@ class PlotsSink:
         if self._timeline is not None:
             self._draw_timeline(self._timeline)
         # loss curve and expert load, from metrics.jsonl
-        curve = load_curve(self._metrics) if self._metrics.exists() else None
-        if curve is not None and curve.train:
-            path = self._folder / "loss.png"
-            draw_curve(curve, path, title=f"run {self._name}", references=self._references)
-            self._tell(path, "Loss curve")
-        loads = load_expert_loads(self._metrics) if self._metrics.exists() else {}
-        if loads:
-            path = self._folder / "experts.svg"
-            draw_heat(loads, path, title=f"run {self._name}, expert load")
-            self._tell(path, "Expert load")
+        if not self._metrics.exists():
+            return
+        history = load_history(self._metrics)
+        if "loss" in history.steps:
+            title = f"run {self._name}: loss, nats per token"
+            picture = loss_chart(history, title=title, levels=self._references, alone=True)
+            self._write(LOSS_FILE, picture, "Loss curve")
+        if picture := expert_map(history, title=f"run {self._name}: load of experts", alone=True):
+            self._write(EXPERTS_FILE, picture, "Expert load")
 
     def _draw_timeline(self, event: Timeline) -> None:
-        rows = {f"rank {rank}": events for rank, events in sorted(event.events.items())}
-        title = (
-            f"run {self._name}, step {event.step}, as recorded; simulated bubble of the schedule: "
-            f"{event.metrics['run/simulated_bubble']:.3f}"
+        simulated = event.metrics["run/simulated_bubble"]
+        grid = Grid(**self._grid, order=self._order)
+        ranks = grid.by_pipeline(event.events)
+        picture = draw_svg(
+            {f"{rank}: {grid.describe_rank(rank)}": event.events[rank] for rank in ranks},
+            title=f"run {self._name}, step {event.step}, as recorded",
+            note=f"simulated bubble of the schedule: {simulated:.3f}, as if transfers took no time",
+            time_unit="ms",
+            scale=1000.0,
         )
-        path = self._folder / "timeline.svg"
-        picture = draw_svg(rows, title=title, time_unit="ms", scale=1000.0)
-        path.write_text(picture, encoding="utf-8")
-        self._tell(path, "Pipeline timeline")
-        trace = self._folder / "trace.json"
-        trace.write_text(json.dumps(merge_trace(event.events, event.transfers)), encoding="utf-8")
-        self._tell(trace, "Trace for Perfetto")
+        self._write(TIMELINE_FILE, picture, "Pipeline timeline")
+        trace = json.dumps(merge_trace(event.events, event.transfers))
+        self._write(TRACE_FILE, trace, "Trace for Perfetto")
+
+    def _write(self, name: str, content: str, title: str) -> None:
+        path = self._folder / name
+        path.write_text(content, encoding="utf-8")
+        self._tell(path, title)
 
     def _tell(self, path: Path, title: str) -> None:
         self._watcher.emit(ArtefactWritten(path=str(path), title=title))
+
+
+def _order_of(job: Mapping[str, object]) -> str:
+    parallel = job.get("parallel")
+    order = parallel.get("order") if isinstance(parallel, Mapping) else None
+    return order if isinstance(order, str) else DEFAULT_ORDER

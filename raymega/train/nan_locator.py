@@ -7,7 +7,7 @@ parameter, and costs nothing in good steps.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -58,6 +58,9 @@ def refuse_non_finite_state(parts: TrainingComponents, step: int) -> None:
     Raises:
         NumericsError: A tensor holds NaN or Inf; the previous checkpoint stays the newest.
     """
+    # One answer for all blocks: a GPU is waited for once, and again only to name the block.
+    if _are_finite(block.values for block in parts.optimizer.blocks()):
+        return
     for block in parts.optimizer.blocks():
         if not _is_finite(block.values):
             raise NumericsError(
@@ -144,6 +147,14 @@ class _Search:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if all are finite; each device is read from once."""
+    answers: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        answers.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    return all(bool(torch.stack(each).all()) for each in answers.values())
 
 
 def _from_all_ranks(mine: _Finding | None, parts: TrainingComponents) -> list[_Finding | None]:

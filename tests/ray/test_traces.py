@@ -84,6 +84,7 @@ def test_measured_bubble_stands_beside_the_simulated_one(traced):
     (experiment,) = [e for e in client.search_experiments() if e.name == "raymega"]
     metrics = [run.data.metrics for run in client.search_runs([experiment.experiment_id])]
     assert any(
-        m.get("run/simulated_bubble") == pytest.approx(line["simulated_bubble"]) for m in metrics
+        m.get("system/run/simulated_bubble") == pytest.approx(line["simulated_bubble"])
+        for m in metrics
     )
     assert "simulated bubble of the schedule: " in (folder / "timeline.svg").read_text()

@@ -211,14 +211,7 @@ class Lease:
         return now, expires.isoformat()
 
     def _is_over(self, grant: LeaseGrant) -> bool:
-        """Return whether ``grant`` binds no longer: released, its process gone, or long expired.
-
-        Dates of two machines are compared, so the expiry must be a whole duration ago.
-        """
-        now = datetime.fromisoformat(self._clock.timestamp())
-        late_s = (now - datetime.fromisoformat(grant.expires)).total_seconds()
-        is_old = late_s > grant.duration_s
-        return grant.is_released or is_old or self._knows_gone(grant.holder)
+        return _is_over(grant, now=self._clock.timestamp(), knows_gone=self._knows_gone)
 
     def _outlast(self, grant: LeaseGrant) -> None:
         """Wait until another driver's lease is over.
@@ -294,6 +287,26 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
         is_over.set()
         thread.join(pause_s)
         lease.release()
+
+
+def driver_of(store: Store, *, now: str) -> LeaseGrant | None:
+    """Return the grant of the driver that holds the run in ``store``; None when no driver does.
+
+    Raises:
+        StorageError: The store fails.
+    """
+    found = newest_grant(store)
+    return None if found is None or _is_over(found, now=now, knows_gone=is_gone) else found
+
+
+def _is_over(grant: LeaseGrant, *, now: str, knows_gone: Callable[[LeaseHolder], bool]) -> bool:
+    """Return whether ``grant`` binds no longer: released, its process gone, or long expired.
+
+    Dates of two machines are compared, so the expiry must be a whole duration ago.
+    """
+    late = datetime.fromisoformat(now) - datetime.fromisoformat(grant.expires)
+    is_old = late.total_seconds() > grant.duration_s
+    return grant.is_released or is_old or knows_gone(grant.holder)
 
 
 def supports_conditional_put(store: Store) -> bool:

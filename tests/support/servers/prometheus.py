@@ -23,10 +23,16 @@ RETRY_S = 0.1
 
 def dashboard_queries(window="1m", run=".*"):
     """``(panel title, PromQL)`` of every query, Grafana's variables filled in."""
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    for panel in panels:
+    for panel in dashboard_panels():
         for target in panel.get("targets", ()):
             yield panel["title"], fill(target["expr"], window=window, run=run)
+
+
+def dashboard_panels():
+    """Yield headings and panels, those of folded rows too."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
 
 
 def fill(expr, *, window="1m", run=".*"):

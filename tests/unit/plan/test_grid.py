@@ -108,3 +108,11 @@ def test_ranks_hold_every_expert_once_in_each_replica(grid):
         held.setdefault((here.pp, here.edp), set()).add((place.ep_rank, place.etp_rank))
     assert len(held) == grid.pp * grid.edp
     assert all(len(parts) == grid.ep * grid.etp for parts in held.values())
+
+
+def test_rank_is_described_by_the_axes_that_vary_and_pipelines_stay_together():
+    grid = Grid(tp=2, pp=2, dp=2)
+    assert grid.describe_rank(5) == "dp0 tp1 pp1"
+    assert Grid().describe_rank(0) == "rank 0"
+    told = [grid.describe_rank(rank) for rank in grid.by_pipeline(range(8))]
+    assert told[:4] == ["dp0 tp0 pp0", "dp0 tp0 pp1", "dp0 tp1 pp0", "dp0 tp1 pp1"]

@@ -28,6 +28,12 @@ def _rects(root, kind):
     return [rect.attrib for rect in root.iter(f"{SVG}rect") if rect.get("class") == kind]
 
 
+def _numbers(root):
+    return [
+        text for text in root.iter(f"{SVG}text") if (text.get("style") or "").startswith("fill")
+    ]
+
+
 def test_every_forward_and_backward_is_a_block_in_proportion():
     root, texts = _draw(_simulated())
     blocks = _rects(root, "block")
@@ -47,7 +53,7 @@ def test_waits_are_drawn_and_sends_are_not():
 
 def test_rows_lie_inside_the_paper_and_do_not_overlap():
     root, _ = _draw(_simulated())
-    rows = _rects(root, "row")
+    rows = _rects(root, "lane")
     tops = [float(row["y"]) for row in rows]
     assert tops[1] >= tops[0] + float(rows[0]["height"])
     right = max(float(row["x"]) + float(row["width"]) for row in rows)
@@ -112,14 +118,45 @@ def test_collectives_are_strips_and_their_waits_are_hatched():
     assert any("50% hidden" in text for text in texts)
 
 
-def test_rows_are_as_wide_as_what_is_said_above_them():
+def test_legend_has_a_swatch_for_each_kind_of_strip_and_for_later_chunks():
     rows = {"rank 0": [
         ("forward", 0, 0, 0.0, 1.0), ("backward", 0, 1, 1.0, 3.0),
         *((name, 0, 0, 2.0, 4.0) for name in ("reduce", "ep_exchange", "cp_pass")),
     ]}  # fmt: skip
-    root, _ = _draw(rows)
-    said = next(text for text in root.iter(f"{SVG}text") if "hidden" in text.text)
-    (row,) = _rects(root, "row")
-    right = float(row["x"]) + float(row["width"])
-    assert right >= float(said.get("x")) + 6 * len(said.text)
-    assert 0 < float(root.get("width")) - right < 20
+    root, texts = _draw(rows)
+    said = [text for text in texts if text.startswith("strip: ")]
+    assert [text.split(",")[0] for text in said] == [
+        "strip: gradients and weights", "strip: between context-parallel ranks", "strip: between experts",
+    ]  # fmt: skip
+    assert any(text.startswith("paler: ") for text in texts)
+    strips = _rects(root, "strip")
+    assert len({strip["fill"] for strip in strips}) == len({strip["y"] for strip in strips}) == 3
+    width = float(root.get("width"))
+    assert all(float(text.get("x")) + 6 * len(text.text) < width for text in root.iter(f"{SVG}text")
+               if text.text in said)  # fmt: skip
+
+
+def test_no_number_is_cut_by_a_wait_or_by_its_block():
+    rows = {"rank 0": [
+        ("forward", 7, 0, 0.0, 10.0), ("wait_reduce", 0, 0, 1.0, 7.0), ("forward", 88, 0, 10.0, 10.01),
+        ("forward", 123, 0, 11.0, 11.5),
+    ]}  # fmt: skip
+    root, _ = _draw(rows, width_px=300)
+    numbers = {number.text: number for number in _numbers(root)}
+    wait = _rects(root, "wait")[0]
+    assert float(numbers["7"].get("x")) > float(wait["x"]) + float(wait["width"])
+    assert "88" not in numbers, "a sliver has no number"
+    size = float(numbers["123"].get("style").rpartition(":")[2].removesuffix("px"))
+    block = next(b for b in _rects(root, "block") if b["width"] == f"{0.5 / 11.5 * 300:.2f}")
+    assert 0.55 * 3 * size <= float(block["width"])
+
+
+def test_width_is_what_is_asked_for():
+    root, _ = _draw(_simulated(), width_px=500)
+    (first, _) = _rects(root, "lane")
+    assert float(first["width"]) == 500
+
+
+def test_note_stands_behind_the_bubble():
+    _, texts = _draw(_simulated(), note="simulated: 0.3")
+    assert "bubble: 0.333 of ideal time, 25.0% of all time; simulated: 0.3" in texts

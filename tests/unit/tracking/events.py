@@ -163,7 +163,7 @@ RECOVERED = Recovered(
 )
 
 
-def whole_run(artefact="/tmp/loss.png"):
+def whole_run(artefact="/tmp/loss.svg"):
     return (
         run_started(),
         attempt_started(1),

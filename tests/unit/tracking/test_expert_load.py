@@ -9,15 +9,16 @@ import torch
 from raymega.events import ExpertLoads, RoutingCollapsed
 from raymega.model.moe.load_balancing import Load
 from raymega.tracking.console import ConsoleSink
-from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
 from raymega.tracking.expert_load import (
     collapse_warning,
     is_collapsed,
     load_metrics,
     starved_experts,
 )
+from raymega.tracking.history import load_history
 from raymega.tracking.jsonl import JsonLinesSink
 from raymega.tracking.names import check_names
+from raymega.tracking.run_charts import expert_map
 from raymega.train.train_statistics import expert_loads, expert_metrics
 
 EVEN, PILED = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)
@@ -71,10 +72,8 @@ def test_heat_map_is_drawn_from_the_record_and_shows_the_history_that_survived(t
             sink.emit(_seen(step, L0=EVEN, L2=PILED))
         stream.write(json.dumps({"event": "attempt", "step": 2}) + "\n")
         sink.emit(_seen(3, L0=PILED, L2=EVEN))
-    loads = load_expert_loads(path)
+    history = load_history(path)
+    loads = history.experts
     assert sorted(loads) == [1, 2, 3]
     assert tuple(loads[3][0]) == PILED and tuple(loads[2][2]) == PILED
-    picture = tmp_path / "experts.svg"
-    draw_heat(loads, picture, title="run x")
-    text = picture.read_text()
-    assert text.startswith("<?xml") and "<image" in text
+    assert "Load of experts" in expert_map(history)

@@ -1,17 +1,23 @@
+import dataclasses
+import json
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow import environment_variables as settings
 
+from raymega.api import load_job
 from raymega.events import ArtefactWritten, AttemptFailed
-from raymega.tracking import mlflow, mlflow_recorder
+from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
 from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
-from raymega.tracking.mlflow_recorder import Recorder, is_refusal
+from raymega.tracking.mlflow_recorder import Recorder, is_refusal, mlflow_name
+from raymega.tracking.names import METRICS
 from raymega.tracking.sink import Stamped
 from tests.unit.tracking.events import (
     JOB,
@@ -24,6 +30,7 @@ from tests.unit.tracking.events import (
 )
 
 GUARD_S = 100
+JOBS = Path(__file__).parents[3] / "jobs"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ def series(client, run, name):
 
 
 def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment, tmp_path):
-    picture = tmp_path / "loss.png"
+    picture = tmp_path / "loss.svg"
     picture.write_bytes(b"picture")
     recorder = driver(uri, experiment, *whole_run(artefact=str(picture)))
     parent, children = runs_of(client, experiment)
@@ -81,9 +88,9 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert children[1].data.params["plan.schedule"] == "1f1b"
     assert children[1].data.params["init_from"] == "store"
     assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
-    assert parent.data.metrics["run/goodput"] == 0.93
+    assert parent.data.metrics["system/run/goodput"] == 0.93
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
-    assert files == {"job.yaml", "loss.png"}
+    assert files == {"environment.yaml", "job.yaml", "loss.svg"}
 
 
 def test_replayed_step_is_in_its_attempt_but_once_in_the_parent(client, uri, experiment):
@@ -111,22 +118,119 @@ def test_next_driver_goes_on_in_the_same_run(client, uri, experiment):
     assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3]
 
 
-def test_params_hold_what_stays_and_tags_what_may_change(client, uri, experiment, caplog):
+def test_params_hold_the_job_and_tags_what_has_changed_since(client, uri, experiment, caplog):
     driver(uri, experiment, run_started(), run_finished("failed"))
     changed = JOB | {"model": {"family": "gpt2", "hidden_size": 128}, "parallel": {"tp": 4}}
     with caplog.at_level(logging.WARNING):
         driver(uri, experiment, run_started(is_resumed=True, job=changed))
     parent, _ = runs_of(client, experiment)
     assert parent.data.params == {
-        "run.name": "demo",
+        "run.steps": "4",
         "run.seed": "7",
         "model.family": "gpt2",
         "model.hidden_size": "64",
+        "parallel.tp": "2",
     }
-    assert parent.data.tags["job.parallel.tp"] == "4"
+    assert parent.data.tags["changed.parallel.tp"] == "4"
     assert parent.data.tags["changed.model.hidden_size"] == "128"
-    assert "env.python" in parent.data.tags
     assert "model.hidden_size=64" in caplog.text
+    assert "parallel.tp" not in caplog.text, "a resumed run may have another layout"
+
+
+def test_experiment_opens_as_model_training(client, uri, experiment):
+    client.create_experiment(experiment)
+    for name in (experiment, f"{experiment}-new"):
+        driver(uri, name, run_started())
+        tags = client.get_experiment_by_name(name).tags
+        assert tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_run_has_its_datasets_its_source_and_a_description(
+    client, uri, experiment, monkeypatch, tmp_path
+):
+    job = load_job(JOBS / "verify.yaml").model_dump(mode="json")
+    job["data"]["path"] = "/corpora/books"
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    commit = [
+        "git",
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "commit",
+        "-q",
+        "--allow-empty",
+        "-m",
+        "a",
+    ]
+    subprocess.run(commit, check=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    driver(uri, experiment, run_started(job=job))
+    parent, _ = runs_of(client, experiment)
+    (used,) = parent.inputs.dataset_inputs
+    assert (used.dataset.name, json.loads(used.dataset.source)) == (
+        "books",
+        {"uri": "/corpora/books"},
+    )
+    assert {tag.key: tag.value for tag in used.tags} == {"mlflow.data.context": "training"}
+    tags = parent.data.tags
+    assert len(tags["mlflow.source.git.commit"]) == 40
+    assert tags["mlflow.user"]
+    assert "parameters" in tags["mlflow.note.content"]
+    assert len([name for name in tags if not name.startswith("mlflow.")]) <= 8
+    params = parent.data.params
+    assert params["parallel.tp"] and params["model.num_parameters"] and params["optimizer.lr"]
+    assert "elastic.lease_s" not in params and "checkpoint.uri" not in params
+    assert len(params) < 60
+
+
+def test_note_of_a_user_is_kept(client, uri, experiment):
+    job = load_job(JOBS / "verify.yaml").model_dump(mode="json")
+    recorder = driver(uri, experiment, run_started(job=job))
+    client.set_tag(recorder.run_id, "mlflow.note.content", "my best run")
+    driver(uri, experiment, run_started(job=job, is_resumed=True))
+    parent, _ = runs_of(client, experiment)
+    assert parent.data.tags["mlflow.note.content"] == "my best run"
+
+
+def test_folder_outside_git_and_user_without_a_name_leave_their_tags_out(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def nobody():
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(mlflow_facts.getpass, "getuser", nobody)
+    assert mlflow_facts.source_tags() == {}
+
+
+def test_constants_and_states_of_the_moment_have_no_chart(client, uri, experiment):
+    driver(uri, experiment, *whole_run()[:-2])
+    parent, children = runs_of(client, experiment)
+    shown = parent.data.metrics
+    assert {"train/loss", "train/lr", "train/mfu", "eval/loss"} <= shown.keys()
+    constant = {"system/checkpoint/bytes", "system/comm/cp_sent_bytes", "train/global_batch_size"}
+    assert (
+        not (constant | {"system/checkpoint/snapshot_step", "system/run/lease_age_s"})
+        & shown.keys()
+    )
+    assert constant <= children[1].data.metrics.keys()
+
+
+def test_families_sort_so_that_losses_come_first():
+    """MLflow sorts the sections of a page by name, and has a page of its own for system metrics."""
+    first = {mlflow_name(metric.name).partition("/")[0] for metric in METRICS}
+    assert first == {"eval", "train", "system"}
+
+
+def test_value_that_changes_late_has_its_first_value_too(client, uri, experiment):
+    recorder = driver(
+        uri, experiment, run_started(), attempt_started(1), checkpoint(2), checkpoint(4)
+    )
+    record(recorder, dataclasses.replace(checkpoint(6), num_bytes=7))
+    parent, _ = runs_of(client, experiment)
+    first = checkpoint(2).num_bytes
+    assert series(client, parent, "system/checkpoint/bytes") == [(2, first), (6, 7.0)]
 
 
 def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, experiment):
@@ -156,10 +260,13 @@ def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, expe
 
 
 def test_checkpoint_of_a_replayed_step_does_not_go_back_in_the_parent(client, uri, experiment):
-    recorder = driver(uri, experiment, run_started(), attempt_started(1), checkpoint(6))
-    record(recorder, attempt_started(2), checkpoint(4), time_s=200.0)
+    first, second, third = (
+        dataclasses.replace(checkpoint(step), num_bytes=step) for step in (5, 6, 4)
+    )
+    recorder = driver(uri, experiment, run_started(), attempt_started(1), first, second)
+    record(recorder, attempt_started(2), third, time_s=200.0)
     parent, _ = runs_of(client, experiment)
-    assert [step for step, _ in series(client, parent, "checkpoint/bytes")] == [6, 6]
+    assert [step for step, _ in series(client, parent, "system/checkpoint/bytes")] == [5, 6, 6]
 
 
 def test_experiment_that_another_driver_makes_first_is_used(client, uri, experiment):
