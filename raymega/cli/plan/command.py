@@ -14,6 +14,7 @@ from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
 from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
+from raymega.config.grid_text import grid_overrides
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
@@ -57,7 +58,7 @@ def plan(
 
     Options:
         job_file: Job file.
-        grid: Parallel degrees to plan with: --grid tp=2,pp=2
+        grid: Parallel degrees in place of the job's: --grid tp=2,pp=2; others stay as they are.
         gpus: With --top: number of GPUs to search layouts for; 0 is the job's number of ranks.
         top: Show this many of the fastest layouts that fit; without --gpu, on h100 or cpu.
         straggler: Predict with one device that is this many times slower.
@@ -81,8 +82,7 @@ def plan(
         return
     assert job_file is not None
     # plan of the job, with the degrees of --grid
-    degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
-    job, choice = api.load_chosen(job_file, [*(overrides or ()), *degrees])
+    job, choice = api.load_chosen(job_file, [*(overrides or ()), *grid_overrides(grid)])
     made = api.plan(job)
     if not as_json:
         predictions.show_choice(choice)

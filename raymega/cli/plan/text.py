@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import lru_cache
 
 from raymega import api
 from raymega.cli.output import print_json, table
@@ -92,7 +93,10 @@ def _bubble(plan: RunPlan, batch: BatchPlan) -> float:
 
 
 def _program(plan: RunPlan, batch: BatchPlan) -> Program:
-    return make_schedule(plan.job.schedule.name, plan.sizes(batch))
+    return _schedule(plan.job.schedule.name, plan.sizes(batch))
+
+
+_schedule = lru_cache(maxsize=2)(make_schedule)  # a large one takes a second
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:

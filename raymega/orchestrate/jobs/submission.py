@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from raymega.checkpoint.format.epochs import newest_epoch
-from raymega.config.load import read_yaml
+from raymega.config.yaml_text import read_yaml
 from raymega.config.paths import PATH_LISTS, absolute_path, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults

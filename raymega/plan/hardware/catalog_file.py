@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from raymega.config.fields import Positive, PositiveFloat, Section
-from raymega.config.load import read_yaml
+from raymega.config.yaml_text import read_yaml
 from raymega.errors import ConfigError, Fault, one_line, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
 
