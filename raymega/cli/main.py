@@ -19,12 +19,16 @@ from raymega.cli.evaluate import evaluate
 from raymega.cli.node_agent import node_agent
 from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
+from raymega.cli.runs import runs
 from raymega.cli.schedule import schedule
 from raymega.cli.submit import submit
 from raymega.cli.train import train
 from raymega.cli.verify import verify
 from raymega.config.schema import Job
 from raymega.errors import EXIT_CODES, RaymegaError
+
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended."""
 
 app = typer.Typer(
     name="raymega",
@@ -65,7 +69,7 @@ def schema() -> None:
 
 
 # top-level commands, then groups of commands
-for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
+for _command in (train, submit, runs, doctor, plan, verify, chaos, schedule, schema, node_agent):
     add_command(app, _command)
 add_command(app, evaluate, name="eval")
 app.add_typer(data_app, name="data")
@@ -77,6 +81,10 @@ def run() -> None:
     """Run the command line; the entry point of the console script."""
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("interrupted; the same command resumes what is saved", file=sys.stderr)
+        raise
     # One line per fault; other exceptions are bugs and keep their traceback.
     except RaymegaError as error:
         for fault in error.faults:

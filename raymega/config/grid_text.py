@@ -19,10 +19,13 @@ def grid_overrides(text: str) -> list[str]:
     """
     pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
     cut = [pair.partition("=") for pair in pairs]
-    # The value is checked with the other fields of the job: an axis and a sign are enough here.
-    if all(axis.strip() in AXES and equals and "=" not in value for axis, equals, value in cut):
-        if all(re.fullmatch(r"\s*-?\d+\s*", value) for _, _, value in cut):
-            return [f"parallel.{axis.strip()}={value.strip()}" for axis, _, value in cut]
+    # Whether a degree is large enough is checked with the other fields of the job.
+    is_whole = [
+        axis.strip() in AXES and equals and re.fullmatch(r"\s*-?\d+\s*", value)
+        for axis, equals, value in cut
+    ]
+    if all(is_whole):
+        return [f"parallel.{axis.strip()}={value.strip()}" for axis, _, value in cut]
     meant = [f"{axis}={degree}" for axis, degree in _PAIR.findall(text.lower()) if axis in AXES]
     if not meant and text.strip().isdigit():
         meant = [f"dp={text.strip()}"]

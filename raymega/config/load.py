@@ -26,7 +26,6 @@ from raymega.config.shipped_files import shipped_file
 from raymega.config.yaml_text import read_yaml, yaml_fault
 from raymega.errors import ConfigError, Fault
 
-
 _ABSENT = object()
 _QUOTED = re.compile(r"'([^']+)'")
 YAML_WORDS = {

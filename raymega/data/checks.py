@@ -147,7 +147,9 @@ def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
     # bytes and their end-of-document token are the smallest vocabulary, and may need more rows
     size = wants.vocab_size or 32768
     is_small = size < MIN_BPE_VOCAB_SIZE
-    command = f"raymega data prepare {{}} --out {{}} --tokenizer {'bytes' if is_small else f'bpe:{size}'}"
+    command = (
+        f"raymega data prepare {{}} --out {{}} --tokenizer {'bytes' if is_small else f'bpe:{size}'}"
+    )
     also = f", and set model.vocab_size={MIN_BPE_VOCAB_SIZE}" if is_small else ""
     if not folder.exists():
         fact = f"{wants.field}={path!r} does not exist"

@@ -51,7 +51,11 @@ MAX_PAIRS_PER_BATCH = 100
 MAX_VALUE_CHARS = 5000
 FIXED_FIELDS = ("model.", "data.", "optimizer.", "precision.", "run.name", "run.seed")
 PACKAGES = ("raymega", "torch", "ray", "mlflow", "numpy", "pyarrow")
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "superseded": "KILLED"}
+STATUS = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    **dict.fromkeys(("preempted", "superseded", "interrupted"), "KILLED"),
+}
 
 T = TypeVar("T")
 

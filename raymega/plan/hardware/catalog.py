@@ -72,6 +72,9 @@ class Accelerator:
             works independently.
         straggler: Time of the slowest device of a run over the time of the others.
         known_error: Error of predictions for the device in words, where its file states it.
+        price_per_hour: Dollars for an hour of the device; 0 where no price is given.
+        spot_price_per_hour: The same on nodes that may be taken away.
+        interruptions_per_day: Expected number of times that such a node is taken away in a day.
     """
 
     name: str
@@ -90,6 +93,9 @@ class Accelerator:
     shared_cores: float = 0.0
     straggler: float = 1.0
     known_error: str = ""
+    price_per_hour: float = 0.0
+    spot_price_per_hour: float = 0.0
+    interruptions_per_day: float = 0.5
 
     def peak_flops(self, element: int) -> float:
         """Return the peak FLOP/s of matrix products of numbers with ``element`` bytes."""

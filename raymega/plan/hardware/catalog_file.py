@@ -57,6 +57,9 @@ class AcceleratorFigures(Section):
     network_bytes_per_s: PositiveFloat | None = None
     host_bytes_per_s: PositiveFloat | None = None
     known_error: str | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    spot_price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    interruptions_per_day: Annotated[float, Field(ge=0)] | None = None
     fitted: FittedFigures = FittedFigures()
 
 

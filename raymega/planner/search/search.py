@@ -95,7 +95,7 @@ def search(
     """
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
-    judge = _Judge(device)
+    judge = Judge(device)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
     # Price every candidate.
     for candidate in candidates(space):
@@ -141,7 +141,7 @@ class _Shared:
     least_bytes: int
 
 
-class _Judge:
+class Judge:
     """Evaluator of candidates: it checks the cheapest refusal first and computes shared parts once."""
 
     def __init__(self, device: Accelerator) -> None:
