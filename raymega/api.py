@@ -34,6 +34,7 @@ from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import WorkerGroup
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
+from raymega.orchestrate.run_store.finished_run import finished_run, tell
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.lease_holder import this_process
@@ -100,9 +101,17 @@ def load_chosen(
     *,
     is_for_training: bool = False,
     is_in_ray_job: bool = False,
+    defaults: Mapping[str, str] | None = None,
 ) -> tuple[Job, Choice | None]:
-    """Return the job as :func:`load_job` does, and the planner's choice of a layout if it made one."""
+    """Return the job as :func:`load_job` does, and the planner's choice of a layout if it made one.
+
+    ``defaults`` has values, by dotted path, of fields that neither the file nor an override sets.
+    """
     parsed = parse_job(path, overrides)
+    unset = [f"{field}={text}" for field, text in (defaults or {}).items()
+             if field not in parsed.stated]  # fmt: skip
+    if unset:
+        parsed = parse_job(path, [*overrides, *unset])
     # A length in tokens or epochs becomes one in steps, on which schedules and plans depend.
     steps, faults = budget_steps(parsed.values)
     parsed = parsed.with_steps(steps, faults)
@@ -169,7 +178,10 @@ def train(
     """
     plan, clock = make_plan(job), SystemClock()
     store = RetryingStore(open_store(job.run_uri))
-    open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
+    # refuses another model, and answers for a run without work, before Ray starts
+    record = open_record(store, job, now=clock.timestamp())
+    if (done := finished_run(store, record)) is not None:
+        return tell(done, sinks)
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
         keep_tokenizer(store, next(iter(job.data.datasets)))

@@ -148,3 +148,15 @@ def first_few(items: Sequence[str], most: int = 5) -> str:
     """Return ``items`` for a message: all, or the first ``most`` and the number of others."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return f"{', '.join(items[:most])}{more}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people in its two largest units, such as ``2 h 05 min`` or ``3.2 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} days {hours:02} h" if days > 1 else f"1 day {hours:02} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

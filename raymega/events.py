@@ -14,7 +14,7 @@ from raymega.schedule.recording import Transfer
 from raymega.schedule.timeline import EventTuple
 
 Scalar = str | int | float | bool
-RunStatus = Literal["finished", "failed", "preempted", "superseded"]
+RunStatus = Literal["finished", "failed", "preempted", "superseded", "interrupted"]
 StateSource = Literal["nothing", "store", "memory"]
 """Source of an attempt's state: initial values, a checkpoint, or a snapshot in the memory of nodes."""
 
@@ -307,7 +307,8 @@ class RunFinished:
     Attributes:
         status: ``preempted`` is an orderly stop before the end; the run can be resumed. ``superseded``
             ends this driver alone: another driver has taken the run and continues its records.
-        step: Number of completed steps.
+            ``interrupted`` is an end by a second Ctrl-C, without a save.
+        step: Number of completed steps that are saved.
         checkpoint_uri: URI of the newest checkpoint; empty when there is none.
         goodput: Share of wall time spent on steps that count.
         wall_s: Seconds since this driver's RunStarted.

@@ -322,9 +322,15 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSlots:
-    """Worker slots that one node of the cluster offers, by the job's resource request."""
+    """Worker slots that one node of the cluster offers, by the job's resource request.
+
+    ``cpus`` and ``gpus`` are what they are counted in; ``needs_gpu`` tells whether a worker takes a GPU.
+    """
 
     node_id: str
     address: str
     num_slots: int
+    cpus: float = 0.0
+    gpus: float = 0.0
+    needs_gpu: bool = False
     labels: dict[str, str] = field(default_factory=dict)

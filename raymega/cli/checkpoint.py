@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from math import inf, isfinite
 from typing import Annotated, Any
 
@@ -14,7 +16,6 @@ from raymega.checkpoint.tools.inspection import (
     CheckpointSummary,
     list_checkpoints,
     open_checkpoint,
-    runs_below,
     verify_checkpoints,
 )
 from raymega.cli.checkpoint_changes import copy_, now, prune
@@ -22,6 +23,11 @@ from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
 from raymega.messages import SavedBox
 
+WEIGHTS = "model/"
+"""Start of the names of tensors that are weights."""
+MOST_NOTES = 5
+"""Most tensors without a counterpart that are shown of unrelated checkpoints."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 checkpoint_app = typer.Typer(
     help="Inspect, compare, copy and prune checkpoints in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
     no_args_is_help=True,
@@ -56,6 +62,8 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
     """
     summaries = verify_checkpoints(uri)
     _show_summaries(uri, summaries, as_json=as_json)
+    if not as_json and not any(summary.faults for summary in summaries):
+        print(f"verified: every byte of {len(summaries)} equals its checksum")
     if any(summary.faults for summary in summaries):
         raise typer.Exit(1)
 
@@ -69,7 +77,8 @@ def diff(
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them.
 
     relative is the largest |a - b| over the tensor's largest magnitude, elementwise the largest
-    |a - b| / max(|a|, |b|). For a run, its newest checkpoint is compared.
+    |a - b| / max(|a|, |b|). For a run, its newest checkpoint is compared. Exit 1 for checkpoints of
+    different models, of which most tensors have no counterpart.
 
     Options:
         other: Second checkpoint: a run's folder, one of its checkpoints/step-... or a manifest.
@@ -85,7 +94,10 @@ def diff(
         print_json({"uris": [uri, other], "steps": steps, "tensors": _plain(found)})
     else:
         _show_differences(sides, found)
-    # With a limit the command is a test: its exit code tells the result.
+    # Unrelated checkpoints are no result. With a limit the exit code tells the result.
+    if _are_unrelated(found):
+        print(_unrelated_line(uri, other, found), file=sys.stderr)
+        raise typer.Exit(1)
     if limit < inf and any(each.note or each.relative > limit for each in found):
         raise typer.Exit(1)
 
@@ -109,18 +121,53 @@ def _plain(found: list[TensorDifference]) -> list[dict[str, object]]:
 def _show_differences(sides: list[Checkpoint], found: list[TensorDifference]) -> None:
     for side in sides:
         print(f"{side.store.uri}/{side.manifest.key}: step {side.manifest.step}")
+    if _are_unrelated(found):
+        found = [each for each in found if each.note][:MOST_NOTES]
+    # weights first, then what the optimizer keeps of them
     rows = [
         (each.name, each.note, "", "") if each.note else
         (each.name, f"{each.relative:.3g}", f"{each.elementwise:.3g}",
          f"{each.num_different:,} of {each.num_elements:,}")
-        for each in found
+        for each in sorted(found, key=lambda each: not each.name.startswith(WEIGHTS))
     ]  # fmt: skip
     print(table(("tensor", "relative", "elementwise", "elements that differ"), rows))
     # Tensors with a note have no counterpart, so no difference.
     measured = [each for each in found if not each.note]
     if measured:
+        print(
+            "relative: largest |a - b| over the tensor's largest magnitude; elementwise: largest "
+            "|a - b| / max(|a|, |b|) of an element"
+        )
+        _show_layers(measured)
         worst = max(measured, key=lambda each: each.relative)
         print(f"largest relative difference: {worst.relative:.3g} in {worst.name}")
+
+
+def _show_layers(measured: list[TensorDifference]) -> None:
+    """Print the largest difference of the weights of each layer; nothing for equal weights."""
+    worst: dict[str, float] = {}
+    for each in measured:
+        if each.name.startswith(WEIGHTS):
+            found = _LAYER.search(each.name)
+            layer = f"layer {int(found[1]):,}" if found else "others"
+            worst[layer] = max(worst.get(layer, 0.0), each.relative)
+    if any(worst.values()):
+        rows = [(layer, f"{value:.3g}") for layer, value in worst.items()]
+        print(f"\n{table(('weights of', 'largest relative'), rows)}\n")
+
+
+def _are_unrelated(found: list[TensorDifference]) -> bool:
+    """Return whether most weights have no counterpart of their shape."""
+    weights = [each for each in found if each.name.startswith(WEIGHTS)] or found
+    return 2 * sum(bool(each.note) for each in weights) > len(weights)
+
+
+def _unrelated_line(uri: str, other: str, found: list[TensorDifference]) -> str:
+    return (
+        f"{uri} and {other} are of different models: {sum(bool(each.note) for each in found)} of "
+        f"{len(found)} tensors have no counterpart; compare checkpoints of one model, see "
+        f"`raymega checkpoint show {uri}`"
+    )
 
 
 def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bool) -> None:
@@ -129,10 +176,7 @@ def _show_summaries(uri: str, summaries: list[CheckpointSummary], *, as_json: bo
         print_json({"uri": uri, "checkpoints": rows})
         return
     if not summaries:
-        print(f"no checkpoints at {uri}")
-        # A folder above runs is a common mistake: name them.
-        if runs := runs_below(uri):
-            print(f"runs below it: {', '.join(runs)}")
+        print(f"no checkpoints at {uri}: the run has not saved yet")
         return
     headers = ("checkpoint", "step", "attempt", "created", "files", "bytes", "whole")
     lines = [

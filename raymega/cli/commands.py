@@ -19,6 +19,7 @@ from raymega.cli.options import add_command
 COMMANDS = {
     "train": ("raymega.cli.train:train", "Run a job; the same run name continues the same run."),
     "submit": ("raymega.cli.submit:submit", "Submit a job to a cluster; the same run name continues the same run."),
+    "runs": ("raymega.cli.runs:runs", "List runs: state, step, loss, when it last did something, and where it is."),
     "doctor": ("raymega.cli.doctor:doctor", "Check a cluster's resources, versions, GPUs and clocks; with a job, also its store and bandwidth."),
     "plan": ("raymega.cli.plan.command:plan", "Show a job's grid, stages, batch, schedule, parameters, state bytes and activations."),
     "verify": ("raymega.cli.verify:verify", "Check that this job trains the same on random parallel layouts as on one rank."),

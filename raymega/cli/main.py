@@ -11,6 +11,9 @@ import typer
 from raymega.cli.commands import LazyGroup
 from raymega.errors import EXIT_CODES, RaymegaError
 
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended."""
+
 app = typer.Typer(
     name="raymega",
     cls=LazyGroup,
@@ -43,6 +46,10 @@ def run() -> None:
     """Run the command line; the entry point of the console script."""
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("interrupted; the same command resumes what is saved", file=sys.stderr)
+        raise
     # One line per fault; other exceptions are bugs and keep their traceback.
     except RaymegaError as error:
         for fault in error.faults:

@@ -16,6 +16,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a field of the job, repeatable: --set run.steps=50"),
 ]
+Grid = Annotated[
+    str,
+    typer.Option(
+        help="Parallel degrees in place of the job's: --grid tp=2,pp=2; others stay as they are."
+    ),
+]
 Address = Annotated[
     str,
     typer.Option(

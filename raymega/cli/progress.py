@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raymega.errors import duration
 from raymega.events import AttemptStarted, RunEvent, RunStarted, StepFinished, WorkersStarted
+from raymega.planner.bill import dollars
+from raymega.tracking.time_left import TimeLeft
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -37,21 +40,24 @@ def phase_bars() -> Iterator[OnProgress]:
 
 
 @contextmanager
-def step_bar() -> Iterator[StepBar]:
+def step_bar(*, dollars_per_s: float = 0.0) -> Iterator[StepBar]:
     """Yield a StepBar; create consoles on stdout inside the body, so that lines appear above the bar."""
-    with _make_progress() as progress:
-        yield StepBar(progress)
+    with _make_progress(TextColumn("{task.fields[left]}")) as progress:
+        yield StepBar(progress, dollars_per_s=dollars_per_s)
 
 
 class StepBar:
-    """Sink that shows a bar over the steps of a run, and before the first step what the driver waits for."""
+    """Sink that shows a bar over the steps of a run with the time left, and first what the driver waits for."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("starting Ray", total=None)
+    def __init__(self, progress: Progress, *, dollars_per_s: float = 0.0) -> None:
+        """Add the bar to ``progress``; a run that costs ``dollars_per_s`` has the dollars left too."""
+        self._progress, self._dollars_per_s = progress, dollars_per_s
+        self._task = progress.add_task("starting Ray", total=None, left="")
+        self._time_left = TimeLeft()
 
     def emit(self, event: RunEvent) -> None:
         """Update the bar; never block."""
+        self._time_left.observe(event)
         match event:
             case RunStarted():
                 self._progress.update(
@@ -66,19 +72,29 @@ class StepBar:
             case WorkersStarted():
                 self._progress.update(self._task, description="building the model")
             case StepFinished():
-                self._progress.update(self._task, description="training", completed=event.step)
+                self._progress.update(
+                    self._task, description="training", completed=event.step, left=self._left()
+                )
+
+    def _left(self) -> str:
+        left_s = self._time_left.seconds
+        if not left_s:
+            return ""
+        cost = self._dollars_per_s * left_s
+        return f"{duration(left_s)} left" + (f", ${dollars(cost)}" if cost else "")
 
     def close(self, timeout_s: float) -> None:
         """Return at once: :func:`step_bar` removes the bar."""
 
 
-def _make_progress() -> Progress:
+def _make_progress(*more: TextColumn) -> Progress:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        *more,
     )
     return Progress(
         *columns,

@@ -6,11 +6,15 @@ import os
 import sys
 from contextlib import redirect_stdout
 
+from rich.console import Console
+
 from raymega import api
-from raymega.cli.options import Address, AsJsonLines, JobFile, Overrides
+from raymega.cli.bill import BillSink, Price, dollars_per_s
+from raymega.cli.options import Address, AsJsonLines, Grid, JobFile, Overrides
 from raymega.cli.plan.predictions import show_choice
 from raymega.cli.plan.text import show_plan
 from raymega.cli.progress import step_bar
+from raymega.config.grid_text import grid_overrides
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink
 
@@ -18,8 +22,10 @@ from raymega.tracking.jsonl import JsonLinesSink
 def train(
     job_file: JobFile,
     overrides: Overrides = None,
+    grid: Grid = "",
     address: Address = "auto",
     dry_run: bool = False,
+    price: Price = 0.0,
     as_json: AsJsonLines = False,
 ) -> None:
     """Run a job; the same run name continues the same run.
@@ -31,22 +37,27 @@ def train(
         dry_run: Check the job and the cluster and show the plan, without starting workers.
 
     Example: raymega train jobs/verify.yaml --set run.steps=50
+    Example: raymega train jobs/verify.yaml --grid tp=2,pp=2
     """
     # parallel.layout=auto is decided here, before anything starts.
+    server = os.environ.get("MLFLOW_TRACKING_URI")
     job, choice = api.load_chosen(
         job_file,
-        overrides or (),
+        [*(overrides or ()), *grid_overrides(grid)],
         is_for_training=True,
         is_in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
+        defaults={"tracking.mlflow_uri": server} if server else {},
     )
     if dry_run:
         show_plan(api.dry_run(job, address=address), as_json=as_json)
         return
     if not as_json:
         show_choice(choice)
-        with step_bar() as bar:
+        plan = api.plan(job)
+        with step_bar(dollars_per_s=dollars_per_s(plan, price)) as bar:
             console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
-            api.train(job, address=address, sinks=(bar, console), choice=choice)
+            bill = BillSink(Console(file=sys.stdout), plan, price=price)
+            api.train(job, address=address, sinks=(bar, console, bill), choice=choice)
         return
     # Libraries that print must not break the lines: to them, stdout is stderr.
     lines = JsonLinesSink(sys.stdout)

@@ -23,64 +23,11 @@ from raymega.config.fields import Section
 from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
-from raymega.errors import ConfigError, Fault, one_line
-
-
-class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's scalars: 3e-4 is a number; on, off, yes, no and 2026-11-30 are strings.
-
-    Sequences become tuples, as the strict fields of a job require.
-    """
-
-    # YAML 1.1's patterns for these types are dropped; 1.2's are added below the class.
-    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own form
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if not tag.endswith((":bool", ":float", ":int", ":timestamp"))
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Refuse a duplicate key, of which PyYAML would silently take the last."""
-        keys = [key.value for key, _ in node.value]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice[0]!r} stands twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-    def construct_tuple(self, node: yaml.SequenceNode) -> tuple[Any, ...]:
-        """Return a sequence as a tuple."""
-        # deep: otherwise PyYAML fills inner lists only after the tuple is made.
-        return tuple(self.construct_sequence(node, deep=True))
-
-    def refuse_tag(self, node: yaml.Node) -> object:
-        """Raise for an explicit ``!!timestamp``, a tag that YAML 1.2 does not have."""
-        return self.construct_undefined(node)
-
-
-_Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
-_Yaml12Loader.add_constructor("tag:yaml.org,2002:timestamp", _Yaml12Loader.refuse_tag)
-
-# Scalars of YAML 1.2's core schema; the list has the first characters that each pattern can have.
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
-)
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"
-    ),
-    list("-+0123456789."),
-)
+from raymega.config.yaml_text import read_yaml, yaml_fault
+from raymega.errors import ConfigError, Fault
 
 _ABSENT = object()
+_QUOTED = re.compile(r"'([^']+)'")
 YAML_WORDS = {
     **{
         f"valid dictionary or instance of {entry.__name__}": "mapping"
@@ -173,19 +120,6 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     return replace(parsed, faults=(*faults, *parsed.faults))
 
 
-def read_yaml(text: str) -> Any:
-    """Parse YAML with scalars of version 1.2, tuples for sequences, and without duplicate keys.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML.
-    """
-    try:
-        return yaml.load(text, Loader=_Yaml12Loader)
-    except (ValueError, LookupError, RecursionError) as error:
-        # PyYAML raises these for explicit tags with a bad value (!!int x) and for endless nesting.
-        raise yaml.YAMLError(str(error)) from error
-
-
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
     """Validate every field of a mapping by itself."""
     values: dict[str, Any] = {}
@@ -214,18 +148,27 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         raw = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
+        cause, remedy = yaml_fault(error)
         raise ConfigError(
-            fact=f"{path} is not YAML: {one_line(error)}",
+            fact=f"{path} is not YAML: {cause}",
             rule="a job is a YAML mapping of sections",
-            remedy="correct the line named",
+            remedy=remedy,
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(
-            fact=f"{path} holds a {type(raw).__name__}",
+            fact=f"{path} {_content(raw)}",
             rule=f"a job is a mapping of the sections {', '.join(Job.model_fields)}",
-            remedy="start from jobs/verify.yaml",
+            remedy="write run: and its fields below, indented, as in jobs/verify.yaml: "
+            "raymega plan jobs/verify.yaml",
         )
     return raw
+
+
+def _content(raw: object) -> str:
+    """Return what a file holds that holds no mapping, in YAML's words."""
+    if raw is None:
+        return "is empty"
+    return "holds a list" if isinstance(raw, tuple) else f"holds the one value {raw!r:.60}"
 
 
 def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
@@ -237,7 +180,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
     try:
         value = read_yaml(text)
     except yaml.YAMLError as error:
-        return [_bad_override(override, f"its value must be YAML ({one_line(error)})")]
+        return [_bad_override(override, f"its value must be YAML ({yaml_fault(error)[0]})")]
     # Sections on the way are created; unknown ones are faults of the validation.
     section = raw
     for name in sections:
@@ -334,11 +277,24 @@ def _validate(field: FieldInfo, value: object) -> object:
 def _invalid(path: str, value: object, description: str, error: ValidationError) -> Fault:
     rules = dict.fromkeys(_rule(path, detail) for detail in error.errors())
     between = " and " if isinstance(value, tuple) else " or "
+    meant = _meant(value, error.errors())
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{path.rpartition('.')[2]} is: {description}",
+        remedy=f"{f'write {path}={meant}; ' if meant else ''}"
+        f"{path.rpartition('.')[2]} is: {description}",
     )
+
+
+def _meant(value: object, details: Sequence[ErrorDetails]) -> str:
+    """Return the word of a field that ``value`` comes close to, such as bfloat16 for bf16; else empty."""
+    known = [
+        word
+        for detail in details
+        if detail["type"] == "literal_error"
+        for word in _QUOTED.findall(detail.get("ctx", {}).get("expected", ""))
+    ]
+    return next(iter(get_close_matches(str(value), known, n=1, cutoff=0.5)), "")
 
 
 def _rule(path: str, detail: ErrorDetails) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
+from raymega.config.hub import download, hub_name
 from raymega.data.blends.epochs import epoch_faults
 from raymega.data.format import (
     META_FILE,
@@ -162,18 +163,28 @@ def _row_faults(path: str, field: str, loss_on: str) -> Iterator[Fault]:
 
 def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
     rule = f"it must be `{SYNTHETIC_PATH}`, {MEGATRON}PREFIX or a folder with the {META_FILE} of a prepared dataset"
-    command = f"raymega data prepare {{}} --out {{}} --tokenizer bpe:{max(wants.vocab_size or 32768, MIN_BPE_VOCAB_SIZE)}"
+    # bytes and their end-of-document token are the smallest vocabulary, and may need more rows
+    size = wants.vocab_size or 32768
+    is_small = size < MIN_BPE_VOCAB_SIZE
+    command = (
+        f"raymega data prepare {{}} --out {{}} --tokenizer {'bytes' if is_small else f'bpe:{size}'}"
+    )
+    also = f", and set model.vocab_size={MIN_BPE_VOCAB_SIZE}" if is_small else ""
     if not folder.exists():
-        line = command.format("INPUT...", path)
-        return Fault(
-            fact=f"{wants.field}={path!r} does not exist", rule=rule, remedy=f"run `{line}`"
-        )
+        fact = f"{wants.field}={path!r} does not exist"
+        source, first = "INPUT...", ""
+        if name := hub_name(path):
+            fetch, source = download(name, "dataset")
+            first = f"nothing is read from the Hub; `{fetch}`, then "
+            path, also = f"{source}-tokens", f"{also} and {wants.field}={source}-tokens"
+        line = command.format(source, path)
+        return Fault(fact=fact, rule=rule, remedy=f"{first}run `{line}`{also}")
     prepared = f"{path.rstrip('/')}-tokens"
     line = command.format(path, prepared)
     return Fault(
         fact=f"{wants.field}={path!r} has no {META_FILE}",
         rule=f"{rule}; raw text is not read, nor a preparation that did not finish",
-        remedy=f"run `{line}` and set {wants.field}={prepared}",
+        remedy=f"run `{line}` and set {wants.field}={prepared}{also}",
     )
 
 

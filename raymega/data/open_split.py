@@ -247,7 +247,8 @@ def missing_split(path: str, split: str) -> Fault:
     return Fault(
         fact=f"{path} has no {split} split",
         rule="it was prepared with --valid-fraction 0",
-        remedy="prepare it with a valid fraction above 0",
+        remedy="set run.eval_samples=0 to train without evaluation, or prepare it again with "
+        "--valid-fraction 0.02",
     )
 
 

@@ -10,12 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.convert.native import model_of
 from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
@@ -172,12 +174,10 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
     Raises:
         ConfigError: The grid is not legal for the model.
     """
-    degrees = dict(pair.split("=", 1) for pair in options.grid.split(",") if "=" in pair)
-    world_size = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        degree = degrees.get(axis, "1").strip()
-        world_size *= int(degree) if degree.isdecimal() else 1
-    cp = degrees.get("cp", "1").strip()
+    grid = grid_overrides(options.grid)
+    degrees = {text.split("=")[0]: max(1, int(text.split("=")[1])) for text in grid}
+    cp = degrees.get("parallel.cp", 1)
+    world_size = prod(degrees.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "pp", "dp"))
     model = model_of(manifest).model_dump(mode="json")
     model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
@@ -189,9 +189,9 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
         "data": {
             "path": "synthetic",
             "seq_len": min(seq_len, model["max_positions"]),
-            "global_batch_size": 2**20,
+            "global_batch_size": 2**14,
             "packing": "best_fit",
-            "document_multiple": 2 * int(cp) if cp.isdecimal() else 1,
+            "document_multiple": 2 * cp,
         },
         "optimizer": {"lr": 1e-3},
         "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
@@ -202,7 +202,6 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
             "cpus_per_worker": cpus,
         },
     }
-    grid = [f"parallel.{pair.strip()}" for pair in options.grid.split(",") if pair]
     parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
     raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
     return make_plan(parsed.job())

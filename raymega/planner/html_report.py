@@ -13,9 +13,11 @@ from raymega.drawing.page import charts, note, page, table, zoomable
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
+from raymega.planner.bill import bill_lines, make_bill
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.planner.cost.simulated_step import play
+from raymega.planner.search.advice import advice_line, advise
 from raymega.planner.search.search import RankedLayout
 from raymega.planner.search.selection import describe, seconds
 from raymega.schedule.timeline_svg import draw_svg
@@ -53,6 +55,8 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
         "layout": describe(found),
         "on": f"{plan.grid.world_size} x {device.name}",
         "a step": f"{seconds(time.total_s)}, {found.tokens_per_s:,.0f} tokens/s a device",
+        "the whole run": " ".join(_bill_lines(found, device)),
+        "what binds": advice_line(advise(found, device), found, device),
         "how far to trust it": expected_error(device, plan.job),
     }
     return page(
@@ -65,6 +69,12 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
             zoomable(_timeline(plan, device)),
         ),
     )
+
+
+def _bill_lines(found: RankedLayout, device: Accelerator) -> Iterator[str]:
+    is_cpu = found.plan.job.cluster.device == "cpu"
+    bill = make_bill(found.plan, device, found.time.total_s)
+    yield from bill_lines(bill, device, unit="worker-hours" if is_cpu else "GPU-hours")
 
 
 def memory_svg(plan: RunPlan, device: Accelerator) -> str:

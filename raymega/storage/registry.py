@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from raymega.config.hub import download, hub_name
 from raymega.errors import ConfigError, Fault, StorageError, raise_faults
 from raymega.storage.local import LocalStore
 from raymega.storage.store import Store
@@ -206,6 +207,22 @@ def _scheme(uri: str) -> str:
     return uri.partition("://")[0].lower() if "://" in uri else "file"
 
 
+def _other_scheme(scheme: str, rest: str) -> str:
+    """Return the way to what an unknown scheme names, or the nearest known scheme."""
+    if scheme in ("gs", "gcs"):
+        return (
+            "Cloud Storage speaks S3: export AWS_ENDPOINT_URL_S3=https://storage.googleapis.com, "
+            f"with an HMAC key as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and use s3://{rest}"
+        )
+    if scheme in ("az", "abfs", "abfss", "wasb", "wasbs", "adl", "hdfs"):
+        return f"mount it on every node and use the path, such as /mnt/{rest}"
+    if name := hub_name(f"{scheme}://{rest}"):
+        return f"download it first: {download(name, 'model')[0]} (data: --repo-type dataset)"
+    # cutoff 0: there is always a nearest scheme to suggest
+    near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
+    return f"nearest is {near[0]}://{rest}; or use a path"
+
+
 def _folder(uri: str) -> Path:
     path = unquote(urlsplit(uri).path) if "://" in uri else uri
     return Path(path).expanduser().absolute()
@@ -216,9 +233,7 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
     fact = f"{field}={uri!r}"
     if not uri:
         return [Fault(fact=fact, rule="it must name a folder", remedy="give a path")]
-    # cutoff 0: there is always a nearest scheme to suggest
     if scheme not in SCHEMES:
-        near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
         rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
-        return [Fault(fact=fact, rule=rule, remedy=f"nearest is {near[0]}://; or use a path")]
+        return [Fault(fact=fact, rule=rule, remedy=_other_scheme(scheme, uri.partition("://")[2]))]
     return SCHEMES[scheme]().uri_faults(uri, field=field)

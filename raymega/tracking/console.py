@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from raymega.errors import duration
 from raymega.events import (
     ArtefactWritten,
     AttemptFailed,
@@ -34,6 +35,7 @@ from raymega.events import (
     WorkersStarted,
 )
 from raymega.tracking.expert_load import collapse_warning
+from raymega.tracking.time_left import TimeLeft
 
 GIB_BYTES = 1024**3
 MIB_BYTES = 1024**2
@@ -62,6 +64,8 @@ class ConsoleSink:
         self._name = ""
         self._total_steps = 0
         self._is_first_step = True
+        self._has_begun = False
+        self._time_left = TimeLeft()
 
     def emit(self, event: RunEvent) -> None:
         """Print the event's line, if it has one; block only while the stream does."""
@@ -72,13 +76,16 @@ class ConsoleSink:
             # the run and its attempts
             case RunStarted():
                 self._name, self._total_steps = event.name, event.total_steps
+                self._time_left.observe(event)
                 self._print(_run_started(event), style="bold")
             case AttemptStarted():
-                self._is_first_step = True
+                self._is_first_step = self._has_begun = True
+                self._time_left.observe(event)
                 self._print(_attempt_started(event))
             case RunFinished():
                 style = "bold green" if event.status == "finished" else "bold red"
-                self._print(_run_finished(event, self._name), style=style)
+                text = _run_finished if self._has_begun else _run_without_attempt
+                self._print(text(event, self._name), style=style)
             case Memory() | ExpertLoads():
                 pass  # numbers for curves and the heat map
             case Recovered():
@@ -93,10 +100,11 @@ class ConsoleSink:
         """Return at once: nothing is buffered."""
 
     def _print_step(self, event: StepFinished) -> None:
+        self._time_left.observe(event)
         # The first step of an attempt shows at once that training is under way.
         is_due = event.step % self._every == 0 or event.step == self._total_steps
         if is_due or self._is_first_step:
-            self._print(_step_line(event, self._total_steps))
+            self._print(_step_line(event, self._total_steps, self._time_left.seconds))
         self._is_first_step = False
 
     def _print(self, line: str, style: str = "") -> None:
@@ -123,14 +131,17 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     )
 
 
-def _step_line(event: StepFinished, total_steps: int) -> str:
+def _step_line(event: StepFinished, total_steps: int, left_s: float) -> str:
     """Return the line of a step, in cells of fixed width so that columns align across lines."""
     width = len(str(total_steps))
     place = f"step {event.step:>{width}}/{total_steps}"
-    return "   ".join([place, *_cells(event.metrics, STEP_COLUMNS)])
+    cells = [place, *_cells(event.metrics, STEP_COLUMNS)]
+    return "   ".join([*cells, f"left {duration(left_s)}"] if left_s else cells)
 
 
 def _run_started(event: RunStarted) -> str:
+    if event.is_resumed and event.step >= event.total_steps:
+        return f"Run {event.name} has all its {event.total_steps} steps. {event.uri}"
     if event.is_resumed:
         return (
             f"Run {event.name} resumes from step {event.step} of {event.total_steps}. {event.uri}"
@@ -160,6 +171,7 @@ def _run_finished(event: RunFinished, name: str) -> str:
         "failed": "FAILED",
         "preempted": "stopped (resumable)",
         "superseded": "was taken over by another driver",
+        "interrupted": "was interrupted; the same command resumes it",
     }
     # The reason is empty for a finished run.
     checkpoint = event.checkpoint_uri or "none"
@@ -167,11 +179,22 @@ def _run_finished(event: RunFinished, name: str) -> str:
         part
         for part in (
             f"Run {name} {ending[event.status]} at step {event.step} after "
-            f"{_duration(event.wall_s)};",
+            f"{duration(event.wall_s)};",
             f"goodput {event.goodput:.1%}; newest checkpoint: {checkpoint}.",
             event.reason,
         )
         if part
+    )
+
+
+def _run_without_attempt(event: RunFinished, name: str) -> str:
+    """Return the end of a run in which this driver began no attempt."""
+    if event.status != "finished":
+        why = f" ({event.reason})" if event.reason else ""
+        return f"Run {name} did not begin an attempt{why}; step {event.step} is saved."
+    return (
+        f"Run {name} is finished: {event.reason}; newest checkpoint: {event.checkpoint_uri}. "
+        f"To train further: --set run.steps={2 * event.step}"
     )
 
 
@@ -249,11 +272,3 @@ def _size(num_bytes: int) -> str:
     if num_bytes >= GIB_BYTES:
         return f"{num_bytes / GIB_BYTES:.2f} GiB"
     return f"{num_bytes / MIB_BYTES:.1f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

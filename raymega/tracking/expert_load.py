@@ -44,7 +44,9 @@ def collapse_warning(layer: int, experts: Sequence[int], step: int) -> str:
     is_one = len(experts) == 1
     return (
         f"Routing collapse in layer {layer} at step {step}: expert{'' if is_one else 's'} "
-        f"{_names(experts)} {'gets' if is_one else 'get'} less than {STARVED_SHARE:.0%} of the mean load."
+        f"{_names(experts)} {'gets' if is_one else 'get'} less than {STARVED_SHARE:.0%} of the mean load. "
+        "While the router warms up this often mends itself; if it stays, raise "
+        "model.moe.router_aux_loss_coef."
     )
 
 

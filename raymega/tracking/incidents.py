@@ -28,6 +28,10 @@ STATE_SOURCES = {
     "nothing": "nothing", "store": "store", "memory": "snapshot in memory of other nodes",
 }  # fmt: skip
 """Sources of a restored state, by their names in events."""
+NEW_PROCESS = ("reserve", "rendezvous")
+"""Phases of a recovery that wait for new processes."""
+LEAST_WAIT_S = 2.0
+"""Wait for new processes from which on the page names spares, in seconds."""
 MAX_RANKS = 64
 """Maximum number of rows in the table of ranks; a larger run shows the lowest ranks."""
 
@@ -62,6 +66,7 @@ class IncidentsSink:
         """
         self._folder, self._clock, self._watcher = folder, clock, watcher
         self._name = ""
+        self._has_spares = True  # until the job is known
         self._grid: Mapping[str, int] = {}
         self._nodes: Mapping[int, str] = {}
         self._signs: list[BadStep | StragglerDetected] = []
@@ -73,6 +78,8 @@ class IncidentsSink:
             # context, kept for the page of a later failure
             case RunStarted():
                 self._name = event.name
+                elastic = event.job.get("elastic")
+                self._has_spares = isinstance(elastic, dict) and bool(elastic.get("spares"))
             case WorkersStarted():
                 self._nodes = event.nodes
             case BadStep() | StragglerDetected():
@@ -110,8 +117,19 @@ class IncidentsSink:
     def _write(self, incident: _Incident, end: Recovered | RunFinished) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"incident-{incident.number:03d}.md"
-        path.write_text("\n".join(_page(self._name, incident, end)) + "\n", encoding="utf-8")
+        path.write_text("\n".join(self._lines(incident, end)) + "\n", encoding="utf-8")
         self._watcher.emit(ArtefactWritten(path=str(path), title=f"Incident {incident.number}"))
+
+    def _lines(self, incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]:
+        yield from _page(self._name, incident, end)
+        if isinstance(end, Recovered) and not self._has_spares:
+            waited_s = sum(end.phases.get(phase, 0.0) for phase in NEW_PROCESS)
+            if waited_s > LEAST_WAIT_S:
+                yield ""
+                yield (
+                    f"A new process took most of the {waited_s:.1f} s of {' and '.join(NEW_PROCESS)}. "
+                    "With --set elastic.spares=1 a loaded one stands by."
+                )
 
 
 def _page(name: str, incident: _Incident, end: Recovered | RunFinished) -> Iterator[str]:
@@ -157,6 +175,11 @@ def _ranks(first: AttemptFailed, nodes: Mapping[int, str]) -> Iterator[str]:
         "| rank | node | state |",
         "|---|---|---|",
     )
+    states = set(first.whereabouts.values())
+    if len(states) == 1 and len(first.whereabouts) > 1:
+        alike = f"all {len(first.whereabouts)}, {first.rank} failed first"
+        yield f"| {alike} | {len(set(nodes.values())) or 1} nodes | {_line(states.pop())} |"
+        return
     for rank in sorted(first.whereabouts)[:MAX_RANKS]:
         mark = " (failed first)" if rank == first.rank else ""
         yield f"| {rank}{mark} | {nodes.get(rank, '')[:12]} | {_line(first.whereabouts[rank])} |"

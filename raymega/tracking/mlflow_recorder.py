@@ -75,7 +75,11 @@ FIRST_FAMILIES = ("train", "eval")
 """Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
 OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
 HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "superseded": "KILLED"}
+STATUS = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    **dict.fromkeys(("preempted", "superseded", "interrupted"), "KILLED"),
+}
 
 T = TypeVar("T")
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from raymega.config.load import parse_job, parse_mapping, read_yaml
+from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
+from raymega.config.yaml_text import read_yaml
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import make_plan
 from tests.docs.blocks import PAGES, ROOT, blocks, blocks_of

@@ -86,9 +86,9 @@ def resume_faults(
     before = by_path(saved) if isinstance(saved, dict) else {}
     changed = [f"model.{name}={asked[name]}" for name in asked if before.get(name) != asked[name]]
     yield Fault(
-        fact=f"{', '.join(changed)}: {store.uri}/{manifest.key} holds {first_few(unlike)}",
+        fact=f"{first_few(changed, 3)}: {store.uri}/{manifest.key} holds {first_few(unlike, 2)}",
         rule="a run resumes with the model that it began with",
-        remedy="set the model section back, or give another run.name; there "
+        remedy="set the model section back, or begin another run with --set run.name=NAME; there "
         "checkpoint.init_from takes what is common",
     )
 

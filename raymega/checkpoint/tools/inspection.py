@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymega.checkpoint.format.data_file import read_block
+from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of
 from raymega.checkpoint.format.manifest import (
     Manifest,
@@ -20,6 +21,7 @@ from raymega.checkpoint.format.manifest import (
 )
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.tools.handle import Checkpoint
+from raymega.config.hub import download, hub_name
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.storage.registry import is_anything_at, local_path, open_store, reading_faults
 from raymega.storage.store import Store
@@ -60,8 +62,9 @@ def list_checkpoints(uri: str) -> list[CheckpointSummary]:
         ConfigError: Nothing at all exists at the URI.
     """
     store, keys = _locate(uri)
-    # A run that has not saved yet is an empty list, no error.
-    raise_faults(ConfigError, [] if keys else absence_faults(uri))
+    # A run that has not saved yet is an empty list, no error; its first driver has left a lease.
+    if not keys and not newest_epoch(store):
+        raise_faults(ConfigError, [*absence_faults(uri), _nothing_at(uri)][:1])
     return [_summarise(store, key, is_deep=False) for key in keys]
 
 
@@ -165,13 +168,21 @@ def _nothing_at(uri: str) -> Fault:
             f"it looks like a model of Hugging Face: raymega convert hf-import {uri} --out URI, "
             "then give that URI"
         )
+    elif name := hub_name(uri):
+        fetch, local = download(name, "model")
+        remedy = (
+            f"nothing is read from the Hub: `{fetch}`, then `raymega convert hf-import {local} "
+            f"--out {local}-raymega` and give that folder"
+        )
     elif runs:
         more = ", ..." if len(runs) > MAX_NAMED else ""
         remedy = (
-            f"give one of its runs, {uri.rstrip('/')}/NAME: {', '.join(runs[:MAX_NAMED])}{more}"
+            f"give one of its runs, such as {uri.rstrip('/')}/{runs[0]}, of "
+            f"{', '.join(runs[:MAX_NAMED])}{more}; `raymega runs {uri}` lists them"
         )
+    is_file = folder is not None and folder.is_file()
     return Fault(
-        fact=f"there is no checkpoint at {uri!r}",
+        fact=f"{uri!r} is a file" if is_file else f"there is no checkpoint at {uri!r}",
         rule="a URI names a run's folder, one of its checkpoints/step-... or a manifest",
         remedy=remedy,
     )

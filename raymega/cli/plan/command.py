@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from raymega import api
-from raymega.cli.options import Overrides
+from raymega.cli.bill import Price, priced
+from raymega.cli.options import Grid, Overrides
 from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
 from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
+from raymega.config.grid_text import grid_overrides
 from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
@@ -43,11 +45,14 @@ _GPU = f"Predict time and memory on a GPU: {', '.join(CATALOGUE)}, or a YAML fil
 def plan(
     job_file: Annotated[Path | None, typer.Argument(metavar="JOB.yaml")] = None,
     overrides: Overrides = None,
-    grid: str = "",
+    grid: Grid = "",
     gpu: Annotated[str, typer.Option(help=_GPU)] = "",
     gpus: Annotated[int, typer.Option(min=0)] = 0,
     top: Annotated[int, typer.Option(min=0)] = 0,
     straggler: Annotated[float, typer.Option(min=1.0)] = 1.0,
+    price: Price = 0.0,
+    spot_price: Annotated[float, typer.Option(min=0)] = 0.0,
+    interruptions: Annotated[float, typer.Option(min=0)] = 0.0,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
     runs: Path | None = None,
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
@@ -57,10 +62,11 @@ def plan(
 
     Options:
         job_file: Job file.
-        grid: Parallel degrees to plan with: --grid tp=2,pp=2
         gpus: With --top: number of GPUs to search layouts for; 0 is the job's number of ranks.
         top: Show this many of the fastest layouts that fit; without --gpu, on h100 or cpu.
         straggler: Predict with one device that is this many times slower.
+        spot_price: Dollars for an hour of one GPU on nodes that may be taken away.
+        interruptions: Expected number of times that such a node is taken away in a day; 0 is 0.5.
         draw: Draw memory and timeline as HTML; without --gpu, on h100 or cpu.
         runs: Compare predictions with a table of published runs (.csv).
         calibrate: Compare predictions with a finished run, given by its folder, and fit the constants to it.
@@ -68,6 +74,7 @@ def plan(
 
     Example: raymega plan jobs/verify.yaml --grid tp=2,pp=2
     Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --top 5
+    Example: raymega plan jobs/llama-7b-16gpu.yaml --gpu h100 --price 2.5 --spot-price 1.1
     Example: raymega plan --calibrate my-out/runs/my-run --gpu h100
     Example: raymega plan jobs/llama-70b-512gpu.yaml --gpu h100 --draw plan.html
     """
@@ -81,20 +88,20 @@ def plan(
         return
     assert job_file is not None
     # plan of the job, with the degrees of --grid
-    degrees = [f"parallel.{pair.strip()}" for pair in grid.split(",") if pair]
-    job, choice = api.load_chosen(job_file, [*(overrides or ()), *degrees])
+    job, choice = api.load_chosen(job_file, [*(overrides or ()), *grid_overrides(grid)])
     made = api.plan(job)
     if not as_json:
         predictions.show_choice(choice)
     # search
-    if top:
-        device = _slowed(gpu or _device_of(job), straggler)
+    name = gpu or (_device_of(job) if top or draw or price or spot_price else "")
+    device = priced(_slowed(name, straggler), price, spot_price, interruptions) if name else None
+    if device and top:
         _show_best(made, device, gpus or made.grid.world_size, top=top, as_json=as_json)
         return
-    # the plan itself, with a prediction if a GPU is given
-    show_plan(made, as_json=as_json, device=_slowed(gpu, straggler) if gpu else None)
-    if draw is not None:
-        predictions.write_picture(made, _slowed(gpu or _device_of(job), straggler), draw)
+    # the plan itself, with a prediction if a GPU or a price is given
+    show_plan(made, as_json=as_json, device=device if gpu or price or spot_price else None)
+    if device and draw is not None:
+        predictions.write_picture(made, device, draw)
 
 
 def _slowed(gpu: str, straggler: float) -> Accelerator:

@@ -30,7 +30,7 @@ def show_host_memory(plan: RunPlan) -> None:
 
 def readable(num_bytes: int) -> str:
     """Return bytes in the largest unit that keeps them above 1."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+    for unit, size in (("EiB", 2**60), ("PiB", 2**50), ("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes / 1024:.1f} KiB"

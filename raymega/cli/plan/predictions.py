@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from raymega.cli.bill import hours_unit
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.config.schema import Job
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
+from raymega.planner.bill import bill_lines, make_bill
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.calibration.comparison import PublishedComparison, compare
 from raymega.planner.calibration.error_band import TimeBand, band_of, fits_probability
@@ -18,6 +20,7 @@ from raymega.planner.calibration.published_runs import PublishedRun, read_runs
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.html_report import draw_plan
+from raymega.planner.search.advice import advice_line, advise
 from raymega.planner.search.search import MEMORY_MARGIN, RankedLayout, SearchResult
 from raymega.planner.search.selection import Choice, seconds
 
@@ -88,6 +91,22 @@ def show_prediction(found: RankedLayout, device: Accelerator) -> None:
         f"fits into {device.memory_bytes / GIB:.0f} GiB with a probability of {fits:.0%}"
     )
     print(expected_error(device, found.plan.job))
+
+
+def bill_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
+    """Return the cost of the whole run, and what binds its steps, as JSON objects."""
+    return {
+        "bill": make_bill(found.plan, device, found.time.total_s),
+        "binding": advise(found, device),
+    }
+
+
+def show_bill(found: RankedLayout, device: Accelerator) -> None:
+    """Print what binds the step and what to try, and the cost of the whole run."""
+    print(advice_line(advise(found, device), found, device))
+    bill = make_bill(found.plan, device, found.time.total_s)
+    for line in bill_lines(bill, device, unit=hours_unit(found.plan.job)):
+        print(f"whole run: {line}")
 
 
 def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import lru_cache
 
 from raymega import api
 from raymega.cli.output import print_json, table
 from raymega.cli.plan import predictions
 from raymega.cli.plan.datasets import datasets_object, show_datasets
 from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_memory
+from raymega.cli.plan.notes import notes
+from raymega.cli.plan.ranks import rank_sizes, show_ranks
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
 from raymega.plan.memory.activation_bytes import activation_shape, peak_bytes, stage_activations
-from raymega.plan.memory.state_bytes import StateSize, count_parameters, rank_state
+from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.packing.step_estimate import MOST_RANKS, PackedStep
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost, shares_snapshot
@@ -26,12 +29,7 @@ from raymega.schedule.stage_placement import Program
 from raymega.schedule.table import make_schedule
 from raymega.schedule.text import timetable
 
-MAX_ROWS = 32
 MOST_FALLBACKS = 4
-PARTS = {
-    "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
-    "fixed": "fixed", "gathered": "passing",
-}  # fmt: skip
 
 
 def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None) -> None:
@@ -41,12 +39,15 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
         shown = {**_plan_object(plan), **datasets_object(plan.job), **_packing_object(plan)}
         shown["fallbacks"] = _fallback_objects(plan, device)
         if found and device:
-            shown["prediction"] = predictions.prediction_object(found, device)
+            shown["prediction"] = {
+                **predictions.prediction_object(found, device),
+                **predictions.bill_object(found, device),
+            }
         print_json(shown)
         return
     _show_summary(plan)
     _show_stages(plan)
-    _show_ranks(plan)
+    show_ranks(plan, _activation_bytes(plan))
     _show_context(plan)
     show_datasets(plan.job)
     _show_packing(plan)
@@ -57,14 +58,11 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_schedule(plan)
     if found and device:
         predictions.show_prediction(found, device)
-
-
-def _sizes(plan: RunPlan, num_ranks: int) -> list[StateSize]:
-    job, grid = plan.job, plan.grid
-    return [
-        rank_state(job, plan.stages_of(rank), grid, tp_rank=grid.coords(rank).tp)
-        for rank in range(min(num_ranks, grid.world_size))
-    ]
+        predictions.show_bill(found, device)
+    else:
+        print("\nwhole run: --gpu NAME predicts its time, and --price DOLLARS an hour its cost")
+    for note in notes(plan, rank_sizes(plan)):
+        print(note)
 
 
 def _activation_bytes(plan: RunPlan) -> tuple[int, ...]:
@@ -92,7 +90,10 @@ def _bubble(plan: RunPlan, batch: BatchPlan) -> float:
 
 
 def _program(plan: RunPlan, batch: BatchPlan) -> Program:
-    return make_schedule(plan.job.schedule.name, plan.sizes(batch))
+    return _schedule(plan.job.schedule.name, plan.sizes(batch))
+
+
+_schedule = lru_cache(maxsize=2)(make_schedule)  # a large one takes a second
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
@@ -121,7 +122,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
                 "save": save_cost(plan, rank),
                 **({"snapshot": snapshot_cost(plan, rank)} if has_snapshots else {}),
             }
-            for rank, size in enumerate(_sizes(plan, grid.world_size))
+            for rank, size in enumerate(rank_sizes(plan))
         ],
     }
 
@@ -191,28 +192,6 @@ def _layers(stage: Stage) -> str:
     if stage.num_layers > 1:
         return f"{stage.first_layer} to {last}"
     return str(last) if stage.num_layers else "none"
-
-
-def _show_ranks(plan: RunPlan) -> None:
-    # columns: coordinates, parameters, bytes by part, totals
-    head = ("rank", "tp", "cp", "dp", "pp", "parameters", "owned")
-    headers = (*head, *PARTS, "total state", "activations")
-    rows, activations = [], _activation_bytes(plan)
-    for rank, size in enumerate(_sizes(plan, MAX_ROWS)):
-        at = plan.grid.coords(rank)
-        counts = rank, at.tp, at.cp, at.dp, at.pp, size.num_parameters, size.num_owned
-        parts = (getattr(size, f"{part}_bytes") for part in PARTS.values())
-        in_all = readable(size.total_bytes), readable(activations[at.pp])
-        rows.append((*counts, *parts, *in_all))
-    job = plan.job
-    print(f"\nranks; state in bytes; sharding {job.parallel.sharding}")
-    print(
-        "activations kept for backward at the schedule's peak, by formula; recompute "
-        f"{job.memory.recompute}"
-    )
-    print(table(headers, rows))
-    if plan.grid.world_size > MAX_ROWS:
-        print(f"... and {plan.grid.world_size - MAX_ROWS:,} more ranks; --json lists all")
 
 
 def _show_saves(plan: RunPlan) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
@@ -138,8 +139,10 @@ def _unreadable(folder: Path, problem: str) -> Fault:
     return Fault(
         fact=f"{str(folder / CONFIG)!r} {problem}",
         rule="it says what network the weights belong to",
-        remedy="give a folder that transformers' save_pretrained wrote, or a download of a "
-        "model repository",
+        remedy=f"download the repository: `{download(name, 'model')[0]}`, and give that folder"
+        if (name := hub_name(str(folder)))
+        else "give a folder that transformers' save_pretrained wrote, or a download of a model "
+        "repository, such as: hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B",
     )
 
 

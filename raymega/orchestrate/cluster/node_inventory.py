@@ -15,13 +15,13 @@ import ray
 
 from raymega.config.schema import ClusterSection
 from raymega.messages import NodeSlots
+from raymega.orchestrate.core.rank_placement import ROUNDING
 from raymega.ray_private import declared_resources, drain_deadlines_ms, free_resources
 
 log = logging.getLogger(__name__)
 
 Device = Literal["cpu", "cuda"]
 
-_ROUNDING = 1e-6
 LOOK_EVERY_S = 1.0
 
 
@@ -90,6 +90,9 @@ def _with_slots(
             node_id=node["NodeID"],
             address=node["NodeManagerAddress"],
             num_slots=_num_slots(has.get(node["NodeID"], {}), device, cluster.cpus_per_worker),
+            cpus=has.get(node["NodeID"], {}).get("CPU", 0.0),
+            gpus=has.get(node["NodeID"], {}).get("GPU", 0.0),
+            needs_gpu=device == "cuda",
             labels=dict(node.get("Labels", {})),
         )
         for node in nodes
@@ -105,8 +108,8 @@ def _device(cluster: ClusterSection, nodes: list[dict[str, Any]]) -> Device:
 
 def _num_slots(resources: Mapping[str, float], device: Device, cpus_per_worker: float) -> int:
     needs = worker_resources(device, cpus_per_worker)
-    # the scarcest resource decides; _ROUNDING absorbs float error in quotients such as 0.3 / 0.1
-    return min(int(resources.get(kind, 0) / amount + _ROUNDING) for kind, amount in needs.items())
+    # the scarcest resource decides; ROUNDING absorbs float error in quotients such as 0.3 / 0.1
+    return min(int(resources.get(kind, 0) / amount + ROUNDING) for kind, amount in needs.items())
 
 
 def _draining_nodes() -> dict[str, float]:

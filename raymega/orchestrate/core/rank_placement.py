@@ -18,6 +18,8 @@ from raymega.plan.grid import Grid
 DOMAIN_LABEL = "ray.io/gpu-domain"
 """Ray's node label for the domain of nodes that share fast links, such as NVLink."""
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
+ROUNDING = 1e-6
+"""Float error that quotients of CPUs are allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,9 +219,51 @@ def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
     # slots that do not make up a whole block are of no use
     total = sum(number // block * block for number in slots)
     whole = f" in tp groups of {block}, each whole on a node" if block > 1 else ""
+    needs_gpu = any(node.needs_gpu for node in nodes)
+    fact = f"the cluster has {_count(len(nodes), 'node')} with {shown or 'no'} worker slots"
+    if needs_gpu and not any(node.gpus >= 1 for node in nodes):
+        fact = (
+            f"cluster.device=cuda, and none of the cluster's {_count(len(nodes), 'node')} has a GPU"
+        )
     return Fault(
-        fact=f"the cluster has {len(nodes)} nodes with {shown or 'no'} worker slots",
-        rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}; "
-        f"there is room for {total}",
-        remedy="add nodes, lower cluster.cpus_per_worker, or use a smaller grid",
+        fact=fact,
+        rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}"
+        f"{', each with a GPU' if needs_gpu else ''}; there is room for {total}",
+        remedy=_more_room(nodes, grid, block, needs_gpu=needs_gpu),
     )
+
+
+def _more_room(nodes: Sequence[NodeSlots], grid: Grid, block: int, *, needs_gpu: bool) -> str:
+    """Return what makes the run fit: fewer CPUs a worker where they are what lacks, else nodes."""
+    if needs_gpu and sum(int(node.gpus) // block * block for node in nodes) < grid.world_size:
+        return (
+            "give --address of a cluster with GPUs, or --set cluster.device=cpu to try it on CPUs"
+        )
+    # the largest share of a CPU with which every worker has a place
+    sizes = Counter(node.cpus for node in nodes if node.cpus)
+    shares = (
+        cpus / number for cpus in sizes for number in range(block, grid.world_size + 1, block)
+    )
+    fitting = [
+        share
+        for share in map(_rounded_down, shares)
+        if share
+        and sum(n * _blocks(cpus, share, block) for cpus, n in sizes.items()) >= grid.world_size
+    ]
+    if not fitting:
+        return "add nodes, or use a smaller grid"
+    return f"use --set cluster.cpus_per_worker={max(fitting):g}, add nodes, or use a smaller grid"
+
+
+def _rounded_down(share: float) -> float:
+    """Return ``share`` of a CPU with at most three decimals, or as a whole number above 1."""
+    return float(int(share)) if share >= 1 else int(share * 1000) / 1000
+
+
+def _blocks(cpus: float, share: float, block: int) -> int:
+    """Return the workers, in whole blocks, that ``share`` of a CPU each lets a node hold."""
+    return int(cpus / share + ROUNDING) // block * block
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

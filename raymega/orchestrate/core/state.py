@@ -82,6 +82,13 @@ class RunState:
     since_s: float
     reason: str
 
+    @property
+    def interruption(self) -> str:
+        """An end of the driver in this state, in words, with the steps that it loses."""
+        lost = self.step - self.saved_step
+        cost = f" at step {self.step}; {lost} of its steps are not saved" if lost > 0 else ""
+        return f"interrupted while {self.state}{cost}"
+
     def move(self, to: State, *, now_s: float, reason: str = "") -> RunState:
         """Return the same run in state ``to``.
 

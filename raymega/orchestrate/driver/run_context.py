@@ -59,7 +59,7 @@ TICK_S = 0.25
 DRAIN_S = 30.0
 """Longest wait for a pending commit before a restart looks for the newest checkpoint, in seconds."""
 STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
-"""Status of a run by its final state; "failed" for every other state."""
+"""Status of a run by its final state; "failed" or "interrupted" for every other."""
 
 
 class RunContext:
@@ -287,14 +287,14 @@ class RunContext:
             self.error = error
         self._journal.end(self.state, DRAIN_S)
         state, wall_s = self.state, self.recovery_log.wall_s
-        is_lost = isinstance(self.error, LeaseError)
+        status = STATUS.get(state.state, "failed" if self.error else "interrupted")
         ended = RunFinished(
-            status="superseded" if is_lost else STATUS.get(state.state, "failed"),
+            status="superseded" if isinstance(self.error, LeaseError) else status,
             step=state.saved_step,
             checkpoint_uri=self._restore.uri,
             goodput=self.recovery_log.goodput(wall_s),
             wall_s=wall_s,
-            reason=state.reason if state.state.is_end else f"interrupted while {state.state}",
+            reason=state.reason if state.state.is_end else state.interruption,
         )
         self._sink.emit(ended)
         return ended

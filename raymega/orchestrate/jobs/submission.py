@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import yaml
 
 from raymega.checkpoint.format.epochs import newest_epoch
-from raymega.config.load import read_yaml
 from raymega.config.paths import PATH_LISTS, absolute_path, with_absolute_paths
 from raymega.config.schema import Job
+from raymega.config.yaml_text import read_yaml
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.ray_private import walk_shipped_files
 from raymega.storage.registry import open_store, reading_faults
@@ -91,7 +91,10 @@ def make_submission(
     raise_faults(ConfigError, faults)
     # command line: the user's overrides, then those that make paths absolute
     words = [*_command(root), job_file.resolve().relative_to(root).as_posix()]
-    for override in [*overrides, *absolute_overrides(job_file, overrides)]:
+    absolute = absolute_overrides(job_file, overrides)
+    fields = {override.partition("=")[0] for override in absolute}
+    kept = [override for override in overrides if override.partition("=")[0].strip() not in fields]
+    for override in [*kept, *absolute]:
         words += ["--set", override]
     # `ray job stop` kills the driver after this time, which must cover its last save
     stop_wait_s = ceil(job.elastic.stop_timeout_s) + STOP_MARGIN_S
@@ -101,6 +104,7 @@ def make_submission(
         working_dir=root,
         env_vars={"RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s)},
         metadata={
+            "job_name": job.run.name,  # Ray's own key, for its list of jobs
             "raymega_run": job.run.name,
             "raymega_attempt": str(attempt),
             "raymega_config": config_hash(job),

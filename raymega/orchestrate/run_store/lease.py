@@ -162,12 +162,18 @@ class Lease:
     def release(self) -> None:
         """Release the lease, so that the next driver need not wait; no effect if the run was taken.
 
-        Never raises.
+        An epoch in which no attempt began is given back: nothing was written under its number, which
+        the next driver takes. Never raises.
         """
         try:
             with self._lock:
-                if self._grant and self.check() is None:
+                if not self._grant or self.check() is not None:
+                    return
+                if self._has_begun:
                     self._grant = self._sign(self._grant, is_released=True)
+                else:
+                    self.store.delete(self._grant.key)
+                    self._grant = None
         except RaymegaError as error:
             log.warning("the lease on the run is not released, but will expire: %s", error)
 
@@ -228,9 +234,10 @@ class Lease:
         while self._clock.monotonic() < deadline_s:
             self._sleep(grant.duration_s / LOOKS)
             now = newest_grant(self.store)
-            if now is not None and self._is_over(now):
+            # gone: the holder has given an epoch without an attempt back
+            if now is None or now.epoch < grant.epoch or self._is_over(now):
                 return
-            if now is not None and (now.epoch, now.renewals) != (grant.epoch, grant.renewals):
+            if (now.epoch, now.renewals) != (grant.epoch, grant.renewals):
                 raise LeaseError(self._held_fault(now))
 
     def _held_fault(self, by: LeaseGrant) -> Fault:

@@ -48,7 +48,9 @@ HALF_S = 10.0
 """Time for which an incomplete set of slots without processes is held, in seconds; at random up to twice that."""
 PAUSE_S = 2.0
 """Pause after releasing them, in seconds; Ray tries pending groups of other runs once a second."""
-NAMED_AXES = ("tp", "pp", "dp")
+NAMED_AXES = ("tp", "cp", "ep", "pp", "dp")
+RARE_AXES = ("cp", "ep")
+"""Axes that a name leaves out where the grid does not use them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -332,5 +334,9 @@ def name_of(slot: WorkerSlot, plan: RunPlan, *, attempt: int) -> str:
 def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
     """Return the actor name of a rank, such as ``demo/a1/rank3-tp1-pp0-dp1``."""
     coords = plan.grid.coords(rank)
-    axes = [f"{axis}{coords.on(axis)}" for axis in NAMED_AXES]
+    axes = [
+        f"{axis}{coords.on(axis)}"
+        for axis in NAMED_AXES
+        if axis not in RARE_AXES or plan.grid.degree(axis) > 1
+    ]
     return "/".join((plan.job.run.name, f"a{attempt}", "-".join((f"rank{rank}", *axes))))

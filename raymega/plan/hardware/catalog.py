@@ -77,6 +77,9 @@ class Accelerator:
         known_error: Error of predictions for the device in words, where its file states it.
         measured_formats: Formats of products, ``16-bit``, ``8-bit`` or ``4-bit``, whose constants
             were fitted to runs on this device; those of the others are borrowed.
+        price_per_hour: Dollars for an hour of the device; 0 where no price is given.
+        spot_price_per_hour: The same on nodes that may be taken away.
+        interruptions_per_day: Expected number of times that such a node is taken away in a day.
     """
 
     name: str
@@ -97,6 +100,9 @@ class Accelerator:
     known_error: str = ""
     peak_4_bit_flops: float = 0.0
     measured_formats: tuple[str, ...] = ()
+    price_per_hour: float = 0.0
+    spot_price_per_hour: float = 0.0
+    interruptions_per_day: float = 0.5
 
     def peak_flops(self, element: int) -> float:
         """Return the peak FLOP/s of matrix products of numbers with ``element`` bytes."""

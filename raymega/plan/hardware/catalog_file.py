@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from raymega.config.fields import Positive, PositiveFloat, Section
-from raymega.config.load import read_yaml
+from raymega.config.yaml_text import read_yaml
 from raymega.errors import ConfigError, Fault, one_line, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
 
@@ -60,6 +60,9 @@ class AcceleratorFigures(Section):
     host_bytes_per_s: PositiveFloat | None = None
     known_error: str | None = None
     measured_formats: tuple[Literal["16-bit", "8-bit", "4-bit", "32-bit"], ...] | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    spot_price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    interruptions_per_day: Annotated[float, Field(ge=0)] | None = None
     fitted: FittedFigures = FittedFigures()
 
 

@@ -10,6 +10,9 @@ from raymega.errors import Fault
 from raymega.plan.grid import AXES
 from raymega.plan.validation.rule import divisors, reads
 
+MOST_RANKS = 200_000
+"""Most ranks of a grid, above the largest cluster that there is."""
+
 
 @reads("parallel.order tp cp dp ep etp")
 def grid_faults(order: str, tp: int, cp: int, dp: int, ep: int, etp: int) -> Iterator[Fault]:
@@ -48,6 +51,18 @@ def world_faults(num_workers: int | str, tp: int, cp: int, dp: int, pp: int) -> 
     )
 
 
+@reads("parallel.tp cp dp pp")
+def size_faults(tp: int, cp: int, dp: int, pp: int) -> Iterator[Fault]:
+    """Check that the ranks are few enough to be listed."""
+    world_size = tp * cp * dp * pp
+    if world_size > MOST_RANKS:
+        yield Fault(
+            fact=f"parallel tp={tp} * cp={cp} * dp={dp} * pp={pp} = {world_size:,} workers",
+            rule=f"a plan lists the ranks one by one, {MOST_RANKS:,} at most",
+            remedy="use smaller degrees, such as --grid tp=8,pp=8,dp=64",
+        )
+
+
 @reads("parallel.sharding data_parallel_shard_degree dp cp tp ep etp, model.moe")
 def sharding_group_faults(
     sharding: str, group: int | str, dp: int, cp: int, tp: int, ep: int, etp: int, moe: MoeSection
@@ -69,11 +84,10 @@ def sharding_group_faults(
     if moe.num_experts:
         replicas["the replicas of experts, tp * cp * dp / (etp * ep)"] = tp * cp * dp // (etp * ep)
     ranks = gcd(*replicas.values())
-    legal = [str(d) for d in range(2, ranks + 1) if ranks % d == 0]
     for what, number in replicas.items():
         if size == 1 or number % size:
             yield Fault(
                 fact=f"parallel.data_parallel_shard_degree={size}",
                 rule=f"it must be more than 1 and divide {what} = {number} (remainder {number % size})",
-                remedy=f"use {', '.join([*legal, 'all'])}",
+                remedy=f"use {', '.join(filter(None, (divisors(ranks, least=2), 'all')))}",
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
+from raymega.plan.batch import make_batch
 from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
 from raymega.plan.validation.rule import reads
 from raymega.plan.validation.unused_fields import default_of
@@ -18,6 +19,8 @@ SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches"
               "wgrad_activation_fraction")  # fmt: skip
 MAX_LISTED = 100_000
 """Most layers of a model and stages of a pipeline: above any real job, and quick to enumerate."""
+MOST_PASSES = 200_000
+"""Most passes of micro-batches through stages in a step: a schedule lists each of them."""
 PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 
@@ -36,6 +39,26 @@ def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
             rule=f"every rank needs a layer, and model.num_layers={layers}",
             remedy=f"use parallel.pp of at most {layers}, or place layers by parallel.stages",
         )
+
+
+@reads("data.global_batch_size, schedule.micro_batch_size chunks, parallel.dp pp")
+def pass_faults(batch: int, micro_batch: int, chunks: int, dp: int, pp: int) -> Iterator[Fault]:
+    """Check that the passes of a step are few enough to be listed."""
+    number, stages = make_batch(
+        global_batch_size=batch, micro_batch_size=micro_batch, dp=dp
+    ).num_micro_batches, pp * chunks  # fmt: skip
+    # faults of the stages alone are reported elsewhere
+    if number * stages <= MOST_PASSES or stages > MOST_PASSES:
+        return
+    least = -(-batch * stages // (MOST_PASSES * dp))
+    yield Fault(
+        fact=f"data.global_batch_size={batch} with schedule.micro_batch_size={micro_batch} and "
+        f"parallel.dp={dp}",
+        rule=f"that is {number:,} micro-batches a step through {stages} stages; a schedule lists "
+        f"{MOST_PASSES:,} passes at most",
+        remedy=f"use --set schedule.micro_batch_size={least} or more, a larger parallel.dp, or a "
+        "smaller data.global_batch_size",
+    )
 
 
 @reads(f"{PIPELINE}, schedule.{' '.join(SCHEDULING)}")

@@ -30,6 +30,7 @@ from raymega.plan.validation.unused_fields import unused_faults
 RULES: tuple[Rule, ...] = (
     grid.grid_faults,
     grid.world_faults,
+    grid.size_faults,
     grid.sharding_group_faults,
     tensor_parallel.head_faults,
     tensor_parallel.cut_width_faults,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     context_parallel.exchange_faults,
     context_parallel.weight_dropout_faults,
     pipeline.layer_faults,
+    pipeline.pass_faults,
     attention.position_faults,
     attention.weight_faults,
     moe.moe_faults,

@@ -104,7 +104,7 @@ def search(
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
     limit = (1 - margin) * device.memory_bytes
-    judge = _Judge(device, limit)
+    judge = Judge(device, limit)
     space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
     # Price every candidate.
     for candidate in candidates(space):
@@ -155,7 +155,7 @@ class _Shared:
     least_bytes: int
 
 
-class _Judge:
+class Judge:
     """Evaluator of candidates: it checks the cheapest refusal first and computes shared parts once."""
 
     def __init__(self, device: Accelerator, limit_bytes: float) -> None:

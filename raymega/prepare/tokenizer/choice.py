@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from isal import isal_zlib
 from tokenizers import Tokenizer
 
+from raymega.config.hub import hub_name
 from raymega.data.format import (
     END_OF_DOCUMENT,
     TOKENIZER_CONFIG_FILE,
@@ -111,7 +112,7 @@ def choose_tokenizer(options: TokenizerOptions) -> TokenizerChoice:
         raise ConfigError(_fault(name, rule))
     path = Path(name).expanduser()
     if not path.exists():
-        raise ConfigError(_fault(name, "it must be `bytes`, `bpe:N` or an existing file or folder"))
+        raise ConfigError(_absent(name))
     source = read_source(path)
     finished = _finish(source, options)
     # A changed file is another recipe.
@@ -254,6 +255,19 @@ def _fault(name: str, rule: str) -> Fault:
     return Fault(
         fact=f"--tokenizer {name}", rule=rule, remedy="use bytes, bpe:2048 or a tokenizer.json"
     )
+
+
+def _absent(name: str) -> Fault:
+    """Return the fault of a file or folder that does not exist, which may be a name of the Hub."""
+    fault = _fault(name, "it must be `bytes`, `bpe:N` or an existing file or folder")
+    if "/" in name and not hub_name(name):
+        return fault
+    if Path(name).suffix:
+        return fault
+    folder = name.rpartition("/")[2]
+    fetch = f"hf download {name} tokenizer.json tokenizer_config.json --local-dir {folder}"
+    return replace(fault, remedy=f"use bytes, bpe:2048, or of the Hub: `{fetch}`, then "
+                   f"--tokenizer {folder}")  # fmt: skip
 
 
 def _no_end(name: str, eod: str, special: Sequence[str], *, is_named: bool) -> Fault:

@@ -19,11 +19,14 @@ from raymega.planner.html_report import draw_plan, memory_svg
 
 JOBS = Path(__file__).parents[3] / "jobs"
 H100 = CATALOGUE["h100"]
+DEGREES = ("parallel.tp=8", "parallel.pp=8", "parallel.dp=8")
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(load_job(JOBS / "llama-70b-512gpu.yaml"))
+    layout = ("schedule.name=1f1b", "schedule.chunks=1", "parallel.sequence_parallel=false",
+              "parallel.sharding=optimizer", "parallel.stages=even", *DEGREES)  # fmt: skip
+    return make_plan(load_job(JOBS / "llama-70b-512gpu.yaml", layout))
 
 
 def test_the_page_is_one_file_whose_pictures_are_well_formed(plan):
@@ -35,6 +38,7 @@ def test_the_page_is_one_file_whose_pictures_are_well_formed(plan):
     outside = re.findall(r"(?:src|href)=|<script|@import|url\(http", page)
     assert not outside, "it needs nothing beside it"
     assert "24 of the step's 128 micro-batches" in page and "In 8 of 10 cases" in page
+    assert "whole run" in page and "67 days" in page and "binds: " in page
     assert page.isascii()
 
 

@@ -862,5 +862,5 @@ def test_interrupt_leaves_nothing_behind(world):
     with pytest.raises(KeyboardInterrupt):
         controller.run()
     assert world.group.is_released
-    assert world.sink.events[-1].status == "failed"
+    assert world.sink.events[-1].status == "interrupted"
     assert world.sink.events[-1].reason == "interrupted while starting"

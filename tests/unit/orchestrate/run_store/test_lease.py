@@ -78,9 +78,31 @@ def test_number_is_above_those_of_checkpoints_that_were_copied_here(world):
 
 
 def test_driver_that_ended_keeps_nobody_waiting(world):
+    with hold_lease(world.lease("a")) as lease:
+        lease.begin_attempt()
+    assert world.taken("b").epoch == 2 and world.waited_s == 0
+
+
+def test_driver_that_began_no_attempt_uses_up_no_number(world):
+    """A run that finds no room has had no attempt: the next driver begins the first one."""
     with hold_lease(world.lease("a")):
         pass
-    assert world.taken("b").epoch == 2 and world.waited_s == 0
+    assert newest_epoch(world.store) == 0
+    assert world.taken("b").begin_attempt() == 1 and world.waited_s == 0
+
+
+def test_epoch_that_was_given_back_does_not_rise_again(world):
+    lease = world.taken("a")
+    lease.release()
+    lease.renew()
+    assert newest_epoch(world.store) == 0
+
+
+def test_epoch_of_another_driver_is_not_given_back(world):
+    first = world.taken("a")
+    world.taken("b", gone=["a"]).begin_attempt()
+    first.release()
+    assert newest_epoch(world.store) == 2
 
 
 def test_driver_that_is_known_to_be_gone_keeps_nobody_waiting(world):

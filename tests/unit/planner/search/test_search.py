@@ -132,7 +132,8 @@ def test_context_parallelism_is_tried_where_sequences_are_long():
 
 
 def test_keys_that_pass_by_take_memory():
-    long = ("data.seq_len=65536", "model.max_positions=65536", "parallel.cp=2", "parallel.dp=1")
+    long = ("data.seq_len=65536", "model.max_positions=65536", "parallel.cp=2", "parallel.dp=1",
+            "parallel.tp=4", "parallel.pp=2")  # fmt: skip
     jobs = [
         load_job(JOBS / "llama-7b-16gpu.yaml", [*long, f"parallel.cp_method={method}"])
         for method in ("all_to_all", "all_gather")

@@ -1,0 +1,84 @@
+"""The bill of a run in the output of commands: expected time, device-hours and dollars."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from raymega.config.schema import Job
+from raymega.events import RunEvent, RunStarted
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.hardware.catalog_file import find_accelerator
+from raymega.plan.run_plan import RunPlan
+from raymega.planner.bill import bill_lines, make_bill
+from raymega.planner.cost.simulated_step import played_step
+from raymega.planner.search.auto_parallel import BY_DEVICE
+
+Price = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Dollars for an hour of one GPU, or of one worker on CPUs: --price 2.5"
+    ),
+]
+
+
+def priced(
+    device: Accelerator, price: float = 0.0, spot_price: float = 0.0, interruptions: float = 0.0
+) -> Accelerator:
+    """Return the device with the prices of the command line in place of its own, where given."""
+    given = {
+        "price_per_hour": price,
+        "spot_price_per_hour": spot_price,
+        "interruptions_per_day": interruptions,
+    }
+    return replace(device, **{name: value for name, value in given.items() if value})
+
+
+def device_of(job: Job) -> Accelerator | None:
+    """Return the accelerator that the job names, or the catalogue's cpu; None for an unnamed GPU."""
+    if job.cluster.accelerator != BY_DEVICE:
+        return find_accelerator(job.cluster.accelerator, field="cluster.accelerator")
+    return find_accelerator("cpu") if job.cluster.device == "cpu" else None
+
+
+def hours_unit(job: Job) -> str:
+    """Return the unit of device-hours of a job."""
+    return "worker-hours" if job.cluster.device == "cpu" else "GPU-hours"
+
+
+def dollars_per_s(plan: RunPlan, price: float) -> float:
+    """Return the dollars that a second of the run costs; 0 where no price is known."""
+    device = device_of(plan.job)
+    hour = price or (device.price_per_hour if device else 0.0)
+    return hour * plan.grid.world_size / 3600
+
+
+class BillSink:
+    """Sink that prints, once the run has started, what its remaining steps are expected to cost."""
+
+    def __init__(self, console: Console, plan: RunPlan, *, price: float) -> None:
+        """Print to ``console``; a ``price`` of 0 is that of the job's accelerator."""
+        self._console, self._plan = console, plan
+        device = device_of(plan.job)
+        self._device = device and priced(device, price)
+
+    def emit(self, event: RunEvent) -> None:
+        """Print the bill at the start of a run that has steps to do."""
+        if not isinstance(event, RunStarted) or event.step >= event.total_steps:
+            return
+        if self._device is None:
+            self._print("Expected time and cost: name the GPU, as --set cluster.accelerator=h100")
+            return
+        step_s = played_step(self._plan, self._device).total_s
+        bill = make_bill(self._plan, self._device, step_s, first_step=event.step)
+        for line in bill_lines(bill, self._device, unit=hours_unit(self._plan.job)):
+            self._print(f"Expected on {self._plan.grid.world_size} x {self._device.name}: {line}")
+
+    def close(self, timeout_s: float) -> None:
+        """Return at once: nothing is buffered."""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)

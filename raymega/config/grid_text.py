@@ -1,0 +1,38 @@
+"""Reads the text of ``--grid``: degrees of the parallel axes."""
+
+from __future__ import annotations
+
+import re
+
+from raymega.errors import ConfigError, Fault
+
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+"""Axes that have a degree in the section ``parallel``."""
+_PAIR = re.compile(r"([a-z]+)\s*=?\s*(\d+)")
+
+
+def grid_overrides(text: str) -> list[str]:
+    """Return a text such as ``tp=2,pp=2`` as overrides of a job; empty is no override.
+
+    Raises:
+        ConfigError: The text is not of this form, or names an axis that no grid has.
+    """
+    pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
+    cut = [pair.partition("=") for pair in pairs]
+    # Whether a degree is large enough is checked with the other fields of the job.
+    is_whole = [
+        axis.strip() in AXES and equals and re.fullmatch(r"\s*-?\d+\s*", value)
+        for axis, equals, value in cut
+    ]
+    if all(is_whole):
+        return [f"parallel.{axis.strip()}={value.strip()}" for axis, _, value in cut]
+    meant = [f"{axis}={degree}" for axis, degree in _PAIR.findall(text.lower()) if axis in AXES]
+    if not meant and text.strip().isdigit():
+        meant = [f"dp={text.strip()}"]
+    raise ConfigError(
+        Fault(
+            fact=f"--grid {text}",
+            rule=f"it must be pairs axis=degree with commas between them; axes are {', '.join(AXES)}",
+            remedy=f"write --grid {','.join(meant or ['tp=2', 'pp=2'])}",
+        )
+    )
