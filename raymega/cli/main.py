@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +14,8 @@ from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
 from raymega.cli.evaluate import evaluate
+from raymega.cli.init.command import init
+from raymega.cli.init.job_text import schema_text
 from raymega.cli.node_agent import node_agent
 from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
@@ -23,14 +23,12 @@ from raymega.cli.schedule import schedule
 from raymega.cli.submit import submit
 from raymega.cli.train import train
 from raymega.cli.verify import verify
-from raymega.config.schema import Job
 from raymega.errors import EXIT_CODES, RaymegaError
 
 app = typer.Typer(
     name="raymega",
     epilog="Exit codes:\n\n" + "\n\n".join(f"{code}: {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -58,14 +56,11 @@ def schema() -> None:
 
     Example: raymega schema > job.schema.json
     """
-    text = json.dumps(Job.model_json_schema(), indent=2)
-    print(
-        text.replace(str(Path.home()), "~")
-    )  # defaults name the home of the reader, not of this user
+    print(schema_text())
 
 
 # top-level commands, then groups of commands
-for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
+for _command in (init, train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
     add_command(app, _command)
 add_command(app, evaluate, name="eval")
 app.add_typer(data_app, name="data")

@@ -126,7 +126,7 @@ def test_way_back_of_experts_is_bit_exact(tmp_path, kind):
     _check_way_back(tmp_path, kind)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("kind", hf_models.ALIASES)
 def test_an_alias_is_the_network_under_its_first_name(tmp_path, kind, pp):
