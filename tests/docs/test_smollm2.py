@@ -34,7 +34,7 @@ def test_page_leads_from_the_package_to_a_model_that_was_trained_further():
     # Source text has become likelier, and the model still knows what it knew.
     before, after = (float(_found(told, "perplexity", name)) for name in ("native", "continue "))
     assert after < before
-    assert "resum" in _found(told, "run.steps=22", "", whole=True)
+    assert "resum" in _found(told, "run.steps=11", "", whole=True)
     assert "Paris" in _found(told, "AutoTokenizer", "", whole=True)
 
 

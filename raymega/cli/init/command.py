@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,8 +16,8 @@ from raymega.cli.init.recipes import RECIPES
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE
 
-Ask = Callable[[str, str], str]
-"""Function that asks a question and returns the answer, the second text where none is given."""
+Ask = Callable[[str, Any], Any]
+"""Function that asks a question and returns the answer, of the type of the second argument, its default."""
 _RECIPES = "; ".join(f"{each.name}: {each.summary}" for each in RECIPES.values())
 _GPU = f"Accelerator of each worker: {', '.join(CATALOGUE)}, or a YAML file; default: {GPU}."
 
@@ -79,7 +79,8 @@ def asked(answers: Answers, ask: Ask, *, is_count_known: bool) -> Answers:
         )
     if not is_count_known:
         text = f"Number of GPUs; 0: {CPU_PROCESSES} CPU processes"
-        answers = replace(answers, gpus=_number(ask(text, "0")))
+        answers = replace(answers, gpus=ask(text, 0))
+        raise_faults(ConfigError, _count_faults(answers.gpus or None))
         if answers.gpus:
             answers = replace(answers, gpu=ask(f"GPU ({', '.join(CATALOGUE)})", GPU))
     if is_interview and not answers.data:
@@ -88,17 +89,9 @@ def asked(answers: Answers, ask: Ask, *, is_count_known: bool) -> Answers:
     return answers
 
 
-def _ask(question: str, default: str) -> str:
-    return str(typer.prompt(question, default=default, show_default=bool(default)))
-
-
-def _number(text: str) -> int:
-    if text.strip().isdecimal():
-        return int(text)
-    fault = Fault(
-        fact=f"{text!r} GPUs", rule="it is a whole number", remedy="answer 8, for example"
-    )
-    raise ConfigError(fault)
+def _ask(question: str, default: Any) -> Any:
+    # asks again until the answer has the default's type
+    return typer.prompt(question, default=default, show_default=default != "")
 
 
 def _count_faults(gpus: int | None) -> list[Fault]:

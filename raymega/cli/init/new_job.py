@@ -28,7 +28,7 @@ YOUR_TOKENS = "my-tokens"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """What a new job is made from.
+    """Answers from which a new job is made.
 
     Attributes:
         recipe: Name of a recipe.

@@ -87,10 +87,10 @@ def test_the_grid_is_the_one_that_the_planner_recommends(folder):
 @pytest.mark.parametrize(
     ("given", "told", "wanted"),
     [
-        ({"recipe": ""}, ["continue", "m", "8", "h200", "t"],
+        ({"recipe": ""}, ["continue", "m", 8, "h200", "t"],
          {"recipe": "continue", "model": "m", "gpus": 8, "gpu": "h200", "data": "t"}),
-        ({"recipe": "pretrain"}, ["0"], {"recipe": "pretrain", "gpus": 0}),
-        ({"recipe": "continue"}, ["m", "0"], {"recipe": "continue", "model": "m"}),
+        ({"recipe": "pretrain"}, [0], {"recipe": "pretrain", "gpus": 0}),
+        ({"recipe": "continue"}, ["m", 0], {"recipe": "continue", "model": "m"}),
         ({"recipe": ""}, ["", "", "", ""], {"recipe": "pretrain"}),
     ],
 )  # fmt: skip
@@ -106,9 +106,9 @@ def test_questions_are_those_whose_answers_are_missing(given, told, wanted):
     assert len(questions) == len(told)
 
 
-def test_an_answer_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="'many' GPUs"):
-        asked(Answers(recipe="pretrain", out=Path("x")), lambda *_: "many", is_count_known=False)
+def test_a_count_below_zero_is_refused():
+    with pytest.raises(ConfigError, match="--gpus -3; a run has at least one worker"):
+        asked(Answers(recipe="pretrain", out=Path("x")), lambda *_: -3, is_count_known=False)
 
 
 def test_help_names_every_recipe_and_nothing_is_overwritten(folder):
