@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,8 +58,7 @@ def init(
         answers = replace(answers, out=Path(f"{answers.recipe}.yaml"))
     raise_faults(ConfigError, _faults(answers))
     made = new_job(answers)
-    answers.out.write_text(made.text, encoding="utf-8")
-    answers.out.with_name(SCHEMA_FILE).write_text(schema_text() + "\n", encoding="utf-8")
+    _write(answers.out, made.text)
     print(f"{answers.out}: {made.choice.reasons[0]}")
     print(f"{answers.out.with_name(SCHEMA_FILE)}: JSON schema, which editors read")
     print("next:")
@@ -117,15 +117,38 @@ def _faults(answers: Answers) -> Iterator[Fault]:
             rule="it trains a model that there is: a folder of Hugging Face, or a checkpoint",
             remedy=f"use raymega init {recipe.name} --model Llama-3.2-1B/",
         )
-    if answers.out.exists():
-        yield Fault(
-            fact=f"--out {answers.out} exists",
-            rule="init overwrites nothing",
-            remedy=f"give another file, --out {answers.out.stem}-2.yaml, or remove it",
-        )
-    elif not answers.out.parent.is_dir():
-        yield Fault(
-            fact=f"--out {answers.out}: there is no folder {answers.out.parent}",
-            rule="init makes no folders",
-            remedy=f"run mkdir -p {answers.out.parent}",
-        )
+    yield from _place_faults(answers.out)
+
+
+def _place_faults(out: Path) -> Iterator[Fault]:
+    # a name that no file can have is told by the attempt to write it
+    with suppress(OSError):
+        if out.exists():
+            yield Fault(
+                fact=f"--out {out} exists",
+                rule="a job file is never overwritten",
+                remedy=f"give another file, --out {out.stem}-2.yaml, or remove it",
+            )
+        elif not out.parent.is_dir():
+            yield Fault(
+                fact=f"--out {out}: there is no folder {out.parent}",
+                rule="init makes no folders",
+                remedy=f"run mkdir -p {out.parent}",
+            )
+
+
+def _write(out: Path, text: str) -> None:
+    """Write the job file, and the schema that its first line names.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    try:
+        out.write_text(text, encoding="utf-8")
+        out.with_name(SCHEMA_FILE).write_text(f"{schema_text()}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            fact=f"--out {out}: {error.strerror}",
+            rule="the job file and its schema are written to that folder",
+            remedy="give --out my-job.yaml in a folder of yours",
+        ) from error
