@@ -81,7 +81,7 @@ ALIASES = {
 """Networks under another name; Kimi-K2 has code of its own, that of DeepSeek-V3."""
 KIMI_K2 = {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
            "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}  # fmt: skip
-"""What its config.json has beside DeepSeek-V3's settings."""
+"""Settings of its config.json that DeepSeek-V3's lacks."""
 KINDS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 80}),
