@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from raymega.cli.options import add_command
 
 COMMANDS = {
+    "init": ("raymega.cli.init.command:init", "Write a commented job file that plans as it stands, on the grid that the planner recommends."),
     "train": ("raymega.cli.train:train", "Run a job; the same run name continues the same run."),
     "submit": ("raymega.cli.submit:submit", "Submit a job to a cluster; the same run name continues the same run."),
     "runs": ("raymega.cli.runs:runs", "List runs: state, step, loss, when it last did something, and where it is."),

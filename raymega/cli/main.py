@@ -19,7 +19,6 @@ app = typer.Typer(
     cls=LazyGroup,
     epilog="Exit codes:\n\n" + "\n\n".join(f"{code}: {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

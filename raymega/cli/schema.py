@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from raymega.config.schema import Job
+from raymega.cli.init.job_text import schema_text
 
 
 def schema() -> None:
@@ -13,7 +10,4 @@ def schema() -> None:
 
     Example: raymega schema > job.schema.json
     """
-    text = json.dumps(Job.model_json_schema(), indent=2)
-    print(
-        text.replace(str(Path.home()), "~")
-    )  # defaults name the home of the reader, not of this user
+    print(schema_text())

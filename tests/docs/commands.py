@@ -26,6 +26,7 @@ NOT_RUN = {
     r"HEAD:|HOST:": "needs a cluster; the words in capitals are the reader's",
     r"JOB\.yaml|\bmy[-.]\S*|outputs/|\bDIR\b": "the reader's own files",
     r"/tmp/docs-torn|--mtbf ": "tests/unit/data and tests/chaos show it; the fault takes preparing, or minutes",
+    r"smollm2|real_model": "needs a package of 93 MB; tests/docs/test_smollm2.py runs them where it is installed",
     r"primer|last_first|sqlite": "needs the changes to the package that docs/extending.md describes",
 }  # fmt: skip
 QUICK = re.compile(r"raymega (plan|schedule|schema)\b(?!.*--top)")

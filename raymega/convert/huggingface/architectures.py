@@ -41,12 +41,15 @@ class Architecture:
         family: Value of ``model.family`` for the architecture.
         defaults: Values of settings that a config.json may leave out.
         wanted: Settings with the only values that raymega reproduces; None stands for "left out".
+        alias_of: ``model_type`` of the same network under its first name, which exports have; empty for a
+            network of its own.
     """
 
     name: str
     family: str
     defaults: Config
     wanted: Mapping[str, tuple[object, ...]]
+    alias_of: str = ""
 
 
 # Building blocks of the table below: shared restrictions and shared defaults.
@@ -74,6 +77,11 @@ _MIXTRAL_DEFAULTS = {
     **_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "router_jitter_noise": 0.0,
 }  # fmt: skip
+# A config.json without the key has Mistral's first window; null says that there is none.
+_MISTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}  # fmt: skip
 _QWEN_DEFAULTS = {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768}
 _QWEN_MOE_DEFAULTS = {
     **_QWEN_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False,
@@ -81,6 +89,8 @@ _QWEN_MOE_DEFAULTS = {
 _DEEPSEEK_DEFAULTS = {
     **_LLAMA_DEFAULTS, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "q_lora_rank": 0,
 }  # fmt: skip
+NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
+"""Settings that null does not leave out: it says no window, and as many key-value heads as heads."""
 _V2_METHODS = ("greedy", "group_limited_greedy")
 # Keys are the values of model_type in config.json.
 ARCHITECTURES = {
@@ -109,6 +119,19 @@ ARCHITECTURES = {
         "DeepseekV3ForCausalLM", "llama",
         {**_DEEPSEEK_DEFAULTS, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
         {**_LATENT, "rope_interleave": (None, True)},
+    ),
+    # Known networks under another name.
+    "mistral": Architecture(
+        "MistralForCausalLM", "llama", _MISTRAL_DEFAULTS,
+        {**_SAME, "sliding_window": (None,)}, alias_of="llama",
+    ),
+    "kimi_k2": Architecture(
+        "DeepseekV3ForCausalLM", "llama", _DEEPSEEK_DEFAULTS,
+        {
+            **_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (None, 1),
+        },
+        alias_of="deepseek_v3",
     ),
 }  # fmt: skip
 

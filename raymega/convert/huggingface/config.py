@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from raymega.config.schema import MlaSection, ModelSection
 from raymega.convert.huggingface.architectures import (
     ARCHITECTURES,
+    NULL_IS_A_VALUE,
     Architecture,
     Config,
     alike,
@@ -52,9 +53,12 @@ def _section_of(config: Config) -> ModelSection:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(_unknown(config))
     architecture = ARCHITECTURES[kind]
-    whole = {**architecture.defaults, **{k: v for k, v in config.items() if v is not None}}
+    stated = {k: v for k, v in config.items() if v is not None or k in NULL_IS_A_VALUE}
+    whole = {k: v for k, v in {**architecture.defaults, **stated}.items() if v is not None}
     raise_faults(ConfigError, kind_faults(whole))
     raise_faults(ConfigError, _difference_faults(whole, architecture))
+    # From here on an alias has its first name.
+    whole["model_type"] = kind = architecture.alias_of or kind
     # Values of the fields; what is missing or out of range is told in config.json's words.
     try:
         values = _gpt2_values(whole) if kind == "gpt2" else _llama_values(whole)
@@ -93,8 +97,9 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
     if kind not in ARCHITECTURES:
         raise ConfigError(_unknown({"model_type": kind}))
     write = _gpt2_config if model.family == "gpt2" else _llama_config
-    # Written anew or under another name below; a carried value could contradict it.
-    replaced = {"rope_theta", "rope_scaling", "torch_dtype"}
+    # Written anew or under another name below, where a carried value could contradict it; and code that
+    # the folder does not hold.
+    replaced = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map"}
     kept = {key: value for key, value in carried.items() if key not in replaced}
     return {
         **kept,

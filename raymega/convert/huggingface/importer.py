@@ -82,9 +82,7 @@ def hf_import(
             update={"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
         )
     entries = _known(open_weights(folder), model)
-    model = model.model_copy(
-        update={"num_nextn_predict_layers": num_further(entries, model.num_layers)}
-    )
+    model = _with_further_blocks(model, entries)
     entries = _without_copies(entries, model)
     # Check the weights and the store.
     raise_faults(ConfigError, _weight_faults(entries, model))
@@ -117,6 +115,25 @@ def hf_import(
         num_parameters=sum(tensor.num_parameters for tensor in tensors),
         carried=tuple(path.name for path in carried),
     )  # fmt: skip
+
+
+def model_of_folder(folder: Path) -> ModelSection:
+    """Return the model section of a folder with a config.json; weights may be missing.
+
+    Raises:
+        ConfigError: The model is refused, with all reasons.
+    """
+    model = model_from(_read_config(folder))
+    if not any(folder.glob("*.safetensors")):
+        return model
+    return _with_further_blocks(model, _known(open_weights(folder), model))
+
+
+def _with_further_blocks(model: ModelSection, entries: Mapping[str, WeightEntry]) -> ModelSection:
+    """Return the model with the multi-token-prediction blocks that its weights hold."""
+    return model.model_copy(
+        update={"num_nextn_predict_layers": num_further(entries, model.num_layers)}
+    )
 
 
 def model_yaml(model: ModelSection) -> str:

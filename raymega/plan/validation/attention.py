@@ -63,11 +63,12 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
     is_yarn = scaling == "yarn"
     low, high = bounds[2:] if is_yarn else bounds[:2]
     names = ("beta_slow", "beta_fast") if is_yarn else ("low_freq_factor", "high_freq_factor")
-    if low < high:
+    # yarn's ramp lies between whole feature pairs, so equal bounds have one too (Kimi-K2 has 1 and 1)
+    if low < high or (is_yarn and low == high):
         return
     yield Fault(
         fact=f"model.rope_{names[0]}={low:g}",
-        rule=f"it must be less than model.rope_{names[1]}={high:g}",
+        rule=f"it must be {'at most' if is_yarn else 'less than'} model.rope_{names[1]}={high:g}",
         remedy="use 1 and 32 as YaRN does" if is_yarn else "use 1 and 4 as Llama 3.1 does",
     )
 

@@ -1,5 +1,7 @@
 """Hugging Face's transformers as the outside witness: logits, training steps, and the way back."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.convert.huggingface.architectures import ARCHITECTURES
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
@@ -121,6 +124,29 @@ def test_logits_are_those_of_transformers_where_the_section_says_it_in_other_wor
 @pytest.mark.parametrize("kind", hf_models.EXPERTS)
 def test_way_back_of_experts_is_bit_exact(tmp_path, kind):
     _check_way_back(tmp_path, kind)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("kind", hf_models.ALIASES)
+def test_an_alias_is_the_network_under_its_first_name(tmp_path, kind, pp):
+    """Kimi-K2's own code is DeepSeek-V3's, so a model of that is saved with Kimi-K2's config.json."""
+    theirs = hf_models.make_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    told = json.loads(config.read_text()) | (hf_models.KIMI_K2 if kind == "kimi_k2" else {})
+    config.write_text(json.dumps(told))
+    assert told["model_type"] == kind
+    done = hf_import(tmp_path / "theirs", str(tmp_path / "ours"), created=NOW)
+    (ours,) = run_grid(_logits, Grid(), done.model, done.uri, pp)
+    with torch.no_grad():
+        wanted = hf_models.logits(theirs, _tokens())
+    assert plain_models.difference(ours[..., : done.model.vocab_size], wanted) < LOGITS_LIMIT
+    hf_export(done.uri, tmp_path / "back")
+    again = hf_models.load_model(tmp_path / "back")
+    assert again.config.model_type == ARCHITECTURES[kind].alias_of
+    with torch.no_grad():
+        assert plain_models.difference(hf_models.logits(again, _tokens()), wanted) < LOGITS_LIMIT
 
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):

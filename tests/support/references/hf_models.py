@@ -68,6 +68,20 @@ IN_OTHER_WORDS = {
     "qwen2_moe-dense": ("Qwen2Moe", {**SIZES, **ROUTED, "mlp_only_layers": [0, 1, 2]}),
     "qwen3_moe-dense": ("Qwen3Moe", {**SIZES, **ROUTED, "head_dim": 10, "decoder_sparse_step": 4}),
 }  # fmt: skip
+ALIASES = {
+    "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
+    "kimi_k2": (
+        "DeepseekV3",
+        {
+            **LATENT, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+            "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+}  # fmt: skip
+"""Networks under another name; Kimi-K2 has code of its own, that of DeepSeek-V3."""
+KIMI_K2 = {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+           "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}  # fmt: skip
+"""Settings of its config.json that DeepSeek-V3's lacks."""
 KINDS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 80}),
@@ -80,9 +94,10 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
            "DeepseekV3": "deepseek_v3"}  # fmt: skip
 
 
-def make_model(kind, *, seed=0, dtype=torch.float64):
+def make_model(kind, *, seed=0, dtype=torch.float64, **changes):
     """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
-    family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS)[kind]
+    family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES)[kind]
+    fields = fields | changes
     folder = FOLDERS.get(family, family.lower())
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = getattr(module, f"{family}Config")(**fields)

@@ -1,5 +1,6 @@
 """config.json: both spellings of RoPE, published configs, and what is refused."""
 
+import re
 from operator import attrgetter
 
 import pytest
@@ -110,6 +111,65 @@ def test_each_setting_is_the_field_that_means_it(config, wanted):
     """Written out: reading back what was written cannot tell two names that are exchanged."""
     model = model_from(config)
     assert {name: attrgetter(name)(model) for name in wanted} == wanted
+
+
+MISTRAL_V03 = {
+    "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
+}  # fmt: skip
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+    "model_type": "kimi_k2", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+
+
+def test_aliases_are_known_networks_of_the_published_size():
+    mistral, kimi = model_from(MISTRAL_V03), model_from(KIMI_K2)
+    assert mistral == model_from(MISTRAL_V03 | {"model_type": "llama"})
+    assert kimi == model_from(KIMI_K2 | {"model_type": "deepseek_v3"})
+    assert count_parameters(mistral) == 7_248_023_552
+    assert round(count_parameters(kimi) / 1e9) == 1026
+    exported = config_from(
+        kimi, dtype="bfloat16", carried=KIMI_K2 | {"auto_map": {"AutoModel": "x"}}
+    )
+    assert exported["model_type"] == "deepseek_v3" and "auto_map" not in exported
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "fact"),
+    [
+        (MISTRAL_V03, {"sliding_window": 4096}, "sliding_window=4096; only nothing is built"),
+        (KIMI_K2, {"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid' is built"),
+        (KIMI_K2, {"topk_method": None}, "topk_method=None; only 'noaux_tc' is built"),
+        (KIMI_K2, {"norm_topk_prob": None}, "has no norm_topk_prob"),
+    ],
+)  # fmt: skip
+def test_an_alias_that_is_another_network_is_refused(config, change, fact):
+    with pytest.raises(ConfigError, match=re.escape(fact)):
+        model_from(config | change)
+
+
+def test_mistral_without_the_key_has_its_first_window_and_null_has_none():
+    told = {key: value for key, value in MISTRAL_V03.items() if key != "sliding_window"}
+    with pytest.raises(ConfigError, match="sliding_window=4096"):
+        model_from(told)
+    heads = {key: value for key, value in MISTRAL_V03.items() if key != "num_key_value_heads"}
+    assert model_from(heads).kv_heads == 8
+    assert model_from(heads | {"num_key_value_heads": None}).kv_heads == 32
 
 
 @pytest.mark.parametrize(

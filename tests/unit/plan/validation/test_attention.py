@@ -43,8 +43,9 @@ def test_waves_are_stretched_where_there_are_some():
     assert "less than model.rope_high_freq_factor=4" in _one(
         rope_scaling_faults("llama3", "llama", 4.0, 4.0, 1.0, 32.0)
     )
-    assert "less than model.rope_beta_fast=32" in _one(
-        rope_scaling_faults("yarn", "llama", 1.0, 4.0, 32.0, 32.0)
+    assert rope_scaling_faults("yarn", "llama", 1.0, 4.0, 32.0, 32.0) == []
+    assert "at most model.rope_beta_fast=32" in _one(
+        rope_scaling_faults("yarn", "llama", 1.0, 4.0, 33.0, 32.0)
     )
 
 

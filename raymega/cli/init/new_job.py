@@ -1,0 +1,150 @@
+"""Makes a new job from a recipe, a model and a number of devices: the planner chooses the grid."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raymega.cli.init.job_text import job_text
+from raymega.cli.init.recipes import RECIPES, SCALES, Recipe, Scale
+from raymega.cli.init.starting_model import StartingModel, starting_model
+from raymega.config.data import SYNTHETIC_PATH
+from raymega.config.load import ParsedJob, parse_mapping
+from raymega.errors import ConfigError, raise_faults
+from raymega.plan.hardware.catalog_file import find_accelerator
+from raymega.plan.validation.registry import job_faults
+from raymega.planner.search.selection import Choice, best_grid
+
+CPU = "cpu"
+CPU_PROCESSES = 2
+"""Number of workers of a job on the CPUs of one machine."""
+GPU = "h100"
+"""Accelerator of a job on GPUs, where none is named."""
+YOUR_TOKENS = "my-tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Answers from which a new job is made.
+
+    Attributes:
+        recipe: Name of a recipe.
+        model: Folder of Hugging Face or URI of a checkpoint; empty for the recipe's own model.
+        gpus: Number of workers; 0 for two CPU processes.
+        gpu: Accelerator of each worker; empty for the default.
+        data: Dataset of the run; empty for built-in tokens, with a placeholder beside.
+        out: File to write.
+    """
+
+    recipe: str
+    model: str = ""
+    gpus: int = 0
+    gpu: str = ""
+    data: str = ""
+    out: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewJob:
+    """A job that can be planned as it stands.
+
+    Attributes:
+        text: Text of its file.
+        choice: Choice of its layout, with reasons.
+        before: Commands to run before `raymega train`.
+    """
+
+    text: str
+    choice: Choice
+    before: list[str]
+
+
+def new_job(answers: Answers) -> NewJob:
+    """Return the job of ``answers``, on the grid that the planner recommends.
+
+    Raises:
+        ConfigError: The model is refused.
+        PlanError: No such accelerator, or no layout fits into its memory.
+    """
+    # device and model
+    device = find_accelerator(answers.gpu or (GPU if answers.gpus else CPU))
+    scale = SCALES["cpu" if device.name == CPU else "cuda"]
+    num_workers = answers.gpus or CPU_PROCESSES
+    recipe = RECIPES[answers.recipe]
+    start = starting_model(answers.model) if answers.model else None
+    model = start.model if start else scale.model
+    # the job without a layout, then the planner's
+    values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
+    values["data"]["seq_len"] = min(scale.seq_len, model.max_positions)
+    values["data"]["global_batch_size"] = num_workers * -(-scale.least_sequences // num_workers)
+    if device.name != CPU:
+        values["cluster"]["accelerator"] = answers.gpu or GPU
+    if recipe.needs_model and start:
+        values["checkpoint"]["init_from"] = start.init_from
+    parsed = _checked(values)
+    choice = best_grid(parsed.job(), num_workers, device)
+    whole = _checked(values, choice.overrides)
+    before = _lines_before(start, answers, model.vocab_size)
+    text = job_text(whole.raw, head=_head(answers, recipe, before), notes=_notes(answers, choice))
+    return NewJob(text=text, choice=choice, before=before)
+
+
+def _values(
+    answers: Answers, recipe: Recipe, scale: Scale, model: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the values that recipe and scale state, by section and field."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", answers.out.stem).lstrip("._-")[:100] or recipe.name
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": name},
+        "model": dict(model),
+        "data": {"path": answers.data or SYNTHETIC_PATH},
+    }
+    for path, value in {**recipe.fields, **scale.fields}.items():
+        section, _, field = path.partition(".")
+        values.setdefault(section, {})[field] = value
+    if scale is SCALES["cpu"]:
+        steps = recipe.cpu_steps
+        values["run"] |= {"steps": steps, "eval_every": steps // 2}
+        values["optimizer"]["lr_warmup_steps"] = steps // 10
+        values["checkpoint"]["every"] = steps // 2
+    return values
+
+
+def _checked(values: Mapping[str, Any], overrides: tuple[str, ...] = ()) -> ParsedJob:
+    parsed = parse_mapping(values).with_overrides(overrides)
+    raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
+    return parsed
+
+
+def _lines_before(start: StartingModel | None, answers: Answers, vocab_size: int) -> list[str]:
+    """Return the commands that make what the job names: weights and tokens."""
+    lines = [start.import_line] if start and start.import_line else []
+    if not answers.data:
+        tokenizer = start.tokenizer or "TOKENIZER.json" if start else f"bpe:{vocab_size}"
+        lines.append(f"raymega data prepare my-text/ --tokenizer {tokenizer} --out {YOUR_TOKENS}")
+    return lines
+
+
+def _head(answers: Answers, recipe: Recipe, before: list[str]) -> list[str]:
+    return [
+        f"Trains {recipe.summary}. Written by `raymega init {recipe.name}`; every field is yours to change.",
+        "`raymega plan` shows what follows from the file. In this order:",
+        *(f"  {line}" for line in before),
+        f"  raymega plan {answers.out}",
+        f"  raymega train {answers.out}",
+    ]
+
+
+def _notes(answers: Answers, choice: Choice) -> dict[str, list[str]]:
+    """Return comments that say more than a field's description."""
+    notes = {"parallel": [f"Chosen by the planner. {sentence}." for sentence in choice.reasons[:1]]}
+    notes["parallel"] += [f"{sentence}." for sentence in choice.reasons[1:3]]
+    if not answers.data:
+        notes["data.path"] = [
+            "Built-in tokens, so that the file runs as it is. Yours, which `raymega data prepare` wrote:",
+            f"  path: {YOUR_TOKENS}",
+        ]
+    return notes

@@ -1,0 +1,97 @@
+"""Recipes of `raymega init`: what each kind of training decides, one row a recipe.
+
+A recipe states only fields that differ from a job file's defaults and that neither the model nor the
+planner decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raymega.config.schema import ModelSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Kind of training that a job file is written for.
+
+    Attributes:
+        name: Name on the command line, and of the run unless the file has another.
+        summary: Subject of help texts: what the recipe trains.
+        needs_model: Whether it starts from the weights of a model that must be named.
+        fields: Values by dotted path.
+        cpu_steps: Optimizer steps of a run on CPUs, where a job is a trial.
+    """
+
+    name: str
+    summary: str
+    needs_model: bool
+    fields: Mapping[str, object]
+    cpu_steps: int
+
+
+RECIPES: Mapping[str, Recipe] = {
+    each.name: each
+    for each in (
+        Recipe(
+            name="pretrain",
+            summary="a model from random weights, on your text",
+            needs_model=False,
+            fields={
+                "run.steps": 5000, "run.eval_every": 500, "optimizer.lr": 6e-4, "optimizer.lr_warmup_steps": 100,
+                "optimizer.weight_decay": 0.1, "checkpoint.every": 250,
+            },
+            cpu_steps=200,
+        ),
+        Recipe(
+            name="continue",
+            summary="a published model or a checkpoint further, on your text",
+            needs_model=True,
+            fields={
+                "run.steps": 1000, "run.eval_every": 100, "optimizer.lr": 2e-5, "optimizer.lr_warmup_steps": 20,
+                "optimizer.weight_decay": 0.1, "checkpoint.every": 250,
+            },
+            cpu_steps=20,
+        ),
+    )
+}  # fmt: skip
+"""Recipes by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """Sizes that suit a kind of device.
+
+    Attributes:
+        seq_len: Longest sequence, in tokens.
+        least_sequences: Least number of sequences of one optimizer step.
+        fields: Values by dotted path.
+        model: Model of a recipe for which none is named.
+    """
+
+    seq_len: int
+    least_sequences: int
+    fields: Mapping[str, object]
+    model: ModelSection
+
+
+SCALES = {
+    "cpu": Scale(
+        seq_len=128, least_sequences=8,
+        fields={"precision.dtype": "float32", "cluster.device": "cpu", "cluster.cpus_per_worker": 0.1},
+        model=ModelSection(
+            family="llama", num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=4, ffn_hidden_size=352,
+            vocab_size=4096, max_positions=128,
+        ),
+    ),
+    "cuda": Scale(
+        seq_len=4096, least_sequences=256,
+        fields={"precision.dtype": "bfloat16", "cluster.device": "cuda", "cluster.cpus_per_worker": 4.0},
+        model=ModelSection(
+            family="llama", num_layers=12, hidden_size=768, num_heads=12, ffn_hidden_size=2048, vocab_size=32768,
+            max_positions=2048,
+        ),
+    ),
+}  # fmt: skip
+"""Scales by ``cluster.device``."""

@@ -1,0 +1,138 @@
+"""`raymega init`: files that load and plan as they stand, on the planner's grid; questions; the editor's schema."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raymega import api
+from raymega.cli.init.command import asked
+from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
+from raymega.cli.init.new_job import Answers, new_job
+from raymega.cli.init.recipes import RECIPES
+from raymega.cli.main import app
+from raymega.config.load import parse_job
+from raymega.convert.huggingface.importer import hf_import
+from raymega.errors import ConfigError
+from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.planner.search.search import search
+from tests.golden.commands import called
+from tests.unit.convert.folders import NOW, make_model, write_folder
+
+MODEL = make_model(num_layers=4, hidden_size=32, num_heads=8, ffn_hidden_size=64, max_positions=64)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "theirs", MODEL)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes(
+        (tmp_path / "theirs" / "config.json").read_bytes()
+    )
+    hf_import(tmp_path / "theirs", str(tmp_path / "ours"), created=NOW)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "start"),
+    [
+        ("pretrain", None, "none"),
+        ("pretrain --model bare --gpus 3 --gpu cpu", MODEL, "none"),
+        ("continue --model theirs", MODEL, "theirs-raymega"),
+        ("continue --model bare/ --data tokens", MODEL, "bare-raymega"),
+        ("continue --model ours", MODEL, "ours"),
+        pytest.param("pretrain --gpus 8", None, "none", marks=pytest.mark.wide),
+        pytest.param("pretrain --gpus 12 --gpu a100", None, "none", marks=pytest.mark.wide),
+    ],
+)
+def test_a_file_loads_and_plans_as_it_stands(words, model, start, folder):
+    ended = called("init", *words.split(), "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    text = Path("new.yaml").read_text()
+    job, choice = api.load_chosen("new.yaml")
+    assert choice is None, "the layout is in the file"
+    assert text.startswith(f"# yaml-language-server: $schema={SCHEMA_FILE}\n")
+    jsonschema.validate(yaml.safe_load(text), json.loads(Path(SCHEMA_FILE).read_text()))
+    plan = api.plan(job)
+    gpus = re.search(r"--gpus (\d+)", words)
+    assert plan.grid.world_size == (int(gpus[1]) if gpus else 2)
+    assert job.checkpoint.init_from.rpartition("/")[2] == start
+    if model is not None:
+        sizes = {"make_vocab_size_divisible_by": job.model.make_vocab_size_divisible_by}
+        assert job.model == model.model_copy(update=sizes)
+    assert job.data.path.rpartition("/")[2] == ("tokens" if "--data" in words else "synthetic")
+    assert ("path: my-tokens" in text) is ("--data" not in words)
+    # every field has a comment above it
+    lines = text.splitlines()
+    fields = [n for n, line in enumerate(lines) if re.match(r" +\w+: .", line)]
+    assert all("#" in lines[n - 1] for n in fields)
+
+
+def test_the_grid_is_the_one_that_the_planner_recommends(folder):
+    made = new_job(
+        Answers(recipe="continue", model="theirs", gpus=4, gpu="cpu", out=Path("a.yaml"))
+    )
+    Path("a.yaml").write_text(made.text)
+    job = parse_job("a.yaml").job()
+    (best,) = search(job, CATALOGUE["cpu"], num_devices=4, top=1).best
+    assert best.plan.grid == api.plan(job).grid
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "wanted"),
+    [
+        ({"recipe": ""}, ["continue", "m", 8, "h200", "t"],
+         {"recipe": "continue", "model": "m", "gpus": 8, "gpu": "h200", "data": "t"}),
+        ({"recipe": "pretrain"}, [0], {"recipe": "pretrain", "gpus": 0}),
+        ({"recipe": "continue"}, ["m", 0], {"recipe": "continue", "model": "m"}),
+        ({"recipe": ""}, ["", "", "", ""], {"recipe": "pretrain"}),
+    ],
+)  # fmt: skip
+def test_questions_are_those_whose_answers_are_missing(given, told, wanted):
+    questions = []
+
+    def ask(question, default):
+        questions.append(question)
+        return told[len(questions) - 1] or default
+
+    answers = asked(Answers(**given, out=Path("x")), ask, is_count_known=False)
+    assert answers == replace(Answers(recipe="", out=Path("x")), **wanted)
+    assert len(questions) == len(told)
+
+
+def test_a_count_below_zero_is_refused():
+    with pytest.raises(ConfigError, match="--gpus -3; a run has at least one worker"):
+        asked(Answers(recipe="pretrain", out=Path("x")), lambda *_: -3, is_count_known=False)
+
+
+def test_help_names_every_recipe_and_nothing_is_overwritten(folder):
+    told = " ".join(called("init", "--help").stdout.split())
+    assert all(name in told for name in RECIPES)
+    Path("pretrain.yaml").write_text("mine")
+    assert called("init", "pretrain").code == 2
+    assert Path("pretrain.yaml").read_text() == "mine"
+
+
+def test_schema_command_prints_what_editors_get():
+    assert called("schema").stdout.strip() == schema_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("raymega ini", "init"),
+        ("raymega init --gp", "--gpus\n--gpu"),
+        ("raymega init con", "continue"),
+    ],
+)
+def test_shells_complete_commands_options_and_recipes(words, found):
+    place = str(words.count(" "))
+    env = {"_RAYMEGA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    result = CliRunner().invoke(app, [], prog_name="raymega", env=env)
+    assert result.output.strip() == found
