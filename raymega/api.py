@@ -23,10 +23,13 @@ from raymega.data.checks import training_faults
 from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
+from raymega.data.text_codec import sample_prompt_faults
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
 from raymega.events import RunFinished
+from raymega.generate.run import generate as generate
+from raymega.generate.serving import serving_line as serving_line
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
@@ -337,6 +340,7 @@ def _loss_references(job: Job) -> dict[str, float]:
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of data and store, as far as the job's fields parsed."""
     yield from training_faults(values)
+    yield from sample_prompt_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run

@@ -16,6 +16,7 @@ from raymega.cli.convert import convert_app
 from raymega.cli.data import data_app
 from raymega.cli.doctor import doctor
 from raymega.cli.evaluate import evaluate
+from raymega.cli.generate import generate
 from raymega.cli.node_agent import node_agent
 from raymega.cli.options import add_command
 from raymega.cli.plan.command import plan
@@ -65,7 +66,18 @@ def schema() -> None:
 
 
 # top-level commands, then groups of commands
-for _command in (train, submit, doctor, plan, verify, chaos, schedule, schema, node_agent):
+for _command in (
+    train,
+    submit,
+    doctor,
+    plan,
+    verify,
+    chaos,
+    schedule,
+    schema,
+    generate,
+    node_agent,
+):
     add_command(app, _command)
 add_command(app, evaluate, name="eval")
 app.add_typer(data_app, name="data")

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +173,11 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
     Raises:
         ConfigError: The grid is not legal for the model.
     """
-    degrees = dict(pair.split("=", 1) for pair in options.grid.split(",") if "=" in pair)
-    world_size = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        degree = degrees.get(axis, "1").strip()
-        world_size *= int(degree) if degree.isdecimal() else 1
-    cp = degrees.get("cp", "1").strip()
+    degrees = degrees_of(options.grid)
     model = model_of(manifest).model_dump(mode="json")
     model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
-    cpus = (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
+    cpus = (os.cpu_count() or 1) // prod(degrees.values()) or CPUS_OF_MANY
     raw: dict[str, Any] = {
         "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
         "model": model,
@@ -191,7 +187,7 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
             "seq_len": min(seq_len, model["max_positions"]),
             "global_batch_size": 2**20,
             "packing": "best_fit",
-            "document_multiple": 2 * int(cp) if cp.isdecimal() else 1,
+            "document_multiple": 2 * degrees["cp"],
         },
         "optimizer": {"lr": 1e-3},
         "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
@@ -206,6 +202,13 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
     parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
     raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
     return make_plan(parsed.job())
+
+
+def degrees_of(grid: str) -> dict[str, int]:
+    """Return the degrees of tp, cp, pp and dp in a text like ``tp=2,pp=2``; 1 where it has no number above 0."""
+    given = dict(pair.split("=", 1) for pair in grid.split(",") if "=" in pair)
+    texts = {axis: given.get(axis, "1").strip() for axis in ("tp", "cp", "pp", "dp")}
+    return {axis: int(text) or 1 if text.isdecimal() else 1 for axis, text in texts.items()}
 
 
 def score(
