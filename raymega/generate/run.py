@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,11 +124,10 @@ class Generation:
         engine = import_extra(ENGINE, extra="hf", purpose="raymega generate without --grid")
         dtype, num_prompts = self.plan.job.precision.dtype, len(self.texts)
         with exported(self.checkpoint, dtype=dtype, folder=self.options.folder) as folder:
-            found: list[list[int]] = engine.generate(
-                folder,
+            model = engine.Engine(folder, device=self.plan.job.cluster.device)
+            found: list[list[int]] = model.generate(
                 self.task,
                 batch_size=self.options.batch_size,
-                device=self.plan.job.cluster.device,
                 on_answers=lambda count: on_count("answers", count, num_prompts),
             )
         return found
@@ -179,33 +178,57 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
     files = model_files(checkpoint)
     codec = TextCodec(files[TOKENIZER_FILE])
     texts = read_prompts(prompts, files, source=checkpoint.store.uri)
-    is_rendered = prompts.chat is not None
-    tokens = [codec.encode(text, is_rendered=is_rendered) for text in texts]
     # the plan, once its row length is known
     one = one_device_plan(checkpoint, options.overrides)
     most = one.job.model.max_positions
-    faults = [*_vocabulary_faults(codec, one), *_length_faults(texts, tokens, most)]
-    raise_faults(ConfigError, faults)
-    limits = [min(options.sampling.max_tokens, most - len(each)) for each in tokens]
+    raise_faults(ConfigError, _vocabulary_faults(codec, one))
+    task = make_task(
+        files, texts, options.sampling, most=most, is_rendered=prompts.chat is not None
+    )
     plan = one
     if options.grid:
-        longest = max(len(each) + limit for each, limit in zip(tokens, limits, strict=True))
+        lengths = (len(each) + limit for each, limit in zip(task.prompts, task.limits, strict=True))
         plan = plan_of(
             checkpoint.manifest,
             EvalOptions(
                 grid=options.grid,
                 overrides=options.overrides,
-                seq_len=_row_length(longest, options.grid),
+                seq_len=_row_length(max(lengths), options.grid),
             ),
         )
-    task = Task(
+    return Generation(checkpoint=checkpoint, plan=plan, texts=texts, task=task, options=options)
+
+
+def make_task(
+    files: Mapping[str, bytes],
+    texts: Sequence[str],
+    sampling: Sampling,
+    *,
+    most: int,
+    is_rendered: bool = False,
+) -> Task:
+    """Return the task of continuing ``texts``.
+
+    Args:
+        files: Files of the model, by name: its tokenizer, and what tells where a text ends.
+        texts: Text of each prompt.
+        sampling: Choice of the tokens.
+        most: Number of tokens that the model reads at most.
+        is_rendered: True if a chat template made the texts, with their first token.
+
+    Raises:
+        ConfigError: A prompt has no token, or leaves no room for an answer.
+    """
+    codec = TextCodec(files[TOKENIZER_FILE])
+    tokens = [codec.encode(text, is_rendered=is_rendered) for text in texts]
+    raise_faults(ConfigError, _length_faults(texts, tokens, most))
+    return Task(
         prompts=tokens,
-        limits=limits,
-        sampling=options.sampling,
+        limits=[min(sampling.max_tokens, most - len(each)) for each in tokens],
+        sampling=sampling,
         tokenizer_json=files[TOKENIZER_FILE].decode(),
         end_ids=sorted(end_ids(files)),
     )
-    return Generation(checkpoint=checkpoint, plan=plan, texts=texts, task=task, options=options)
 
 
 def generate(
@@ -235,7 +258,7 @@ def generate(
     return ready.run(address, on_count or (lambda _unit, _done, _total: None))
 
 
-def end_ids(files: dict[str, bytes]) -> set[int]:
+def end_ids(files: Mapping[str, bytes]) -> set[int]:
     """Return the tokens that end a text, by the files of a model: tokenizer, config.json, generation_config.json."""
     settings = json.loads(files.get(GENERATION_CONFIG, b"{}"))
     found = {special_ids(files).eos}

@@ -31,36 +31,43 @@ from raymega.plan.sampling import Sampling
 Tokens = list[int]
 
 
-def generate(
-    folder: Path,
-    task: Task,
-    *,
-    batch_size: int,
-    device: str,
-    on_answers: Callable[[int], None] = lambda _count: None,
-) -> list[Tokens]:
-    """Return the new tokens after each prompt.
+class Engine:
+    """Model of transformers on one device.
 
     Args:
         folder: Folder of the exported model.
-        task: Prompts of at least one token, choice of the tokens, and what ends an answer.
-        batch_size: Number of prompts at once.
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        on_answers: Function that is told how many answers are whole.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    their_logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    model = model.to(device).eval()
-    if model.dtype == torch.float64:
-        model.config._experts_implementation = "eager"  # their grouped product has no float64
-    codec = task.codec()
-    found: dict[int, Tokens] = {}
-    for numbers in _batches(task.limits, batch_size):
-        found |= _generate_batch(model, task, numbers, codec)
-        on_answers(len(found))
-    return [found[number] for number in range(len(task.prompts))]
+
+    def __init__(self, folder: Path, *, device: str) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        their_logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self.model = model.to(device).eval()
+        if model.dtype == torch.float64:
+            model.config._experts_implementation = "eager"  # their grouped product has no float64
+
+    def generate(
+        self,
+        task: Task,
+        *,
+        batch_size: int,
+        on_answers: Callable[[int], None] = lambda _count: None,
+    ) -> list[Tokens]:
+        """Return the new tokens after each prompt.
+
+        Args:
+            task: Prompts of at least one token, choice of the tokens, and what ends an answer.
+            batch_size: Number of prompts at once.
+            on_answers: Function that is told how many answers are whole.
+        """
+        codec = task.codec()
+        found: dict[int, Tokens] = {}
+        for numbers in _batches(task.limits, batch_size):
+            found |= _generate_batch(self.model, task, numbers, codec)
+            on_answers(len(found))
+        return [found[number] for number in range(len(task.prompts))]
 
 
 def _batches(limits: Sequence[int], batch_size: int) -> Iterator[list[int]]:
