@@ -339,8 +339,7 @@ def _loss_references(job: Job) -> dict[str, float]:
 
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of data and store, as far as the job's fields parsed."""
-    yield from training_faults(values)
-    yield from sample_prompt_faults(values)
+    yield from training_faults(values) or sample_prompt_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run

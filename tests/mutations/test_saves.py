@@ -1,4 +1,4 @@
-"""Every planted mistake in saves, leases, guards, plans and readers is caught before anybody trains on it."""
+"""Every planted mistake in saves, leases, guards, plans, readers and text is caught before it does harm."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.generations import GENERATION_MUTATIONS
 from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
@@ -35,8 +36,9 @@ def _copy(folder: Path) -> Path:
         ("guards", GUARD_MUTATIONS, "sound"),
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
+        pytest.param("generations", GENERATION_MUTATIONS, "sound", marks=pytest.mark.wide),
     ],
-    ids=["saves", "leases", "guards", "plans", "readers"],
+    ids=["saves", "leases", "guards", "plans", "readers", "generations"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]
