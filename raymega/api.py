@@ -26,6 +26,7 @@ from raymega.data.checks import training_faults
 from raymega.data.megatron import is_megatron
 from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
+from raymega.data.text_codec import sample_prompt_faults
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
 from raymega.events import RunFinished
@@ -385,7 +386,7 @@ def _known_references(job: Job) -> dict[str, float]:
 
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of data and store, as far as the job's fields parsed."""
-    yield from training_faults(values)
+    yield from training_faults(values) or sample_prompt_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run

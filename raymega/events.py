@@ -126,6 +126,22 @@ class EvaluationFinished(Measured):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesDrawn(AttemptEvent):
+    """The model after ``step`` steps continued each of ``prompts`` by ``texts``; rank 0 reports for all."""
+
+    json_name: ClassVar[str] = "samples"
+    step: int
+    prompts: tuple[str, ...]
+    texts: tuple[str, ...]
+
+    @property
+    def page(self) -> str:
+        """Prompts and texts, one below the other."""
+        pairs = zip(self.prompts, self.texts, strict=True)
+        return "\n".join(f"[{number}] {a}|{b}\n" for number, (a, b) in enumerate(pairs, start=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(AttemptEvent):
     """The manifest of ``step`` was written: the checkpoint exists.
 

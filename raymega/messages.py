@@ -15,6 +15,7 @@ from raymega.events import (
     EvaluationFinished,
     ExpertLoads,
     NodesChecked,
+    SamplesDrawn,
     SaveSkipped,
     StepFinished,
 )
@@ -280,6 +281,7 @@ Report = (
     | Progress
     | Working
     | EvaluationFinished
+    | SamplesDrawn
     | ShardSaved
     | RankSaveProgress
     | SaveSkipped

@@ -30,6 +30,7 @@ COMMANDS = {
     "schema": ("raymega.cli.schema:schema", "Print the JSON schema of job files."),
     "node-agent": ("raymega.cli.node_agent:node_agent", "Drain this node when its cloud preempts it, so that runs save and leave it in time."),
     "eval": ("raymega.cli.evaluate:evaluate", "Evaluate a checkpoint on a task, on any grid, whatever grid it was trained on."),
+    "generate": ("raymega.cli.generate:generate", "Continue prompts by a checkpoint, whatever grid it was trained on."),
     "data": ("raymega.cli.data:data_app", "Prepare, inspect and export datasets."),
     "checkpoint": ("raymega.cli.checkpoint:checkpoint_app", "Inspect, compare, copy and prune checkpoints in any store."),
     "convert": ("raymega.cli.convert:convert_app", "Import and export Hugging Face and torch.distributed.checkpoint models."),

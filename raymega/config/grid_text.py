@@ -36,3 +36,15 @@ def grid_overrides(text: str) -> list[str]:
             remedy=f"write --grid {','.join(meant or ['tp=2', 'pp=2'])}",
         )
     )
+
+
+def degrees_of(text: str) -> dict[str, int]:
+    """Return the degrees of tp, cp, pp and dp in a text such as ``tp=2,pp=2``; 1 where it has none above 0.
+
+    Raises:
+        ConfigError: The text is not of this form, or names an axis that no grid has.
+    """
+    given = dict(text.split("=") for text in grid_overrides(text))
+    return {
+        axis: max(1, int(given.get(f"parallel.{axis}", 1))) for axis in ("tp", "cp", "pp", "dp")
+    }

@@ -47,6 +47,17 @@ class RunSection(Section):
     eval_samples: NonNegative = 64
     """Number of sequences of the validation split that one evaluation reads, at most all of them; 0
     turns evaluation off."""
+    # Samples of text.
+    samples_every: NonNegative = 0
+    """Steps between samples of text, which the model continues from sample_prompts; 0 is never. Each
+    token takes a forward pass on the training grid; training itself is not changed."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that a sample continues."""
+    sample_tokens: Positive = 32
+    """Number of tokens that a sample adds to each prompt, at most; prompt and sample fit data.seq_len."""
+    sample_temperature: NonNegativeFloat = 0.0
+    """Divisor of the logits from which a sample's tokens are drawn; 0 takes the likeliest token. Random
+    numbers are keyed by run.seed, and the same on every grid."""
     # Kernels.
     deterministic: bool = False
     """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.

@@ -17,7 +17,7 @@ from typing import Any
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.grid_text import grid_overrides
+from raymega.config.grid_text import degrees_of, grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.convert.native import model_of
 from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
@@ -175,13 +175,11 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
         ConfigError: The grid is not legal for the model.
     """
     grid = grid_overrides(options.grid)
-    degrees = {text.split("=")[0]: max(1, int(text.split("=")[1])) for text in grid}
-    cp = degrees.get("parallel.cp", 1)
-    world_size = prod(degrees.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "pp", "dp"))
+    degrees = degrees_of(options.grid)
     model = model_of(manifest).model_dump(mode="json")
     model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
-    cpus = (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
+    cpus = (os.cpu_count() or 1) // prod(degrees.values()) or CPUS_OF_MANY
     raw: dict[str, Any] = {
         "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
         "model": model,
@@ -191,7 +189,7 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
             "seq_len": min(seq_len, model["max_positions"]),
             "global_batch_size": 2**14,
             "packing": "best_fit",
-            "document_multiple": 2 * cp,
+            "document_multiple": 2 * degrees["cp"],
         },
         "optimizer": {"lr": 1e-3},
         "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},

@@ -53,16 +53,25 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
         if not file.is_file():
             raise ConfigError(_fault(f"--tokenizer {file}", "it must be a tokenizer.json"))
         return _load(file.read_text(encoding="utf-8"), None, str(file))
-    # files that came with the model, else those of the run's dataset
+    files, store = model_files(checkpoint), checkpoint.store
+    eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
+    text = files[TOKENIZER_FILE].decode()
+    return _load(text, eod_id if isinstance(eod_id, int) else None, f"the tokenizer in {store.uri}")
+
+
+def model_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the files that came with a checkpoint's model, else the tokenizer of the run's dataset, by name.
+
+    Raises:
+        ConfigError: Neither has a tokenizer.
+    """
     store, manifest = checkpoint
     carried = find_carried(store, manifest)
     files = carried if TOKENIZER_FILE in carried else find_files(store, manifest, "")
     if TOKENIZER_FILE not in files:
         fact = f"{store.uri} has no tokenizer, and neither has the dataset of its run"
-        raise ConfigError(_fault(fact, "a task's text is cut into the model's tokens"))
-    eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
-    text = files[TOKENIZER_FILE].decode()
-    return _load(text, eod_id if isinstance(eod_id, int) else None, f"the tokenizer in {store.uri}")
+        raise ConfigError(_fault(fact, "text is cut into the model's tokens"))
+    return files
 
 
 def _load(text: str, eod_id: int | None, source: str) -> ModelTokenizer:

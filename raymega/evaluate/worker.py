@@ -36,12 +36,19 @@ from raymega.train.environment import listen_towards, prepare_process
 __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 
 Bools = npt.NDArray[np.bool_]
+Work = Callable[[RunPlan, StartWorker, Channel, Groups, torch.device], None]
+"""Function of one rank: plan, start message, channel to the driver, process groups, device."""
 MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
     """Score the requests of ``start.entry_input`` with the weights of the checkpoint ``start.restore``."""
+    run_in_world(_score, start, channel, rendezvous)
+
+
+def run_in_world(work: Work, start: StartWorker, channel: Channel, rendezvous: object) -> None:
+    """Call ``work`` on this rank, in a world that is open meanwhile."""
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     timeout_s = plan.job.elastic.collective_timeout_s
@@ -56,7 +63,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     )
     try:
         groups = groups_of_plan(plan, start.rank, timeout_s=timeout_s)
-        _score(plan, start, channel, groups, device)
+        work(plan, start, channel, groups, device)
     finally:
         world.close_world()
 

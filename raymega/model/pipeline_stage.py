@@ -271,16 +271,30 @@ class StageModule(nn.Module):
 
     def score(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor | TokenScores:
         """Return the activation for the next stage, or the last stage's scores of the labels, [S/cp, B]."""
+        x = self._evaluated(micro_batch, hidden)
+        return x if self.head is None else self.head.scores(x, micro_batch.labels)
+
+    def top_tokens(
+        self, micro_batch: MicroBatch, hidden: Tensor | None, k: int
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the activation for the next stage, or the last stage's k likeliest next tokens.
+
+        They are those of the n positions where a label is above 0: logits and ids, [n, k] each.
+        """
+        x = self._evaluated(micro_batch, hidden)
+        return x if self.head is None else self.head.top_tokens(x, micro_batch.labels > 0, k)
+
+    def _evaluated(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """Return the residual stream behind this stage's blocks, without dropout."""
         self.eval()
         try:
             token_layout = self._token_layout(micro_batch.rows, micro_batch.mask, None)
             x = self._residual_stream(micro_batch.tokens, hidden, token_layout)
-            if self.head is None:
-                return x
-            self.before_use(self.head)
-            return self.head.scores(x, micro_batch.labels)
         finally:
             self.train()
+        if self.head is not None:
+            self.before_use(self.head)
+        return x
 
     def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         """Return this rank's columns of the logits, [S, B, V/tp], unpadded; last stage only."""

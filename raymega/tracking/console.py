@@ -26,6 +26,7 @@ from raymega.events import (
     RunEvent,
     RunFinished,
     RunStarted,
+    SamplesDrawn,
     SaveFailed,
     SaveProgress,
     SaveSkipped,
@@ -240,6 +241,10 @@ def _news(event: RunEvent) -> str:
         # results and saves
         case EvaluationFinished():
             return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
+        case SamplesDrawn():
+            pairs = zip(event.prompts, event.texts, strict=True)
+            samples = "".join(f"\n  {prompt!r} -> {text!r}" for prompt, text in pairs)
+            return f"Samples at step {event.step}:{samples}"
         case CheckpointCommitted():
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "

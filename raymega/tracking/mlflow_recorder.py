@@ -38,6 +38,7 @@ from raymega.events import (
     RoutingCollapsed,
     RunFinished,
     RunStarted,
+    SamplesDrawn,
     SaveFailed,
     StepFinished,
     StragglerDetected,
@@ -151,8 +152,8 @@ class Recorder:
                 self._tag(self._child, _sign_tag(event))
             case AttemptFailed() as event:
                 self._fail_attempt(event)
-            case ArtefactWritten() as event:
-                self._client.log_artifact(self._parent, event.path)
+            case ArtefactWritten() | SamplesDrawn() as event:
+                self._log_file(event)
             case _:
                 pass
         # metrics last, as they need the runs opened above
@@ -255,6 +256,13 @@ class Recorder:
         )
         degrees = [f"{axis}{degree}" for axis, degree in event.grid.items() if degree > 1]
         self._tag(self._parent, {"raymega.grid": " ".join(degrees), ATTEMPT_TAG: number})
+
+    def _log_file(self, event: ArtefactWritten | SamplesDrawn) -> None:
+        if isinstance(event, ArtefactWritten):
+            self._client.log_artifact(self._parent, event.path)
+        else:
+            name = f"samples/step-{event.step:08}.txt"
+            self._client.log_text(self._parent, event.page, name)
 
     def _fail_attempt(self, event: AttemptFailed) -> None:
         facts = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.handle import Checkpoint
@@ -19,11 +18,10 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.state_tensors import StateTensor
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
-from raymega.pipeline.executor import Executor
 from raymega.plan.run_plan import RunPlan
-from raymega.schedule.table import make_forward_only
 from raymega.train.build import make_expert_groups, make_p2p
 from raymega.train.build_model import build_weights
+from raymega.train.forward_only import ForwardOnly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +32,14 @@ class Scorer:
         modules: Model chunks, in the order of their stages.
         context: Ranks that share a row's tokens.
         has_scores: True on ranks that hold the last stage.
+        forward: Forward-only pipeline of this rank.
         run: Function that returns the scores of each micro-batch, in order; none without the last stage.
     """
 
     modules: tuple[StageModule, ...]
     context: Context
     has_scores: bool
+    forward: ForwardOnly
     run: Callable[[Sequence[MicroBatch]], list[TokenScores]]
 
 
@@ -67,35 +67,15 @@ def build_scorer(
         has_initial_values=False,
     ).modules
     p2p = make_p2p(plan, groups, token_degree=context.degree * sp.degree, device=device)
-    # the pipeline: the last stage keeps its scores, as an executor only adds up losses
-    found: list[TokenScores] = []
-
-    def score(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        output = module.score(micro_batch, hidden)
-        if not isinstance(output, TokenScores):
-            return output
-        found.append(output)
-        return torch.zeros((), device=device)
-
-    @cache
-    def executor_for(num_micro_batches: int) -> Executor[MicroBatch]:
-        program = make_forward_only(plan.placement, num_micro_batches)
-        stage_fns = [partial(score, module) for module in modules]
-        pp_rank = plan.grid.coords(rank).pp
-        return Executor(program.lists[pp_rank], stage_fns, p2p, progress=progress)
-
-    def run(micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        found.clear()
-        lengths = [batch.tokens.shape[1] // sp.degree for batch in micro_batches]
-        executor = executor_for(len(micro_batches))
-        executor.run(micro_batches, is_recording=False, lengths=lengths)
-        return list(found)
-
+    forward = ForwardOnly(
+        plan, plan.grid.coords(rank).pp, modules=modules, p2p=p2p, progress=progress
+    )
     return Scorer(
         modules=modules,
         context=context,
         has_scores=any(stage.is_last for stage in stages),
-        run=run,
+        forward=forward,
+        run=partial(forward.run, StageModule.score),
     )
 
 

@@ -26,6 +26,7 @@ from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import evaluate
 from raymega.train.replica_divergence import DivergenceCheck
+from raymega.train.run_samples import RunSampler
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState
 from raymega.train.step import StepOutcome, train_step
@@ -59,6 +60,7 @@ def run_loop(
     """
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
+    sampler = RunSampler(parts, channel, rank)
     check, work = DivergenceCheck(parts), BusyTimeMeter(parts.device, parts.groups.world.waited)
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
@@ -109,6 +111,7 @@ def run_loop(
         # evaluate and save
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
+        sampler.report_when_due(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()

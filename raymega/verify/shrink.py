@@ -93,6 +93,8 @@ def _shorten(draft: Draft, steps: int) -> None:
         "eval_samples": min(job.run.eval_samples, MAX_EVAL_SAMPLES),
         "tokens": 0,
         "epochs": 0,
+        "samples_every": 0,  # they change nothing that is compared
+        "sample_prompts": (),
     }
     draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is saved, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}

@@ -20,6 +20,7 @@ NOT_RUN = {
     r"^(sudo )?\S*python cluster/rehearse": "tests/cluster does it, as root",
     r"^export |^SETTINGS=": "sets variables for commands that are not run",
     r"^ray (up|down|dashboard|attach|start|stop|job|get-auth-token)|^raymega node-agent": "needs a cluster of nodes",
+    r"^serve ": "a server; tests/ray/test_generate.py has the application",
     r"^(\S+=\S+ )*mlflow server|^prometheus |^curl ": "a server; tests/ray/test_metrics.py has the queries",
     r"^kill -9 \$\(pgrep|^cp PATH-TO|\$\(python -c|^raymega submit": "tests/ray/test_submit.py runs a cluster like it",
     r"s3://": "needs an object store; tests/ray/test_s3_runs.py has one",

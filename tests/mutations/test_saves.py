@@ -1,4 +1,4 @@
-"""Every planted mistake in saves, leases, guards, plans and readers is caught before anybody trains on it."""
+"""Every planted mistake in saves, leases, guards, plans, readers and text is caught before it does harm."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.conversations import CONVERSATION_MUTATIONS
+from tests.mutations.generations import GENERATION_MUTATIONS
 from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
@@ -37,8 +38,9 @@ def _copy(folder: Path) -> Path:
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
         ("conversations", CONVERSATION_MUTATIONS, "sound"),
+        pytest.param("generations", GENERATION_MUTATIONS, "sound", marks=pytest.mark.wide),
     ],
-    ids=["saves", "leases", "guards", "plans", "readers", "conversations"],
+    ids=["saves", "leases", "guards", "plans", "readers", "conversations", "generations"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]

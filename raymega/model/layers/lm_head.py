@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
@@ -17,7 +18,11 @@ from raymega.parallel.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from raymega.parallel.tensor_parallel.layers import ParameterFactory, column_linear
-from raymega.parallel.tensor_parallel.token_scores import TokenScores, token_scores
+from raymega.parallel.tensor_parallel.token_scores import (
+    TokenScores,
+    token_scores,
+    top_tokens,
+)
 from raymega.parallel.workarounds.output_cache import CpuOutputCache
 
 
@@ -59,6 +64,23 @@ class Head(nn.Module):
         """Return the scores [S, B] of the next tokens ``labels`` [B, S], for x [S/sp, B, D]."""
         num_rows = self.weight.shape[0]
         return token_scores(self(x), labels.t(), self.sp.tp, num_rows=num_rows)
+
+    def top_tokens(self, x: Tensor, is_asked: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits, and their tokens, at some positions.
+
+        Args:
+            x: Residual stream, [S/sp, B, D].
+            is_asked: True at the n positions, [B, S] bool.
+            k: Number of tokens, at most the vocabulary's.
+
+        Returns:
+            Logits in max(fp32, dtype) and ids int64, [n, k] each, by row and position.
+        """
+        logits = self(x).transpose(0, 1)[is_asked]
+        if not len(logits):  # the same on all tensor-parallel ranks: they hold the same positions
+            ids = torch.zeros(0, k, dtype=torch.int64, device=x.device)
+            return ids.to(torch.promote_types(logits.dtype, torch.float32)), ids
+        return top_tokens(logits, k, self.sp.tp, num_rows=self.weight.shape[0])
 
     def loss_sum(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the token losses where ``mask`` is 1.

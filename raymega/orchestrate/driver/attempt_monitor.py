@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from raymega.config.schema import ElasticSection
 from raymega.errors import CheckpointError
-from raymega.events import EvaluationFinished, StepFinished
+from raymega.events import EvaluationFinished, SamplesDrawn, StepFinished
 from raymega.messages import (
     Entered,
     Progress,
@@ -104,7 +104,7 @@ class AttemptMonitor:
             case WorkerFinished():
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
-            case ShardSaved() | EvaluationFinished() | Working():
+            case ShardSaved() | EvaluationFinished() | SamplesDrawn() | Working():
                 self.last_sign_s = now_s
             # the present step's save counts, because the training thread may be waiting for it
             case RankSaveProgress() if report.step >= self.step:

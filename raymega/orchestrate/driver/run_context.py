@@ -24,6 +24,7 @@ from raymega.events import (
     RunFinished,
     RunStarted,
     RunStatus,
+    SamplesDrawn,
     SaveFailed,
     SaveSkipped,
     StepFinished,
@@ -332,7 +333,7 @@ class RunContext:
             case RankTimeline() | RankMemory() | ExpertLoads():
                 for event in self._ranks.add(report):
                     self._tell(event)
-            case EvaluationFinished() | NodesChecked() | BadStep() | SaveSkipped():
+            case EvaluationFinished() | SamplesDrawn() | NodesChecked() | BadStep() | SaveSkipped():
                 self._tell(report)
 
     def _take_step(self, report: StepFinished) -> None:

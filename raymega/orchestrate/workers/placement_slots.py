@@ -94,9 +94,7 @@ class WorkerSlot:
 class WorkerSlots:
     """All slots of a run: requests them from Ray, starts processes in them, and releases them."""
 
-    def __init__(
-        self, cluster: ClusterSection, *, can_grow: bool, py_executable: str = ""
-    ) -> None:
+    def __init__(self, cluster: ClusterSection, *, can_grow: bool, py_executable: str = "") -> None:
         """Prepare without slots.
 
         Args:

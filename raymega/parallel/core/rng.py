@@ -84,6 +84,12 @@ def philox(counter: Words, key: int) -> Words:
     return c0, c1 & MASK, c2, c3 & MASK
 
 
+def uniform(counter: Words, key: int) -> torch.Tensor:
+    """Return a uniform number in [0, 1), float64, for each 128-bit counter and a 64-bit key."""
+    high, low, _, _ = philox(counter, key)
+    return _fraction(high, low)
+
+
 def signed(word: int) -> int:
     """Return the 64 bits of ``word`` as two's complement, as an int64 tensor holds them."""
     return word - (1 << 64) if word >> 63 else word

@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     *elastic.RATIO_RULES,
     elastic.hang_faults,
     training.budget_faults,
+    training.sample_faults,
     training.lr_step_faults,
     training.lr_schedule_faults,
     data.source_faults,

@@ -48,6 +48,25 @@ def budget_faults(  # the fields that decide
         )
 
 
+@reads("run.samples_every sample_prompts sample_tokens, data.seq_len")
+def sample_faults(every: int, prompts: Sequence[str], tokens: int, seq_len: int) -> Iterator[Fault]:
+    """Check that samples have prompts, and room for their tokens."""
+    if not every:
+        return
+    if not prompts or "" in prompts:
+        yield Fault(
+            fact=f"run.sample_prompts has {'an empty text' if prompts else 'no text'}",
+            rule=f"run.samples_every={every} continues texts of at least one character",
+            remedy="set run.sample_prompts='[Once upon a time]', or run.samples_every=0",
+        )
+    if tokens >= seq_len:
+        yield Fault(
+            fact=f"run.sample_tokens={tokens}",
+            rule=f"prompt and sample fit data.seq_len={seq_len}",
+            remedy=f"use at most {seq_len - 1}, less the prompt's tokens",
+        )
+
+
 @reads("optimizer.lr_warmup_steps lr_decay_steps")
 def lr_step_faults(warmup: int, decay: int | str) -> Iterator[Fault]:
     """Check that the warm-up ends before the decay does."""

@@ -52,6 +52,7 @@ def _as_yaml(value: object) -> str:
 
 SCALED_ROPE = _is("model.rope_scaling", "llama3", "yarn")
 LLAMA3, YARN = _is("model.rope_scaling", "llama3"), _is("model.rope_scaling", "yarn")
+SAMPLES = _is_positive("run.samples_every")
 FLOAT16 = _is("precision.dtype", "float16")
 BETAS = _is("optimizer.name", "adamw", "lion", "muon")
 SNAPSHOTS = _is_positive("elastic.snapshot_every")
@@ -93,6 +94,10 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "model.rope_beta_slow": YARN,
     "model.rope_mscale": YARN,
     "model.rope_original_positions": SCALED_ROPE,
+    # run
+    "run.sample_prompts": SAMPLES,
+    "run.sample_temperature": SAMPLES,
+    "run.sample_tokens": SAMPLES,
     # optimizer
     "optimizer.beta1": BETAS,
     "optimizer.beta2": BETAS,

@@ -94,9 +94,11 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
            "DeepseekV3": "deepseek_v3"}  # fmt: skip
 
 
-def make_model(kind, *, seed=0, dtype=torch.float64, **changes):
+def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):
     """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
     family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES)[kind]
+    if positions:
+        changes["n_positions" if family == "GPT2" else "max_position_embeddings"] = positions
     fields = fields | changes
     folder = FOLDERS.get(family, family.lower())
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")

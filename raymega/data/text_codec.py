@@ -1,0 +1,108 @@
+"""TextCodec: text to the tokens of a prompt, and tokens to text, by a tokenizer.json.
+
+Unlike a dataset's documents, a prompt gets the tokens with which the model's texts begin, and special tokens that
+it spells out are these tokens, as transformers reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from raymega.config.data import DataSection
+from raymega.data.format import TOKENIZER_FILE
+from raymega.data.tokenizer_files import special_ids, tokenizer_of_dataset
+from raymega.errors import Fault
+from raymega.plan.sampling import Sampling, before_stop
+
+
+class TextCodec:
+    """Tokenizer of prompts and answers.
+
+    Args:
+        tokenizer_json: Content of a tokenizer.json.
+        end_ids: Tokens that end an answer.
+
+    Raises:
+        ValueError: The content is no tokenizer of the `tokenizers` library.
+    """
+
+    def __init__(self, tokenizer_json: bytes, end_ids: Collection[int] = ()) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(str(error)) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end_ids = frozenset(end_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, the largest one plus 1."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, prompt: str, *, is_rendered: bool = False) -> list[int]:
+        """Return the tokens of a prompt; one that is rendered by a chat template has its first token."""
+        return list(self._tokenizer.encode(prompt, add_special_tokens=not is_rendered).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._tokenizer.decode([*tokens], skip_special_tokens=True))
+
+    def is_done(self, tokens: Sequence[int], sampling: Sampling) -> bool:
+        """Return True if an answer ends with its newest token: by an end, a stop string or its length."""
+        if tokens[-1] in self.end_ids or len(tokens) >= sampling.max_tokens:
+            return True
+        return bool(sampling.stop) and before_stop(self.decode(tokens), sampling.stop) is not None
+
+    def answer(self, tokens: Sequence[int], sampling: Sampling) -> tuple[str, str]:
+        """Return the text of an answer before its end, and why it ended: ``stop``, ``end`` or ``length``."""
+        is_ended = bool(tokens) and tokens[-1] in self.end_ids
+        text = self.decode(tokens[:-1] if is_ended else tokens)
+        before = before_stop(text, sampling.stop)
+        if before is not None:
+            return before, "stop"
+        return text, "end" if is_ended else "length"
+
+
+def codec_of_dataset(path: str) -> TextCodec | None:
+    """Return the codec of the dataset at ``path``; None for one without a tokenizer.json."""
+    files = tokenizer_of_dataset(path)
+    if TOKENIZER_FILE not in files:
+        return None
+    end = special_ids(files).eos
+    return TextCodec(files[TOKENIZER_FILE], () if end is None else (end,))
+
+
+def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of ``run.sample_prompts`` that the run's tokenizer shows.
+
+    Args:
+        values: Fields of the job that are valid, by dotted path.
+    """
+    prompts, tokens = values.get("run.sample_prompts", ()), values.get("run.sample_tokens", 0)
+    seq_len = values.get("data.seq_len", 0)
+    wanted = [f"data.{name}" for name in ("path", "sources", "stages")]
+    is_known = all(name in values for name in wanted) and seq_len and tokens
+    if not (values.get("run.samples_every") and prompts and is_known):
+        return
+    found = {name.removeprefix("data."): values[name] for name in wanted}
+    path, field = next(iter(DataSection.model_construct(**found).datasets.items()))
+    codec = codec_of_dataset(path)
+    if codec is None:
+        yield Fault(
+            fact=f"{field}={path!r} has no {TOKENIZER_FILE}",
+            rule="run.samples_every cuts run.sample_prompts into the model's tokens by it",
+            remedy="set run.samples_every=0, or train on a dataset of `raymega data prepare`",
+        )
+        return
+    for prompt in prompts:
+        length = len(codec.encode(prompt))
+        if not 0 < length <= seq_len - tokens:
+            yield Fault(
+                fact=f"run.sample_prompts has {prompt[:40]!r} of {length} tokens",
+                rule=f"a prompt has at least 1 token, and at most {seq_len - tokens}: data.seq_len={seq_len} less run.sample_tokens={tokens}",
+                remedy="shorten it, or set fewer run.sample_tokens",
+            )

@@ -1,0 +1,48 @@
+"""Values that cross between `raymega generate` and the workers of its grid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from raymega.data.text_codec import TextCodec
+from raymega.plan.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Prompts to continue, and what decides where an answer ends.
+
+    Attributes:
+        prompts: Tokens of each prompt.
+        limits: Largest number of new tokens of each answer: the model's length bounds it too.
+        sampling: Choice of the tokens.
+        tokenizer_json: Content of the tokenizer's file.
+        end_ids: Tokens that end an answer.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    sampling: Sampling
+    tokenizer_json: str
+    end_ids: Sequence[int]
+
+    def codec(self) -> TextCodec:
+        """Return the tokenizer."""
+        return TextCodec(self.tokenizer_json.encode(), self.end_ids)
+
+    def is_done(self, codec: TextCodec, number: int, tokens: Sequence[int]) -> bool:
+        """Return True if the answer to prompt ``number`` ends with its newest token."""
+        return len(tokens) >= self.limits[number] or codec.is_done(tokens, self.sampling)
+
+    def pack(self) -> bytes:
+        """Return the task as bytes, for :func:`unpack_task`."""
+        return json.dumps(asdict(self)).encode()
+
+
+def unpack_task(data: bytes) -> Task:
+    """Return the task of :meth:`Task.pack`."""
+    found = json.loads(data)
+    sampling = found.pop("sampling")
+    return Task(sampling=Sampling(**(sampling | {"stop": tuple(sampling["stop"])})), **found)

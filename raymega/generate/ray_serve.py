@@ -1,0 +1,84 @@
+"""Ray Serve application that answers prompts by an exported model with transformers, on CPUs or a GPU.
+
+`cluster/serve.yaml` deploys it. For GPUs with much traffic `cluster/serve-vllm.yaml` has Ray's own vLLM application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from raymega.errors import ConfigError, raise_faults
+from raymega.generate.run import make_task
+from raymega.generate.with_transformers import Engine
+from raymega.plan.sampling import Sampling, sampling_faults
+
+FIELDS = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "stop": tuple,
+    "seed": int,
+}
+"""Types of the fields of a request beside the prompt; those of Sampling."""
+
+
+class Model:
+    """Exported model that answers requests; a deployment is one or more of them.
+
+    Args:
+        folder: Folder of `raymega generate --serve` or `raymega convert hf-export`.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+    """
+
+    def __init__(self, folder: str, device: str = "auto") -> None:
+        self._engine = Engine(Path(folder), device=device)
+        self._files = {
+            path.name: path.read_bytes()
+            for path in Path(folder).iterdir()
+            if path.suffix in (".json", ".jinja") and "index" not in path.name
+        }
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return prompt, text, tokens and finish_reason for ``{"prompt": text, "max_tokens": 64, ...}``.
+
+        Raises:
+            ConfigError: The request is wrong.
+        """
+        unknown = request.keys() - FIELDS.keys() - {"prompt"}
+        prompt = request.get("prompt")
+        if unknown or not isinstance(prompt, str) or not prompt:
+            raise ConfigError(
+                fact=f"the request has {', '.join(sorted(map(str, request))) or 'nothing'}",
+                rule=f"it is an object with prompt, a text, and any of {', '.join(sorted(FIELDS))}",
+                remedy='send {"prompt": "Once upon a time"}',
+            )
+        given: dict[str, Any] = {
+            name: FIELDS[name](request[name]) for name in request if name in FIELDS
+        }
+        sampling = Sampling(**given)
+        raise_faults(ConfigError, list(sampling_faults(sampling)))
+        most = self._engine.model.config.max_position_embeddings
+        task = make_task(self._files, [prompt], sampling, most=most)
+        (tokens,) = self._engine.generate(task, batch_size=1)
+        text, reason = task.codec().answer(tokens, sampling)
+        return {"prompt": prompt, "text": text, "tokens": tokens, "finish_reason": reason}
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        """Answer an HTTP request; 400 with the reasons for a wrong one."""
+        try:
+            return JSONResponse(self.answer(await request.json()))
+        except (ConfigError, ValueError, TypeError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+
+
+def build(args: dict[str, str]) -> Application:
+    """Return the application for ``folder=DIR`` and, if given, ``device=cuda``."""
+    return serve.deployment(Model).bind(**args)

@@ -1,0 +1,145 @@
+"""Continues prompts by transformers' `generate` with its cache, on one device, from an exported folder.
+
+The tokens are chosen by raymega's own sampler: a logits processor leaves the chosen token alone, which transformers
+then takes as the likeliest. So the text of a seed is that of every grid. `raymega/generate/run.py` names this module
+by a string, because it loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+)
+from transformers.utils import logging as their_logging
+
+from raymega.data.text_codec import TextCodec
+from raymega.generate.answers import Task
+from raymega.parallel.tensor_parallel.token_choice import choose_tokens
+from raymega.plan.sampling import Sampling
+
+Tokens = list[int]
+
+
+class Engine:
+    """Model of transformers on one device.
+
+    Args:
+        folder: Folder of the exported model.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+    """
+
+    def __init__(self, folder: Path, *, device: str) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        their_logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self.model = model.to(device).eval()
+        if model.dtype == torch.float64:
+            model.config._experts_implementation = "eager"  # their grouped product has no float64
+
+    def generate(
+        self,
+        task: Task,
+        *,
+        batch_size: int,
+        on_answers: Callable[[int], None] = lambda _count: None,
+    ) -> list[Tokens]:
+        """Return the new tokens after each prompt.
+
+        Args:
+            task: Prompts of at least one token, choice of the tokens, and what ends an answer.
+            batch_size: Number of prompts at once.
+            on_answers: Function that is told how many answers are whole.
+        """
+        codec = task.codec()
+        found: dict[int, Tokens] = {}
+        for numbers in _batches(task.limits, batch_size):
+            found |= _generate_batch(self.model, task, numbers, codec)
+            on_answers(len(found))
+        return [found[number] for number in range(len(task.prompts))]
+
+
+def _batches(limits: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of the prompts of each batch; all have the same limit.
+
+    A row cannot leave a batch, and behind its limit its positions would be beyond the model's.
+    """
+    order = sorted(range(len(limits)), key=lambda number: limits[number])
+    for _, same in groupby(order, key=lambda number: limits[number]):
+        numbers = list(same)
+        yield from (numbers[at : at + batch_size] for at in range(0, len(numbers), batch_size))
+
+
+def _generate_batch(
+    model: Any, task: Task, numbers: Sequence[int], codec: TextCodec
+) -> dict[int, Tokens]:
+    """Return the answers to the prompts ``numbers``, which have the same limit, by number."""
+    # ragged prompts: padding on the left, which neither attention nor positions count
+    prompts, limit = [task.prompts[number] for number in numbers], task.limits[numbers[0]]
+    longest = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    # neither the end of a text nor the sampling is left to the settings in the folder
+    settings = GenerationConfig(max_new_tokens=limit, do_sample=False, pad_token_id=0)
+    model.generation_config = settings
+    ends = _Ends(numbers, longest, partial(task.is_done, codec))
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=tokens.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=settings,
+            logits_processor=[_Choice(numbers, longest, task.sampling)],
+            stopping_criteria=[ends],
+        )
+    answers = output[:, longest:].tolist()
+    return {
+        number: answer[: ends.lengths.get(number, limit)]
+        for number, answer in zip(numbers, answers, strict=True)
+    }
+
+
+class _Choice(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
+    """Choose each row's next token, and leave it alone with a logit."""
+
+    def __init__(self, numbers: Sequence[int], start: int, sampling: Sampling) -> None:
+        self._numbers, self._start, self._sampling = torch.tensor(numbers), start, sampling
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [rows, V] of minus infinity, and 0 at the chosen token."""
+        logits, ids = scores.cpu().sort(dim=-1, descending=True, stable=True)
+        places = torch.full_like(self._numbers, input_ids.shape[1] - self._start)
+        chosen = choose_tokens(logits, ids, self._sampling, prompts=self._numbers, places=places)
+        alone = torch.full_like(scores, -torch.inf)
+        return alone.scatter_(-1, chosen[:, None].to(scores.device), 0.0)
+
+
+class _Ends(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+    """End each row where its answer ends, and keep the length; the batch ends with the last row."""
+
+    def __init__(
+        self, numbers: Sequence[int], start: int, is_done: Callable[[int, Tokens], bool]
+    ) -> None:
+        self._numbers, self._start, self._is_done = numbers, start, is_done
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_kwargs: object) -> Tensor:  # noqa: ARG002
+        """Return True for each row that has ended, [rows]."""
+        for number, tokens in zip(self._numbers, input_ids[:, self._start :].tolist(), strict=True):
+            if number not in self.lengths and self._is_done(number, tokens):
+                self.lengths[number] = len(tokens)
+        done = [number in self.lengths for number in self._numbers]
+        return cast(Tensor, torch.tensor(done, device=input_ids.device))

@@ -1,0 +1,87 @@
+"""Sampling: how the tokens of a generated text are chosen, and where the text ends.
+
+`raymega.parallel.tensor_parallel.token_choice` makes the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raymega.errors import Fault
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Rules of a generated text.
+
+    Attributes:
+        max_tokens: Largest number of new tokens.
+        temperature: Divisor of the logits; 0 takes the likeliest token (greedy).
+        top_k: Number of likeliest tokens to choose from; 0 is all.
+        top_p: Share of probability to choose from: the fewest likeliest tokens that reach it.
+        stop: Texts before which an answer ends.
+        seed: Seed of the random numbers. Each token's are a function of the seed, the number of the
+            prompt, the place of the token in the answer, and the token's id.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def num_candidates(self, vocab_size: int) -> int:
+        """Return the number of likeliest tokens that the choice reads."""
+        if self.temperature == 0:
+            return 1
+        return min(self.top_k, vocab_size) or vocab_size
+
+
+def sampling_faults(sampling: Sampling) -> Iterator[Fault]:
+    """Yield a fault for each value that makes no text."""
+    if sampling.max_tokens < 1:
+        yield Fault(
+            fact=f"--max-tokens {sampling.max_tokens}",
+            rule="an answer has at least 1 token",
+            remedy="give --max-tokens 64",
+        )
+    if not 0 <= sampling.temperature < float("inf"):
+        yield Fault(
+            fact=f"--temperature {sampling.temperature:g}",
+            rule="it is 0 (the likeliest token) or a finite number above",
+            remedy="give --temperature 0.8",
+        )
+    if sampling.top_k < 0:
+        yield Fault(
+            fact=f"--top-k {sampling.top_k}",
+            rule="it is the number of likeliest tokens to choose from, or 0 for all",
+            remedy="give --top-k 50",
+        )
+    if not 0 < sampling.top_p <= 1:
+        yield Fault(
+            fact=f"--top-p {sampling.top_p:g}",
+            rule="it is a share of probability above 0, at most 1",
+            remedy="give --top-p 0.95",
+        )
+    if not 0 <= sampling.seed <= MAX_SEED:
+        yield Fault(
+            fact=f"--seed {sampling.seed}",
+            rule=f"it is from 0 to {MAX_SEED}",
+            remedy="give --seed 0",
+        )
+    if "" in sampling.stop:
+        yield Fault(
+            fact="--stop ''",
+            rule="a stop string has at least one character",
+            remedy=r"give --stop '\n\n', for example, or none",
+        )
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Return ``text`` up to the first stop string in it; None where it has none."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else None

@@ -1,0 +1,84 @@
+"""Forward passes without training: micro-batches through the pipeline, and what the last stage returns for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from raymega.model.pipeline_stage import StageModule
+from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.pipeline.executor import Executor
+from raymega.pipeline.p2p import PointToPoint
+from raymega.plan.run_plan import RunPlan
+from raymega.schedule.table import make_forward_only
+
+T = TypeVar("T")
+
+
+class ForwardOnly:
+    """Forward-only pipeline of one rank.
+
+    Args:
+        plan: Plan of the grid.
+        pp_rank: Pipeline coordinate of this rank.
+        modules: Model chunks of this rank, in the order of their stages.
+        p2p: Transfers between the stages.
+        before_pass: Function that is called with the executor before each pass.
+        progress: Callback after each instruction.
+    """
+
+    def __init__(  # the two assemblers call it
+        self,
+        plan: RunPlan,
+        pp_rank: int,
+        *,
+        modules: Sequence[StageModule],
+        p2p: PointToPoint,
+        before_pass: Callable[[Executor[MicroBatch]], None] = lambda _executor: None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self._before_pass = before_pass
+        self._read: Callable[..., Any] = StageModule.score
+        self._found: list[Any] = []
+        stage_fns = [self._stage_fn(module) for module in modules]
+
+        @cache
+        def executor_for(num_micro_batches: int) -> Executor[MicroBatch]:
+            program = make_forward_only(plan.placement, num_micro_batches)
+            return Executor(program.lists[pp_rank], stage_fns, p2p, progress=progress)
+
+        self._executor_for = executor_for
+
+    def run(
+        self,
+        read: Callable[[StageModule, MicroBatch, Tensor | None], Tensor | T],
+        micro_batches: Sequence[MicroBatch],
+    ) -> list[T]:
+        """Return what ``read`` returns for each micro-batch on the last stage, in order; none elsewhere.
+
+        On other stages ``read`` returns the activation for the next one.
+        """
+        self._read, self._found = read, []
+        executor = self._executor_for(len(micro_batches))
+        self._before_pass(executor)
+        degree = self.modules[0].tp_stream.degree
+        lengths = [batch.tokens.shape[1] // degree for batch in micro_batches]
+        executor.run(micro_batches, is_recording=False, lengths=lengths)
+        return cast(list[T], self._found)
+
+    def _stage_fn(self, module: StageModule) -> Callable[[MicroBatch, Tensor | None], Tensor]:
+        def run(micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+            output = self._read(module, micro_batch, hidden)
+            if module.head is None:
+                assert isinstance(output, Tensor), "a stage before the last returns its activation"
+                return output
+            # An executor adds up losses, and this pass has none.
+            self._found.append(output)
+            return torch.zeros((), device=micro_batch.tokens.device)
+
+        return run

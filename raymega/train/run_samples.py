@@ -1,0 +1,92 @@
+"""Samples of text that a run shows every ``run.samples_every`` steps, drawn on the training grid.
+
+Training is not changed: a sample reads the weights, and its random numbers have keys of their own.
+"""
+
+from __future__ import annotations
+
+from raymega.data.text_codec import codec_of_dataset
+from raymega.events import SamplesDrawn
+from raymega.messages import Channel, Working
+from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.pipeline.executor import Executor
+from raymega.plan.run_plan import RunPlan
+from raymega.plan.sampling import Sampling
+from raymega.train.build import TrainingComponents, make_p2p
+from raymega.train.forward_only import ForwardOnly
+from raymega.train.sampling import TokenGenerator
+
+
+class RunSampler:
+    """Sampler of one rank; :meth:`report_when_due` is called on all ranks.
+
+    Args:
+        parts: Components of the rank.
+        channel: Connection to the driver.
+        rank: Global rank.
+    """
+
+    def __init__(self, parts: TrainingComponents, channel: Channel, rank: int) -> None:
+        plan, self._run = parts.plan, parts.plan.job.run
+        self._channel, self._rank = channel, rank
+        if not self._run.samples_every:
+            return
+        # prompts: the tokenizer is that of the dataset
+        codec = codec_of_dataset(next(iter(plan.job.data.datasets)))
+        assert codec is not None, "sample_prompt_faults has found it"
+        self._codec = codec
+        self._prompts = [self._codec.encode(text) for text in self._run.sample_prompts]
+        self._sampling = Sampling(
+            max_tokens=self._run.sample_tokens,
+            temperature=self._run.sample_temperature,
+            seed=self._run.seed,
+        )
+        # the pipeline, with transfers of its own
+        context, sp = parts.modules[0].context, parts.modules[0].tp_stream
+        forward = ForwardOnly(
+            plan,
+            parts.coords.pp,
+            modules=parts.modules,
+            p2p=make_p2p(
+                plan, parts.groups, token_degree=context.degree * sp.degree, device=parts.device
+            ),
+            before_pass=lambda executor: _use_weights(parts, executor),
+        )
+        longest = max(map(len, self._prompts)) + self._run.sample_tokens
+        self._generator = TokenGenerator(
+            plan,
+            forward,
+            parts.groups,
+            context=context,
+            device=parts.device,
+            seq_len=row_length(longest, plan),
+        )
+
+    def report_when_due(self, step: int) -> None:
+        """Draw and report samples if they are due after ``step``."""
+        if not self._run.samples_every or step % self._run.samples_every:
+            return
+        answers = self._generator.answers(
+            self._prompts,
+            self._sampling,
+            is_done=lambda _number, tokens: self._codec.is_done(tokens, self._sampling),
+            on_token=lambda _count: self._channel.report(Working(rank=self._rank)),
+        )
+        if self._rank == 0:
+            texts = tuple(self._codec.answer(tokens, self._sampling)[0] for tokens in answers)
+            drawn = SamplesDrawn(step=step, prompts=self._run.sample_prompts, texts=texts)
+            self._channel.report(drawn)
+
+
+def _use_weights(parts: TrainingComponents, executor: Executor[MicroBatch]) -> None:
+    """Start to gather sharded weights before a pass reads them."""
+    parts.weights.start_gather()
+    parts.follow_weights(executor)
+
+
+def row_length(num_tokens: int, plan: RunPlan) -> int:
+    """Return a row length that holds ``num_tokens`` and that the grid can cut, at most ``data.seq_len``."""
+    seq_len, parallel = plan.job.data.seq_len, plan.job.parallel
+    # cuts of context and sequence parallelism, and tiles of fp8 products
+    unit = 2 * parallel.cp * parallel.tp * 16
+    return min(seq_len, -(-num_tokens // unit) * unit) if seq_len % unit == 0 else seq_len
