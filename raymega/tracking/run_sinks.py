@@ -13,9 +13,8 @@ from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.plots_sink import PlotsSink
 from raymega.tracking.ray_metrics import RayMetricsSink
-from raymega.tracking.sink import CompositeSink, Sink
+from raymega.tracking.sink import SINK_CLOSE_S, CompositeSink, Sink
 
-SINK_CLOSE_S = 30.0
 MLFLOW_PATIENCE_S = 20.0
 """Longest seconds for which records of a starting run wait for its first step."""
 METRICS_FILE = "metrics.jsonl"

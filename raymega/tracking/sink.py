@@ -26,6 +26,9 @@ from raymega.events import (
 
 log = logging.getLogger(__name__)
 
+SINK_CLOSE_S = 30.0
+"""Longest seconds for which the end of a run waits for its sinks."""
+
 
 class Sink(Protocol):
     """Watcher of one run, built before the first event and closed after the last."""
