@@ -32,7 +32,7 @@ COMMANDS = {
     "eval": ("raymega.cli.evaluate:evaluate", "Evaluate a checkpoint on a task, on any grid, whatever grid it was trained on."),
     "generate": ("raymega.cli.generate:generate", "Continue prompts by a checkpoint, whatever grid it was trained on."),
     "data": ("raymega.cli.data:data_app", "Prepare, inspect and export datasets."),
-    "checkpoint": ("raymega.cli.checkpoint:checkpoint_app", "Inspect, compare, copy and prune checkpoints in any store."),
+    "checkpoint": ("raymega.cli.checkpoint.command:checkpoint_app", "Inspect, compare, copy and prune checkpoints in any store."),
     "convert": ("raymega.cli.convert:convert_app", "Import and export Hugging Face and torch.distributed.checkpoint models."),
 }  # fmt: skip
 """Module and name of each command's function, or group of commands, and the first line of its help."""

@@ -78,7 +78,7 @@ def test_nothing_calls_a_loader_that_unpickles():
     "entry",
     [
         "raymega.train.entry", "raymega.checkpoint.load.reader", "raymega.checkpoint.save.writer",
-        "raymega.checkpoint.tools.inspection", "raymega.cli.checkpoint", "raymega.cli.train",
+        "raymega.checkpoint.tools.inspection", "raymega.cli.checkpoint.command", "raymega.cli.train",
         "raymega.cli.plan.command", "raymega.cli.verify", "raymega.orchestrate.driver.controller", "raymega.api",
         "raymega.convert.huggingface.importer", "raymega.convert.huggingface.exporter", "raymega.convert.native",
     ],

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raymega.checkpoint.format.manifest import find_restore
-from raymega.cli.checkpoint import checkpoint_app
+from raymega.cli.checkpoint.command import checkpoint_app
 from raymega.storage.local import LocalStore
 from raymega.storage.s3 import S3Store
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from raymega.cli.checkpoint import checkpoint_app
+from raymega.cli.checkpoint.command import checkpoint_app
 from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
 from tests.unit.checkpoint.support import MODELS, STATE, make_grid, save_checkpoint
@@ -86,7 +86,7 @@ def test_help_has_an_example(command):
 
 def test_commands_and_the_drivers_modules_leave_torch_unloaded():
     code = (
-        "import sys, raymega.cli.checkpoint, raymega.checkpoint.format.manifest_builder,"
+        "import sys, raymega.cli.checkpoint.command, raymega.checkpoint.format.manifest_builder,"
         "raymega.checkpoint.tools.retention; sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)

@@ -18,7 +18,7 @@ from raymega.checkpoint.tools.inspection import (
     open_checkpoint,
     verify_checkpoints,
 )
-from raymega.cli.checkpoint_changes import copy_, now, prune
+from raymega.cli.checkpoint.changes import copy_, now, prune
 from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
 from raymega.messages import SavedBox
