@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from raymega.cli.checkpoint.command import checkpoint_app
 from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
+from tests.support.leases import take_lease
 from tests.unit.checkpoint.support import MODELS, STATE, make_grid, save_checkpoint
 
 
@@ -62,6 +63,8 @@ def test_show_describes_state_grid_and_tensors(run):
 
 
 def test_list_of_an_empty_run_is_empty(tmp_path):
+    assert isinstance(_call("list", tmp_path).exception, ConfigError)
+    take_lease(LocalStore(tmp_path))
     assert json.loads(_call("list", tmp_path, "--json").stdout)["checkpoints"] == []
     assert "no checkpoints" in _call("list", tmp_path).stdout
 
