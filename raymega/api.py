@@ -53,8 +53,8 @@ from raymega.planner.search.selection import Choice
 from raymega.session import Session, close_session, open_session, session_at
 from raymega.storage.registry import (
     apart_faults,
+    driver_folder,
     folder_faults,
-    local_path,
     open_store,
     store_faults,
 )
@@ -136,14 +136,8 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
 
 
 def local_folder(job: Job) -> Path:
-    """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local.
-
-    For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
-    each have a run of the same name.
-    """
-    uri = job.run_uri
-    places = [part for part in uri.replace(":", "/").split("/") if part.strip(".")]
-    return local_path(uri) or Path.home().joinpath(".raymega", "remote", *places)
+    """Return the driver's folder for logs, metrics.jsonl and pictures; see ``driver_folder``."""
+    return driver_folder(job.run_uri)
 
 
 def train(
@@ -307,9 +301,27 @@ def evaluate(
         WorkerError: A worker failed.
         CapacityError: The cluster has no room for the grid.
     """
-    ready = prepare_evaluation(uri, task, Path(data), options or EvalOptions())
+    (report,) = evaluate_each([uri], task, data, options=options, address=address, on_rows=on_rows)
+    return report
+
+
+def evaluate_each(
+    uris: Sequence[str],
+    task: str,
+    data: Path | str,
+    *,
+    options: EvalOptions | None = None,
+    address: str = "auto",
+    on_rows: OnRows | None = None,
+) -> list[EvalReport]:
+    """Evaluate the newest checkpoint of each URI on one task; see :func:`evaluate`.
+
+    Every checkpoint is looked at before the first one is evaluated.
+    """
+    options = options or EvalOptions()
+    ready = [prepare_evaluation(uri, task, Path(data), options) for uri in uris]
     with session_at(address):
-        return ready.run(on_rows or (lambda _done, _total: None))
+        return [each.run(on_rows or (lambda _done, _total: None)) for each in ready]
 
 
 def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:

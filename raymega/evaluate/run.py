@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.load import parse_mapping
 from raymega.convert.native import model_of
 from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
+from raymega.evaluate.recording import OF_RUN, MlflowRun, find_mlflow_run, recorded
+from raymega.evaluate.report import EvalReport as EvalReport
 from raymega.evaluate.requests import (
     Request,
     RequestSource,
@@ -54,6 +56,7 @@ class EvalOptions:
         seq_len: Number of tokens that the model reads at once; 0 is the run's.
         stride: Number of tokens by which a window moves on; 0 is the task's own.
         limit: Number of documents, or windows, to evaluate; 0 is all.
+        mlflow: Place of the metrics: ``run`` is the run's own MLflow, ``off`` none; else a tracking URI.
     """
 
     grid: str = ""
@@ -62,37 +65,7 @@ class EvalOptions:
     seq_len: int = 0
     stride: int = 0
     limit: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalReport:
-    """Result of an evaluation.
-
-    Attributes:
-        task: Name of the task.
-        checkpoint: URI of the manifest.
-        step: Number of completed steps of the run.
-        metrics: Metrics by name.
-        documents: Number of documents that were evaluated.
-        tokens: Number of tokens that were scored.
-        words: Number of words of the raw text; 0 where the task counts none.
-        grid: Degrees of the grid that evaluated.
-        samples: Record of each sample, in the order of the file.
-        notes: Facts that a reader must know to compare the result, one line each.
-        seconds: Duration of the evaluation.
-    """
-
-    task: str
-    checkpoint: str
-    step: int
-    metrics: Mapping[str, float]
-    documents: int
-    tokens: int
-    words: int
-    grid: Mapping[str, int]
-    samples: Sequence[Mapping[str, object]]
-    notes: tuple[str, ...]
-    seconds: float
+    mlflow: str = OF_RUN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +77,17 @@ class Evaluation:
         checkpoint: Checkpoint whose weights are evaluated.
         plan: Plan of the grid that evaluates.
         questions: Requests of the task, and what judges their scores.
+        mlflow_run: MLflow run that gets the metrics; None for none.
     """
 
     task: str
     checkpoint: Checkpoint
     plan: RunPlan
     questions: Questions
+    mlflow_run: MlflowRun | None
 
     def run(self, on_rows: OnRows) -> EvalReport:
-        """Score the requests on the plan's workers and judge; the process is connected to Ray.
+        """Score the requests on the plan's workers, judge and record; the process is connected to Ray.
 
         Raises:
             WorkerError: A worker failed.
@@ -121,7 +96,7 @@ class Evaluation:
         began, manifest, questions = time.monotonic(), self.checkpoint.manifest, self.questions
         scores = score(self.checkpoint, self.plan, questions.requests, on_rows=on_rows)
         metrics, samples = questions.judge(scores)
-        return EvalReport(
+        report = EvalReport(
             task=self.task,
             checkpoint=f"{self.checkpoint.store.uri}/{manifest.key}",
             step=manifest.step,
@@ -134,6 +109,7 @@ class Evaluation:
             notes=questions.notes,
             seconds=time.monotonic() - began,
         )
+        return recorded(report, self.mlflow_run)
 
 
 def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) -> Evaluation:
@@ -163,7 +139,16 @@ def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) ->
         fact = f"--data {data} has nothing to evaluate"
         rule = "a task needs at least one document"
         raise ConfigError(Fault(fact=fact, rule=rule, remedy="give the path of its test set"))
-    return Evaluation(task=task, checkpoint=checkpoint, plan=plan, questions=questions)
+    if options.limit:
+        note = f"--limit {options.limit}: the first part of {data.name}; published figures are of the whole set"
+        questions = replace(questions, notes=(*questions.notes, note))
+    return Evaluation(
+        task=task,
+        checkpoint=checkpoint,
+        plan=plan,
+        questions=questions,
+        mlflow_run=find_mlflow_run(checkpoint, options.mlflow),
+    )
 
 
 def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:

@@ -192,6 +192,16 @@ def local_path(uri: str) -> Path | None:
     return _folder(uri) if _scheme(uri) == "file" else None
 
 
+def driver_folder(run_uri: str) -> Path:
+    """Return the folder of a run's driver on this machine: the run's own folder if that is local.
+
+    For an object store it is a folder below ~/.raymega with the whole URI in its path, as two stores may
+    each have a run of the same name.
+    """
+    places = [part for part in run_uri.replace(":", "/").split("/") if part.strip(".")]
+    return local_path(run_uri) or Path.home().joinpath(".raymega", "remote", *places)
+
+
 def _scheme(uri: str) -> str:
     return uri.partition("://")[0].lower() if "://" in uri else "file"
 

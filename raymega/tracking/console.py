@@ -30,10 +30,12 @@ from raymega.events import (
     SaveSkipped,
     StepFinished,
     StragglerDetected,
+    TasksEvaluated,
     Timeline,
     WorkersStarted,
 )
 from raymega.tracking.expert_load import collapse_warning
+from raymega.tracking.names import TASK_METRIC
 
 GIB_BYTES = 1024**3
 MIB_BYTES = 1024**2
@@ -121,6 +123,15 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
         f"perplexity {metrics[f'eval/set_perplexity/{name}']:.2f}"
         for name in names
     )
+
+
+def _tasks(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of each evaluation task."""
+    by_task: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        task, _, metric = name.removeprefix(f"{TASK_METRIC}/").partition("/")
+        by_task.setdefault(task, []).append(f"{metric} {value:.4g}")
+    return "; ".join(f"{task} {', '.join(cells)}" for task, cells in by_task.items())
 
 
 def _step_line(event: StepFinished, total_steps: int) -> str:
@@ -217,6 +228,8 @@ def _news(event: RunEvent) -> str:
         # results and saves
         case EvaluationFinished():
             return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
+        case TasksEvaluated():
+            return f"Tasks at step {event.step}: {_tasks(event.metrics)}."
         case CheckpointCommitted():
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "
