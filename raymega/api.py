@@ -26,6 +26,7 @@ from raymega.data.samples import first_rows
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
+from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
@@ -65,6 +66,7 @@ from raymega.tracking.sink import Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
 LAYOUT_FILE = "layout.json"
+TASKS_ENTRY = "raymega.evaluate.training_entry"
 T = TypeVar("T", bound=Section)
 
 
@@ -167,15 +169,20 @@ def train(
         RaymegaError: Another error ended the run; its class has the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
+    tasks = open_tasks(job)
+    if tasks is not None and job.run.eval_tasks_on == "grid" and entry == TRAIN_ENTRY:
+        entry = TASKS_ENTRY
     store = RetryingStore(open_store(job.run_uri))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
         keep_tokenizer(store, next(iter(job.data.datasets)))
-        return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
+        return _drive(
+            plan, lease, address=address, sinks=sinks, choice=choice, entry=entry, tasks=tasks
+        )
 
 
-def _drive(
+def _drive(  # noqa: PLR0913  # train is the one place that calls it
     plan: RunPlan,
     lease: Lease,
     *,
@@ -183,6 +190,7 @@ def _drive(
     sinks: Sequence[Sink],
     choice: Choice | None,
     entry: str,
+    tasks: TrainingTasks | None,
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
     job, clock, store = plan.job, SystemClock(), lease.store
@@ -207,6 +215,7 @@ def _drive(
                     sink=sink,
                     clock=clock,
                     executor=executor,
+                    tasks=tasks if job.run.eval_tasks_on == "grid" else None,
                 )
             )
             with stop_on_signals(controller.request_stop):
@@ -280,7 +289,7 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
 def evaluate(
     uri: str,
     task: str,
-    data: Path | str,
+    data: Path | str | None,
     *,
     options: EvalOptions | None = None,
     address: str = "auto",
@@ -290,8 +299,8 @@ def evaluate(
 
     Args:
         uri: URI of a run's folder, of one of its checkpoints or of a manifest.
-        task: Name of a task: ``wikitext``, ``lambada``, ``race`` or ``perplexity``.
-        data: File of the task.
+        task: Name of a task: ``wikitext``, ``lambada``, ``race`` or ``perplexity``; or a YAML file of lm-eval.
+        data: File of the task; None for the dataset that a YAML file names.
         options: Grid and lengths; None is one rank and the run's own.
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
         on_rows: Function that is told how many rows of tokens are done, and of how many.
@@ -308,7 +317,7 @@ def evaluate(
 def evaluate_each(
     uris: Sequence[str],
     task: str,
-    data: Path | str,
+    data: Path | str | None,
     *,
     options: EvalOptions | None = None,
     address: str = "auto",
@@ -319,7 +328,8 @@ def evaluate_each(
     Every checkpoint is looked at before the first one is evaluated.
     """
     options = options or EvalOptions()
-    ready = [prepare_evaluation(uri, task, Path(data), options) for uri in uris]
+    file = None if data is None else Path(data)
+    ready = [prepare_evaluation(uri, task, file, options) for uri in uris]
     with session_at(address):
         return [each.run(on_rows or (lambda _done, _total: None)) for each in ready]
 

@@ -17,7 +17,14 @@ from raymega.evaluate.recording import OF_RUN
 from raymega.evaluate.run import EvalOptions, EvalReport
 from raymega.evaluate.tasks.table import TASKS
 
-EvalTask = Annotated[str, typer.Option("--task", metavar="NAME", help=f"Task: {', '.join(TASKS)}.")]
+EvalTask = Annotated[
+    str,
+    typer.Option(
+        "--task",
+        metavar="NAME|FILE.yaml",
+        help=f"Task: {', '.join(TASKS)}; or a YAML file of lm-eval (extra eval).",
+    ),
+]
 
 
 EvalUris = Annotated[
@@ -32,7 +39,7 @@ EvalUris = Annotated[
 def evaluate(  # the options of the command
     uris: EvalUris,
     task: EvalTask,
-    data: Path,
+    data: Path | None = None,
     grid: str = "",
     overrides: Overrides = None,
     tokenizer: Path | None = None,
@@ -47,7 +54,7 @@ def evaluate(  # the options of the command
     """Evaluate checkpoints on a task, on any grid, whatever grid they were trained on.
 
     Options:
-        data: Test set of the task, a file.
+        data: Test set of the task, a file; for a YAML file JSON lines that take the place of its dataset.
         grid: Parallel degrees: --grid tp=2,pp=2; empty is one rank.
         tokenizer: A tokenizer.json; without it the model's own, or that of the run's dataset.
         seq_len: Number of tokens that the model reads at once; 0 is the run's.

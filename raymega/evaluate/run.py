@@ -1,71 +1,31 @@
-"""Evaluation of a checkpoint on a task: plan a grid, score the task's requests on its workers, judge.
+"""Evaluation of a checkpoint on a task: prepare its requests, score them on a grid's workers, judge.
 
 `cli/evaluate.py` prints the report.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.load import parse_mapping
-from raymega.convert.native import model_of
-from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
-from raymega.evaluate.recording import OF_RUN, MlflowRun, find_mlflow_run, recorded
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.evaluate.recording import MlflowRun, find_mlflow_run, recorded
 from raymega.evaluate.report import EvalReport as EvalReport
-from raymega.evaluate.requests import (
-    Request,
-    RequestSource,
-    Scores,
-    pack_requests,
-    unpack_scores,
-)
+from raymega.evaluate.scoring import EvalOptions as EvalOptions
+from raymega.evaluate.scoring import OnRows as OnRows
+from raymega.evaluate.scoring import plan_of as plan_of
+from raymega.evaluate.scoring import score as score
 from raymega.evaluate.tasks.table import TASKS
 from raymega.evaluate.tasks.task import Questions, Settings
 from raymega.evaluate.tokenizer import ModelTokenizer, find_tokenizer
-from raymega.messages import EntryOutput, Progress, Report
-from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
-from raymega.orchestrate.workers.single_run import run_entry
-from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.validation.registry import job_faults
+from raymega.extras import import_extra
+from raymega.plan.run_plan import RunPlan
 
-ENTRY = "raymega.evaluate.worker"
-CPUS_OF_MANY = 0.1
-"""CPUs that a worker reserves where the machine has fewer than there are workers."""
-
-OnRows = Callable[[int, int], None]
-"""Function that is told how many rows of tokens are done, and of how many."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
-    """Options of an evaluation.
-
-    Attributes:
-        grid: Degrees of the grid, such as ``tp=2,pp=2``; empty is one rank.
-        overrides: Texts ``section.field=value`` that override fields of the run's job.
-        tokenizer: Tokenizer file; None looks for the model's.
-        seq_len: Number of tokens that the model reads at once; 0 is the run's.
-        stride: Number of tokens by which a window moves on; 0 is the task's own.
-        limit: Number of documents, or windows, to evaluate; 0 is all.
-        mlflow: Place of the metrics: ``run`` is the run's own MLflow, ``off`` none; else a tracking URI.
-    """
-
-    grid: str = ""
-    overrides: tuple[str, ...] = ()
-    tokenizer: Path | None = None
-    seq_len: int = 0
-    stride: int = 0
-    limit: int = 0
-    mlflow: str = OF_RUN
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,19 +72,29 @@ class Evaluation:
         return recorded(report, self.mlflow_run)
 
 
-def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) -> Evaluation:
+class Ready(Protocol):
+    """An evaluation that is ready to run."""
+
+    def run(self, on_rows: OnRows) -> EvalReport:
+        """Score, judge and record; the process is connected to Ray."""
+
+
+def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOptions) -> Ready:
     """Return an evaluation that is ready to run, or refuse before anything starts.
 
     Args:
         uri: URI of a run's folder, of one of its checkpoints or of a manifest.
-        task: Name of a task.
-        data: File of the task.
+        task: Name of a task, or path of a YAML file of lm-eval.
+        data: File of the task; None for the dataset that a YAML file names.
         options: Grid and lengths.
 
     Raises:
         ConfigError: The checkpoint, task, file or grid is wrong.
     """
+    if task.endswith(YAML_SUFFIXES):
+        return _prepare_yaml(uri, Path(task), data, options)
     raise_faults(ConfigError, [*_task_faults(task), *_file_faults(task, data)])
+    assert data is not None, "a task without a file has a fault"
     checkpoint = open_checkpoint(uri)
     plan = plan_of(checkpoint.manifest, options)
     seq_len = plan.job.data.seq_len
@@ -151,87 +121,36 @@ def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) ->
     )
 
 
-def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
-    """Return the plan of an evaluation: the checkpoint's model and number format, on the options' grid.
+def _prepare_yaml(uri: str, file: Path, data: Path | None, options: EvalOptions) -> Ready:
+    """Return an evaluation on a task of lm-eval, which is imported here: it takes seconds, and is an extra."""
+    import_extra("lm_eval", extra="eval", purpose=f"--task {file}")
+    from raymega.evaluate.harness.yaml_task import prepare_yaml
 
-    Raises:
-        ConfigError: The grid is not legal for the model.
-    """
-    degrees = dict(pair.split("=", 1) for pair in options.grid.split(",") if "=" in pair)
-    world_size = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        degree = degrees.get(axis, "1").strip()
-        world_size *= int(degree) if degree.isdecimal() else 1
-    cp = degrees.get("cp", "1").strip()
-    model = model_of(manifest).model_dump(mode="json")
-    model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
-    cpus = (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
-    raw: dict[str, Any] = {
-        "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
-        "model": model,
-        # rows of several requests, whatever the run's rows were
-        "data": {
-            "path": "synthetic",
-            "seq_len": min(seq_len, model["max_positions"]),
-            "global_batch_size": 2**20,
-            "packing": "best_fit",
-            "document_multiple": 2 * int(cp) if cp.isdecimal() else 1,
-        },
-        "optimizer": {"lr": 1e-3},
-        "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
-        "checkpoint": {"every": 0},
-        "tracking": {"mlflow_uri": "off"},
-        "cluster": {
-            "device": _saved(manifest, "cluster", "device", "cpu"),
-            "cpus_per_worker": cpus,
-        },
-    }
-    grid = [f"parallel.{pair.strip()}" for pair in options.grid.split(",") if pair]
-    parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
-    raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
-    return make_plan(parsed.job())
-
-
-def score(
-    checkpoint: Checkpoint, plan: RunPlan, requests: Sequence[Request], *, on_rows: OnRows
-) -> list[Scores]:
-    """Return the scores of ``requests`` by the checkpoint's weights, from ``plan``'s workers.
-
-    Raises:
-        WorkerError: A worker failed.
-        CapacityError: The cluster has no room for the workers.
-    """
-    answers: list[bytes] = []
-    shape = plan.job.data
-    source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
-    num_rows = source.num_rows
-
-    def hear(report: Report | WorkerStatus) -> None:
-        if isinstance(report, EntryOutput):
-            answers.append(report.data)
-        elif isinstance(report, Progress) and report.rank == 0:
-            on_rows(report.step, num_rows)
-
-    spec = AttemptSpec(
-        plan_json=plan.to_json(),
-        run_uri=checkpoint.store.uri,
-        attempt=0,
-        restore=f"{checkpoint.store.uri}/{checkpoint.manifest.key}",
-        entry_input=pack_requests(requests),
+    missing = (
+        [] if file.is_file() else [_no_file(f"--task {file}", "a task of lm-eval is a YAML file")]
     )
-    log_dir = Path(tempfile.gettempdir()) / "raymega-eval"
-    done = run_entry(plan, spec, ENTRY, log_dir=log_dir, on_report=hear)
-    if done.fault is not None:
-        raise WorkerError(done.fault)
-    (answer,) = answers
-    return unpack_scores(answer, requests)
+    if data is not None and not data.is_file():
+        missing.append(_no_file(f"--data {data}", "it takes the place of the task's dataset"))
+    raise_faults(ConfigError, [*missing, *_unused_faults(file, options)])
+    checkpoint = open_checkpoint(uri)
+    return prepare_yaml(file, data, checkpoint, plan_of(checkpoint.manifest, options), options)
 
 
-def _saved(manifest: Manifest, section: str, field: str, default: Any) -> Any:
-    """Return a field of the run's job, or ``default`` where the manifest does not have it."""
-    values = manifest.job.get(section)
-    return values.get(field, default) if isinstance(values, dict) else default
+def _unused_faults(file: Path, options: EvalOptions) -> list[Fault]:
+    given = {"--stride": options.stride, "--tokenizer": options.tokenizer}
+    return [
+        Fault(
+            fact=f"{name} {value} with --task {file}",
+            rule="lm-eval cuts texts itself, by the model's own tokenizer, into windows that do not overlap",
+            remedy=f"leave {name} out",
+        )
+        for name, value in given.items()
+        if value
+    ]
+
+
+def _no_file(what: str, rule: str) -> Fault:
+    return Fault(fact=f"{what} is no file", rule=rule, remedy="give its path")
 
 
 def _vocabulary_faults(tokenizer: ModelTokenizer, plan: RunPlan) -> list[Fault]:
@@ -250,14 +169,18 @@ def _vocabulary_faults(tokenizer: ModelTokenizer, plan: RunPlan) -> list[Fault]:
 def _task_faults(task: str) -> list[Fault]:
     if task in TASKS:
         return []
-    rule = f"a task is one of {', '.join(TASKS)}"
+    rule = f"a task is one of {', '.join(TASKS)}, or a YAML file of lm-eval"
     return [Fault(fact=f"--task {task}", rule=rule, remedy="give --task lambada, for example")]
 
 
-def _file_faults(task: str, data: Path) -> list[Fault]:
-    if data.is_file():
+def _file_faults(task: str, data: Path | None) -> list[Fault]:
+    if data is not None and data.is_file():
         return []
-    fact = f"--data {data} {'is no file' if data.exists() else 'does not exist'}"
+    fact = (
+        f"--data {data} {'is no file' if data.exists() else 'does not exist'}"
+        if data
+        else "no --data"
+    )
     rule = f"the task {task} reads one file"
     return [Fault(fact=fact, rule=rule, remedy="give the path of its test set")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,9 +61,14 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
     if TOKENIZER_FILE not in files:
         fact = f"{store.uri} has no tokenizer, and neither has the dataset of its run"
         raise ConfigError(_fault(fact, "a task's text is cut into the model's tokens"))
+    return tokenizer_in(files, f"the tokenizer in {store.uri}")
+
+
+def tokenizer_in(files: Mapping[str, bytes], source: str) -> ModelTokenizer:
+    """Return the tokenizer of files of a model or a dataset, among them tokenizer.json, from ``source``."""
     eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
     text = files[TOKENIZER_FILE].decode()
-    return _load(text, eod_id if isinstance(eod_id, int) else None, f"the tokenizer in {store.uri}")
+    return _load(text, eod_id if isinstance(eod_id, int) else None, source)
 
 
 def _load(text: str, eod_id: int | None, source: str) -> ModelTokenizer:

@@ -6,6 +6,7 @@ Rank 0 reports the scores. The driver names this module by a string, so it never
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import cast
 
 import numpy as np
@@ -99,7 +100,9 @@ def score_requests(
         on_rows: Function that is told how many rows are done.
     """
     job, dp = plan.job, plan.grid.dp
-    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=job.data.document_multiple)
+    # context parallelism cuts requests, whatever a training run's own documents are padded to
+    multiple = lcm(job.data.document_multiple, 2 * plan.grid.cp if plan.grid.cp > 1 else 1)
+    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=multiple)
     loader = Loader(
         source,
         dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,

@@ -20,9 +20,10 @@ from raymega.parallel.data_parallel.state_tensors import StateTensor
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.pipeline.executor import Executor
+from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.table import make_forward_only
-from raymega.train.build import make_expert_groups, make_p2p
+from raymega.train.build import TrainingComponents, make_expert_groups, make_p2p
 from raymega.train.build_model import build_weights
 
 
@@ -52,7 +53,7 @@ def build_scorer(
     progress: Callable[[], None] = lambda: None,
 ) -> Scorer:
     """Assemble a rank's scorer with weights of zeros; each instruction calls ``progress``."""
-    job, stages = plan.job, plan.stages_of(rank)
+    job = plan.job
     # the model, as a training rank has it
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     log = CommLog()
@@ -67,7 +68,42 @@ def build_scorer(
         has_initial_values=False,
     ).modules
     p2p = make_p2p(plan, groups, token_degree=context.degree * sp.degree, device=device)
-    # the pipeline: the last stage keeps its scores, as an executor only adds up losses
+    return _scorer(plan, rank, modules, p2p=p2p, device=device, progress=progress)
+
+
+def scorer_of(parts: TrainingComponents, progress: Callable[[], None]) -> Scorer:
+    """Return a scorer with the weights of a rank that trains; they may be sharded."""
+    module, plan = parts.modules[0], parts.plan
+    degree = module.context.degree * module.tp_stream.degree
+
+    def before(executor: Executor[MicroBatch]) -> None:
+        parts.weights.start_gather()
+        parts.follow_weights(executor)
+
+    return _scorer(
+        plan,
+        plan.grid.rank(parts.coords),
+        parts.modules,
+        p2p=make_p2p(plan, parts.groups, token_degree=degree, device=parts.device),
+        device=parts.device,
+        progress=progress,
+        before=before,
+    )
+
+
+def _scorer(  # noqa: PLR0913  # what both kinds of scorers have in common
+    plan: RunPlan,
+    rank: int,
+    modules: Sequence[StageModule],
+    *,
+    p2p: PointToPoint,
+    device: torch.device,
+    progress: Callable[[], None],
+    before: Callable[[Executor[MicroBatch]], None] = lambda _executor: None,
+) -> Scorer:
+    """Return the forward-only pipeline; ``before`` is called with the executor before each run."""
+    sp = modules[0].tp_stream
+    # the last stage keeps its scores, as an executor only adds up losses
     found: list[TokenScores] = []
 
     def score(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
@@ -88,13 +124,14 @@ def build_scorer(
         found.clear()
         lengths = [batch.tokens.shape[1] // sp.degree for batch in micro_batches]
         executor = executor_for(len(micro_batches))
+        before(executor)
         executor.run(micro_batches, is_recording=False, lengths=lengths)
         return list(found)
 
     return Scorer(
-        modules=modules,
-        context=context,
-        has_scores=any(stage.is_last for stage in stages),
+        modules=tuple(modules),
+        context=modules[0].context,
+        has_scores=any(stage.is_last for stage in plan.stages_of(rank)),
         run=run,
     )
 

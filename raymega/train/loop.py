@@ -7,7 +7,7 @@ attempt for that.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from raymega.config.schema import Job
@@ -44,7 +44,7 @@ from raymega.train.train_statistics import (
 )
 
 
-def run_loop(
+def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     parts: TrainingComponents,
     state: TrainState,
     *,
@@ -52,10 +52,12 @@ def run_loop(
     save_scheduler: SaveScheduler,
     rank: int,
     skipped_samples: Sequence[tuple[int, int]] = (),
+    evaluate_tasks: Callable[[int], None] | None = None,
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
     ``skipped_samples`` are ranges (first, end) of global samples to leave out; see StartWorker.
+    ``evaluate_tasks`` scores the run's evaluation tasks after a step, on all ranks; None for none.
     """
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
@@ -109,6 +111,9 @@ def run_loop(
         # evaluate and save
         if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
+        is_task_due = state.step == job.run.steps or _is_due(state.step, job.run.eval_tasks_every)
+        if evaluate_tasks is not None and is_task_due:
+            evaluate_tasks(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()

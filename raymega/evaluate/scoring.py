@@ -1,0 +1,136 @@
+"""Scores requests by a checkpoint's weights on the workers of a grid of one's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.tools.handle import Checkpoint
+from raymega.config.load import parse_mapping
+from raymega.convert.native import model_of
+from raymega.errors import ConfigError, WorkerError, raise_faults
+from raymega.evaluate.recording import OF_RUN
+from raymega.evaluate.requests import Request, RequestSource, Scores, pack_requests, unpack_scores
+from raymega.messages import EntryOutput, Progress, Report
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
+from raymega.orchestrate.workers.single_run import run_entry
+from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.plan.validation.registry import job_faults
+
+ENTRY = "raymega.evaluate.worker"
+CPUS_OF_MANY = 0.1
+"""CPUs that a worker reserves where the machine has fewer than there are workers."""
+
+OnRows = Callable[[int, int], None]
+"""Function that is told how many rows of tokens are done, and of how many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions:
+    """Options of an evaluation.
+
+    Attributes:
+        grid: Degrees of the grid, such as ``tp=2,pp=2``; empty is one rank.
+        overrides: Texts ``section.field=value`` that override fields of the run's job.
+        tokenizer: Tokenizer file; None looks for the model's.
+        seq_len: Number of tokens that the model reads at once; 0 is the run's.
+        stride: Number of tokens by which a window moves on; 0 is the task's own.
+        limit: Number of documents, or windows, to evaluate; 0 is all.
+        mlflow: Place of the metrics: ``run`` is the run's own MLflow, ``off`` none; else a tracking URI.
+    """
+
+    grid: str = ""
+    overrides: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    seq_len: int = 0
+    stride: int = 0
+    limit: int = 0
+    mlflow: str = OF_RUN
+
+
+def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
+    """Return the plan of an evaluation: the checkpoint's model and number format, on the options' grid.
+
+    Raises:
+        ConfigError: The grid is not legal for the model.
+    """
+    degrees = dict(pair.split("=", 1) for pair in options.grid.split(",") if "=" in pair)
+    world_size = 1
+    for axis in ("tp", "cp", "pp", "dp"):
+        degree = degrees.get(axis, "1").strip()
+        world_size *= int(degree) if degree.isdecimal() else 1
+    cp = degrees.get("cp", "1").strip()
+    model = model_of(manifest).model_dump(mode="json")
+    model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
+    cpus = (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
+    raw: dict[str, Any] = {
+        "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
+        "model": model,
+        # rows of several requests, whatever the run's rows were
+        "data": {
+            "path": "synthetic",
+            "seq_len": min(seq_len, model["max_positions"]),
+            "global_batch_size": 2**20,
+            "packing": "best_fit",
+            "document_multiple": 2 * int(cp) if cp.isdecimal() else 1,
+        },
+        "optimizer": {"lr": 1e-3},
+        "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
+        "checkpoint": {"every": 0},
+        "tracking": {"mlflow_uri": "off"},
+        "cluster": {
+            "device": _saved(manifest, "cluster", "device", "cpu"),
+            "cpus_per_worker": cpus,
+        },
+    }
+    grid = [f"parallel.{pair.strip()}" for pair in options.grid.split(",") if pair]
+    parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
+    raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
+    return make_plan(parsed.job())
+
+
+def score(
+    checkpoint: Checkpoint, plan: RunPlan, requests: Sequence[Request], *, on_rows: OnRows
+) -> list[Scores]:
+    """Return the scores of ``requests`` by the checkpoint's weights, from ``plan``'s workers.
+
+    Raises:
+        WorkerError: A worker failed.
+        CapacityError: The cluster has no room for the workers.
+    """
+    answers: list[bytes] = []
+    shape = plan.job.data
+    source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
+    num_rows = source.num_rows
+
+    def hear(report: Report | WorkerStatus) -> None:
+        if isinstance(report, EntryOutput):
+            answers.append(report.data)
+        elif isinstance(report, Progress) and report.rank == 0:
+            on_rows(report.step, num_rows)
+
+    spec = AttemptSpec(
+        plan_json=plan.to_json(),
+        run_uri=checkpoint.store.uri,
+        attempt=0,
+        restore=f"{checkpoint.store.uri}/{checkpoint.manifest.key}",
+        entry_input=pack_requests(requests),
+    )
+    log_dir = Path(tempfile.gettempdir()) / "raymega-eval"
+    done = run_entry(plan, spec, ENTRY, log_dir=log_dir, on_report=hear)
+    if done.fault is not None:
+        raise WorkerError(done.fault)
+    (answer,) = answers
+    return unpack_scores(answer, requests)
+
+
+def _saved(manifest: Manifest, section: str, field: str, default: Any) -> Any:
+    """Return a field of the run's job, or ``default`` where the manifest does not have it."""
+    values = manifest.job.get(section)
+    return values.get(field, default) if isinstance(values, dict) else default
