@@ -26,6 +26,7 @@ from raymega.data.samples import first_rows
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
+from raymega.evaluate.tasks_beside import plan_beside, tasks_beside
 from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
@@ -170,7 +171,9 @@ def train(
     """
     plan, clock = make_plan(job), SystemClock()
     tasks = open_tasks(job)
-    if tasks is not None and job.run.eval_tasks_on == "grid" and entry == TRAIN_ENTRY:
+    if tasks is not None and job.run.eval_tasks_on == "beside":
+        plan_beside(job)  # refuses a wrong grid before Ray starts
+    elif tasks is not None and entry == TRAIN_ENTRY:
         entry = TASKS_ENTRY
     store = RetryingStore(open_store(job.run_uri))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
@@ -194,6 +197,7 @@ def _drive(  # noqa: PLR0913  # train is the one place that calls it
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
     job, clock, store = plan.job, SystemClock(), lease.store
+    is_on_grid = job.run.eval_tasks_on == "grid"
     session = open_session(address)
     try:
         with (
@@ -203,6 +207,7 @@ def _drive(  # noqa: PLR0913  # train is the one place that calls it
                 more=sinks,
                 references=_loss_references(job),
                 files=_keep_choice(choice, local_folder(job)),
+                first=tasks_beside(job, tasks) if tasks and not is_on_grid else None,
             ) as sink,
             # one thread, for commits that must not block the controller's loop
             ThreadPoolExecutor(max_workers=1) as executor,
@@ -215,7 +220,7 @@ def _drive(  # noqa: PLR0913  # train is the one place that calls it
                     sink=sink,
                     clock=clock,
                     executor=executor,
-                    tasks=tasks if job.run.eval_tasks_on == "grid" else None,
+                    tasks=tasks if is_on_grid else None,
                 )
             )
             with stop_on_signals(controller.request_stop):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,19 @@ from typing import Any
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.load import parse_mapping
+from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of
 from raymega.errors import ConfigError, WorkerError, raise_faults
 from raymega.evaluate.recording import OF_RUN
 from raymega.evaluate.requests import Request, RequestSource, Scores, pack_requests, unpack_scores
 from raymega.messages import EntryOutput, Progress, Report
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
-from raymega.orchestrate.workers.single_run import run_entry
+from raymega.orchestrate.workers.single_run import EntryWorkers, run_entry
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.validation.registry import job_faults
 
 ENTRY = "raymega.evaluate.worker"
+LOG_DIR = Path(tempfile.gettempdir()) / "raymega-eval"
 CPUS_OF_MANY = 0.1
 """CPUs that a worker reserves where the machine has fewer than there are workers."""
 
@@ -59,33 +61,56 @@ def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
     Raises:
         ConfigError: The grid is not legal for the model.
     """
+    values = {
+        "seq_len": options.seq_len or _saved(manifest, "data", "seq_len", 0),
+        "dtype": _saved(manifest, "precision", "dtype", "float32"),
+        "device": _saved(manifest, "cluster", "device", "cpu"),
+    }
+    return plan_on(model_of(manifest), options, values)
+
+
+def plan_on(
+    model: ModelSection,
+    options: EvalOptions,
+    values: Mapping[str, Any],
+    *,
+    name: str = "evaluation",
+) -> RunPlan:
+    """Return the plan of an evaluation of ``model`` on the options' grid.
+
+    Args:
+        model: Model to evaluate.
+        options: Grid and overrides.
+        values: Length ``seq_len``, ``dtype`` and ``device`` of the run; ``cpus`` of a worker, if given.
+        name: Name of the workers in Ray.
+
+    Raises:
+        ConfigError: The grid is not legal for the model.
+    """
     degrees = dict(pair.split("=", 1) for pair in options.grid.split(",") if "=" in pair)
     world_size = 1
     for axis in ("tp", "cp", "pp", "dp"):
         degree = degrees.get(axis, "1").strip()
         world_size *= int(degree) if degree.isdecimal() else 1
     cp = degrees.get("cp", "1").strip()
-    model = model_of(manifest).model_dump(mode="json")
-    model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
-    cpus = (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
+    cpus = values.get("cpus") or (os.cpu_count() or 1) // world_size or CPUS_OF_MANY
     raw: dict[str, Any] = {
-        "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
-        "model": model,
+        "run": {"name": name, "steps": 1, "eval_samples": 0},
+        "model": model.model_dump(mode="json") | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
         # rows of several requests, whatever the run's rows were
         "data": {
             "path": "synthetic",
-            "seq_len": min(seq_len, model["max_positions"]),
+            "seq_len": min(values["seq_len"] or model.max_positions, model.max_positions),
             "global_batch_size": 2**20,
             "packing": "best_fit",
             "document_multiple": 2 * int(cp) if cp.isdecimal() else 1,
         },
         "optimizer": {"lr": 1e-3},
-        "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
+        "precision": {"dtype": values["dtype"]},
         "checkpoint": {"every": 0},
         "tracking": {"mlflow_uri": "off"},
         "cluster": {
-            "device": _saved(manifest, "cluster", "device", "cpu"),
+            "device": values["device"],
             "cpus_per_worker": cpus,
         },
     }
@@ -115,19 +140,56 @@ def score(
         elif isinstance(report, Progress) and report.rank == 0:
             on_rows(report.step, num_rows)
 
-    spec = AttemptSpec(
-        plan_json=plan.to_json(),
-        run_uri=checkpoint.store.uri,
-        attempt=0,
-        restore=f"{checkpoint.store.uri}/{checkpoint.manifest.key}",
-        entry_input=pack_requests(requests),
+    uri = f"{checkpoint.store.uri}/{checkpoint.manifest.key}"
+    done = run_entry(
+        plan, _spec(plan, uri, pack_requests(requests)), ENTRY, log_dir=LOG_DIR, on_report=hear
     )
-    log_dir = Path(tempfile.gettempdir()) / "raymega-eval"
-    done = run_entry(plan, spec, ENTRY, log_dir=log_dir, on_report=hear)
     if done.fault is not None:
         raise WorkerError(done.fault)
     (answer,) = answers
     return unpack_scores(answer, requests)
+
+
+class ScoringWorkers:
+    """Workers that score the same requests by one checkpoint after the other; used from one thread."""
+
+    def __init__(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+        """Prepare; nothing is started."""
+        self._plan, self._requests = plan, requests
+        self._packed = pack_requests(requests)
+        self._workers = EntryWorkers(plan, ENTRY, log_dir=LOG_DIR)
+        self._num_runs = 0
+
+    def score(self, uri: str) -> list[Scores]:
+        """Return the scores of the requests by the checkpoint at ``uri``.
+
+        Raises:
+            WorkerError: A worker failed.
+            CapacityError: The cluster has no room for the workers.
+        """
+        answers: list[bytes] = []
+
+        def hear(report: Report | WorkerStatus) -> None:
+            if isinstance(report, EntryOutput):
+                answers.append(report.data)
+
+        self._num_runs += 1
+        spec = _spec(self._plan, uri, self._packed, attempt=self._num_runs)
+        done = self._workers.run(spec, on_report=hear)
+        if done.fault is not None:
+            raise WorkerError(done.fault)
+        (answer,) = answers
+        return unpack_scores(answer, self._requests)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+
+def _spec(plan: RunPlan, uri: str, packed: bytes, *, attempt: int = 0) -> AttemptSpec:
+    return AttemptSpec(
+        plan_json=plan.to_json(), run_uri=uri, attempt=attempt, restore=uri, entry_input=packed
+    )
 
 
 def _saved(manifest: Manifest, section: str, field: str, default: Any) -> Any:

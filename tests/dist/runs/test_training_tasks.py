@@ -17,7 +17,7 @@ from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
 STEPS, LIMIT = 2, 1e-9
-EXPERTS = ("model.moe.num_experts=4", "model.moe.router_topk=2")
+EXPERTS = ("model.moe.num_experts=4",)
 LAYOUTS = {
     "tp2-sp-pp2": (),
     "cp2-dp2": (),
