@@ -25,7 +25,8 @@ from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
-from raymega.evaluate.run import EvalOptions, EvalReport, OnRows, prepare_evaluation
+from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
+from raymega.evaluate.run import evaluate_each as evaluate_each
 from raymega.evaluate.tasks_beside import plan_beside, tasks_beside
 from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import RunFinished
@@ -52,7 +53,7 @@ from raymega.plan.validation.registry import job_faults
 from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
-from raymega.session import Session, close_session, open_session, session_at
+from raymega.session import Session, close_session, open_session
 from raymega.storage.registry import (
     apart_faults,
     driver_folder,
@@ -317,26 +318,6 @@ def evaluate(
     """
     (report,) = evaluate_each([uri], task, data, options=options, address=address, on_rows=on_rows)
     return report
-
-
-def evaluate_each(
-    uris: Sequence[str],
-    task: str,
-    data: Path | str | None,
-    *,
-    options: EvalOptions | None = None,
-    address: str = "auto",
-    on_rows: OnRows | None = None,
-) -> list[EvalReport]:
-    """Evaluate the newest checkpoint of each URI on one task; see :func:`evaluate`.
-
-    Every checkpoint is looked at before the first one is evaluated.
-    """
-    options = options or EvalOptions()
-    file = None if data is None else Path(data)
-    ready = [prepare_evaluation(uri, task, file, options) for uri in uris]
-    with session_at(address):
-        return [each.run(on_rows or (lambda _done, _total: None)) for each in ready]
 
 
 def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from raymega.evaluate.tasks.task import Questions, Settings
 from raymega.evaluate.tokenizer import ModelTokenizer, find_tokenizer
 from raymega.extras import import_extra
 from raymega.plan.run_plan import RunPlan
+from raymega.session import session_at
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -77,6 +79,26 @@ class Ready(Protocol):
 
     def run(self, on_rows: OnRows) -> EvalReport:
         """Score, judge and record; the process is connected to Ray."""
+
+
+def evaluate_each(
+    uris: Sequence[str],
+    task: str,
+    data: Path | str | None,
+    *,
+    options: EvalOptions | None = None,
+    address: str = "auto",
+    on_rows: OnRows | None = None,
+) -> list[EvalReport]:
+    """Evaluate the newest checkpoint of each URI on one task; see `raymega.api.evaluate`.
+
+    Every checkpoint is looked at before the first one is evaluated.
+    """
+    options = options or EvalOptions()
+    file = None if data is None else Path(data)
+    ready = [prepare_evaluation(uri, task, file, options) for uri in uris]
+    with session_at(address):
+        return [each.run(on_rows or (lambda _done, _total: None)) for each in ready]
 
 
 def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOptions) -> Ready:

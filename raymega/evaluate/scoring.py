@@ -16,7 +16,14 @@ from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of
 from raymega.errors import ConfigError, WorkerError, raise_faults
 from raymega.evaluate.recording import OF_RUN
-from raymega.evaluate.requests import Request, RequestSource, Scores, pack_requests, unpack_scores
+from raymega.evaluate.requests import (
+    Request,
+    RequestSource,
+    Scores,
+    pack_requests,
+    request_multiple,
+    unpack_scores,
+)
 from raymega.messages import EntryOutput, Progress, Report
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import EntryWorkers, run_entry
@@ -130,9 +137,8 @@ def score(
         CapacityError: The cluster has no room for the workers.
     """
     answers: list[bytes] = []
-    shape = plan.job.data
-    source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
-    num_rows = source.num_rows
+    multiple = request_multiple(plan)
+    num_rows = RequestSource(requests, seq_len=plan.job.data.seq_len, multiple=multiple).num_rows
 
     def hear(report: Report | WorkerStatus) -> None:
         if isinstance(report, EntryOutput):

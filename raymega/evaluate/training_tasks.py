@@ -11,12 +11,20 @@ from raymega.config.schema import EvalTask, Job
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.tokenizer_files import tokenizer_of_dataset
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
-from raymega.evaluate.requests import Request, RequestSource, Scores, pack_requests, unpack_scores
+from raymega.evaluate.requests import (
+    Request,
+    RequestSource,
+    Scores,
+    pack_requests,
+    request_multiple,
+    unpack_scores,
+)
 from raymega.evaluate.tasks.table import TASKS
 from raymega.evaluate.tasks.task import Questions, Settings
 from raymega.evaluate.tokenizer import ModelTokenizer, find_tokenizer, tokenizer_in
 from raymega.events import TasksEvaluated
 from raymega.messages import EntryOutput
+from raymega.plan.run_plan import RunPlan
 from raymega.tracking.names import task_metrics
 
 
@@ -56,9 +64,17 @@ class TrainingTasks:
         """Return the metrics from the scores that a rank has reported."""
         return self.judge(unpack_scores(output.data, self.requests), step=output.step)
 
-    def num_rows(self, seq_len: int, multiple: int = 1) -> int:
-        """Return the number of rows of ``seq_len`` tokens that one evaluation reads."""
-        return RequestSource(self.requests, seq_len=seq_len, multiple=multiple).num_rows
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that one evaluation reads."""
+        return sum(len(request.tokens) - 1 for request in self.requests)
+
+    def num_rows(self, plan: RunPlan) -> int:
+        """Return the number of rows that one evaluation reads on the grid of ``plan``."""
+        multiple = request_multiple(plan)
+        return RequestSource(
+            self.requests, seq_len=plan.job.data.seq_len, multiple=multiple
+        ).num_rows
 
 
 def open_tasks(job: Job) -> TrainingTasks | None:

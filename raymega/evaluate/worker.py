@@ -6,7 +6,6 @@ Rank 0 reports the scores. The driver names this module by a string, so it never
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import lcm
 from typing import cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from raymega.evaluate.requests import (
     Request,
     RequestSource,
     pack_scores,
+    request_multiple,
     unpack_requests,
 )
 from raymega.messages import Channel, EntryOutput, Progress, StartWorker, WorkerFinished
@@ -28,7 +28,7 @@ from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.parallel.context_parallel.context import MicroBatch, held_positions
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
-from raymega.plan.batch import make_batch
+from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE, make_batch
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.train.build_scorer import Scorer, build_scorer, load_weights
 from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
@@ -37,8 +37,6 @@ from raymega.train.environment import listen_towards, prepare_process
 __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 
 Bools = npt.NDArray[np.bool_]
-MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
@@ -100,9 +98,7 @@ def score_requests(
         on_rows: Function that is told how many rows are done.
     """
     job, dp = plan.job, plan.grid.dp
-    # context parallelism cuts requests, whatever a training run's own documents are padded to
-    multiple = lcm(job.data.document_multiple, 2 * plan.grid.cp if plan.grid.cp > 1 else 1)
-    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=multiple)
+    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=request_multiple(plan))
     loader = Loader(
         source,
         dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
@@ -110,7 +106,7 @@ def score_requests(
         context=scorer.context,
     )
     micro_batch_size = plan.batch.micro_batch_size
-    at_once = micro_batch_size * dp * MICRO_BATCHES_PER_STAGE * plan.grid.pp
+    at_once = micro_batch_size * dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp
     log_probs: dict[int, Floats] = {}  # by the request's number
     is_greedy: dict[int, Bools] = {}
     for first in range(0, source.num_rows, at_once):

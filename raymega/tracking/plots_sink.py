@@ -1,6 +1,6 @@
-"""PlotsSink draws the run's figures once, at its end: loss curve, expert load, pipeline timeline, trace.
+"""PlotsSink draws the run's figures once, at its end: loss, tasks, expert load, pipeline timeline, trace.
 
-Drawing itself is in `tracking/loss_plot.py`, `tracking/expert_heatmap.py` and `schedule/timeline_svg.py`.
+Drawing itself is in `tracking/loss_plot.py`, `tracking/tasks_plot.py`, `tracking/expert_heatmap.py` and `schedule/timeline_svg.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from raymega.schedule.trace import merge_trace
 from raymega.tracking.expert_heatmap import draw_heat, load_expert_loads
 from raymega.tracking.loss_plot import draw_curve, load_curve
 from raymega.tracking.sink import Sink
+from raymega.tracking.tasks_plot import draw_task_curves, load_task_curves
 
 
 class PlotsSink:
@@ -67,12 +68,17 @@ class PlotsSink:
         # pipeline timeline and trace of the newest recorded step
         if self._timeline is not None:
             self._draw_timeline(self._timeline)
-        # loss curve and expert load, from metrics.jsonl
+        # loss curve, evaluation tasks and expert load, from metrics.jsonl
         curve = load_curve(self._metrics) if self._metrics.exists() else None
         if curve is not None and curve.train:
             path = self._folder / "loss.png"
             draw_curve(curve, path, title=f"run {self._name}", references=self._references)
             self._tell(path, "Loss curve")
+        tasks = load_task_curves(self._metrics) if self._metrics.exists() else {}
+        if tasks:
+            path = self._folder / "tasks.png"
+            draw_task_curves(tasks, path, title=f"run {self._name}, evaluation tasks")
+            self._tell(path, "Evaluation tasks")
         loads = load_expert_loads(self._metrics) if self._metrics.exists() else {}
         if loads:
             path = self._folder / "experts.svg"

@@ -75,7 +75,7 @@ def test_tasks_are_evaluated_on_the_grid_and_beside_with_the_same_metrics(tmp_pa
             "--data",
             str(tmp_path / "passages.jsonl"),
             "--json",
-        )  # fmt: skip
+        )
     )
     metrics = {f"task/lambada/{name}": value for name, value in told["metrics"].items()}
     assert metrics == pytest.approx(found[4], rel=1e-9)
