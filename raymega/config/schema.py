@@ -80,8 +80,8 @@ class RunSection(Section):
     eval_tasks_on: Literal["grid", "beside"] = "grid"
     """Workers that evaluate run.eval_tasks. grid: those that train, between two steps. beside: workers of
     their own, which load the newest checkpoint while training goes on."""
-    eval_tasks_grid: str = ""
-    """beside only: degrees of the grid of these workers, such as `tp=2,pp=2`; empty is one worker."""
+    eval_tasks_grid: str = "tp=1"
+    """beside only: degrees of the grid of these workers, such as `tp=2,pp=2`."""
     # Kernels.
     deterministic: bool = False
     """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.
