@@ -14,6 +14,7 @@ from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
 from tests.mutations.readers import READER_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
+from tests.mutations.task_scores import TASK_MUTATIONS
 
 pytestmark = pytest.mark.dist
 
@@ -35,8 +36,9 @@ def _copy(folder: Path) -> Path:
         ("guards", GUARD_MUTATIONS, "sound"),
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
+        ("task_scores", TASK_MUTATIONS, "sound"),
     ],
-    ids=["saves", "leases", "guards", "plans", "readers"],
+    ids=["saves", "leases", "guards", "plans", "readers", "task scores"],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]
