@@ -12,7 +12,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	test -z "$(TORCH_INDEX)" || $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
 	  --index-url $(TORCH_INDEX) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,eval]'
 	@touch $@
 
 demo: setup

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raymega.tracking.names import BY_NAME, Metric
+from raymega.tracking.names import BY_NAME, TASK_METRIC, Metric
 
 FOLDER = Path(__file__).parent
 DASHBOARD = FOLDER / "raymega.json"
@@ -35,6 +35,7 @@ PART_SETTINGS = {
     ): "a rate of its own for a role, optimizer.layer_lr_decay or model.mup_base_width",
     ("moe", "layer"): "model.moe.num_experts",
     ("eval", "set"): "data.validation",
+    ("eval", "metric"): "run.eval_tasks",
     ("data", "dataset"): "data.sources or data.stages",
 }
 
@@ -129,6 +130,14 @@ def part_curve(title: str, name: str, *, is_log: bool = False) -> Panel:
     return Panel(title=title, help=help_line, lines=(line,), is_log=is_log)
 
 
+def task_curve(title: str, *, having: str, is_log: bool = False) -> Panel:
+    """A panel of the evaluation tasks' metrics whose names match the regular expression ``having``."""
+    panel = part_curve(title, TASK_METRIC, is_log=is_log)
+    chosen = select(TASK_METRIC).replace("{", f'{{metric=~"{having}",')
+    line = Line(expr=f"max by (run, metric) ({chosen})", legend=panel.lines[0].legend)
+    return replace(panel, lines=(line,), width=12)
+
+
 def number(title: str, name: str, *, unit: str = "", width: int = 4) -> Panel:
     """A panel of the newest value."""
     metric = BY_NAME[name]
@@ -209,6 +218,15 @@ ROWS = (
             curve("Learning rate", "train/lr", width=6),
         ),
         is_folded=False,
+    ),
+    Row(
+        title="Evaluation tasks",
+        panels=(
+            task_curve("Accuracy by task", having=".*/(acc|exact).*"),
+            task_curve(
+                "Perplexity and loss by task", having=".*(perplexity|loss|bits).*", is_log=True
+            ),
+        ),
     ),
     Row(
         title="Numbers inside the model",

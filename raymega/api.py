@@ -6,10 +6,7 @@ functions that start it: a plan takes a tenth of a second, and importing the dri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,29 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
-from raymega.config.data import is_synthetic
 from raymega.config.fields import Section
 from raymega.config.load import parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.blends.epochs import budget_steps
 from raymega.data.checks import training_faults
-from raymega.data.megatron import is_megatron
-from raymega.data.remote_dataset import meta_at
 from raymega.data.samples import first_rows
 from raymega.data.text_codec import sample_prompt_faults
-from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
 from raymega.events import RunFinished
+from raymega.launch import TRAIN_ENTRY, loss_references
+from raymega.launch import local_folder as local_folder
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
-from raymega.orchestrate.core.worker_group_api import WorkerGroup
-from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.run_store.finished_run import finished_run, tell
 from raymega.orchestrate.run_store.journal import open_record
-from raymega.orchestrate.run_store.lease import Lease, hold_lease
-from raymega.orchestrate.run_store.lease_holder import this_process
-from raymega.orchestrate.workers.fork_server import ForkServer
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -50,24 +39,19 @@ from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
 from raymega.report.find import find_run
 from raymega.report.page import run_page
-from raymega.session import Session, close_session, open_session, session_at
+from raymega.session import close_session, open_session
 from raymega.storage.registry import (
     apart_faults,
-    driver_folder,
     folder_faults,
     open_store,
     store_faults,
 )
-from raymega.storage.retry import RetryingStore
-from raymega.storage.store import Store
 from raymega.tracking.sink import Sink
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
 if TYPE_CHECKING:
     from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
 
-TRAIN_ENTRY = "raymega.train.entry"
-LAYOUT_FILE = "layout.json"
 T = TypeVar("T", bound=Section)
 
 
@@ -146,11 +130,6 @@ def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     return packed_step(plan, rows), ""
 
 
-def local_folder(job: Job) -> Path:
-    """Return the driver's folder for logs, metrics.jsonl and pictures: the run's folder if local."""
-    return driver_folder(job.run_uri)
-
-
 def train(
     job: Job,
     *,
@@ -177,92 +156,9 @@ def train(
         WorkerError: The retry budget is spent.
         RaymegaError: Another error ended the run; its class has the exit code.
     """
-    plan, clock = make_plan(job), SystemClock()
-    store = RetryingStore(open_store(job.run_uri))
-    # refuses another model, and answers for a run without work, before Ray starts
-    record = open_record(store, job, now=clock.timestamp())
-    if (done := finished_run(store, record)) is not None:
-        return tell(done, sinks)
-    me, duration_s = this_process(), job.elastic.lease_s
-    with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
-        keep_tokenizer(store, next(iter(job.data.datasets)))
-        return _drive(plan, lease, address=address, sinks=sinks, choice=choice, entry=entry)
+    from raymega.launch import run_driver
 
-
-def _drive(
-    plan: RunPlan,
-    lease: Lease,
-    *,
-    address: str,
-    sinks: Sequence[Sink],
-    choice: Choice | None,
-    entry: str,
-) -> RunFinished:
-    """Run the driver of a run whose lease this process holds."""
-    job, store = plan.job, lease.store
-    # loads torch while this process loads Ray, and Ray starts
-    fork_server = ForkServer(entry, log_dir=local_folder(job) / "logs")
-
-    from raymega.orchestrate.driver.controller import Controller
-    from raymega.orchestrate.driver.run_context import RunContext
-    from raymega.tracking.run_sinks import run_sinks
-
-    session = open_session(address, py_executable=fork_server.py_executable)
-    try:
-        with (
-            closing(fork_server),
-            run_sinks(
-                job,
-                local_folder(job),
-                more=sinks,
-                references=_loss_references(job),
-                files=_keep_choice(choice, local_folder(job)),
-            ) as sink,
-            # one thread, for commits that must not block the controller's loop
-            ThreadPoolExecutor(max_workers=1) as executor,
-        ):
-            controller = Controller(
-                RunContext(
-                    plan,
-                    lease=lease,
-                    group=_worker_group(plan, store, session, entry, fork_server),
-                    sink=sink,
-                    clock=SystemClock(),
-                    executor=executor,
-                )
-            )
-            with stop_on_signals(controller.request_stop):
-                return controller.run()
-    finally:
-        close_session()
-
-
-def _worker_group(
-    plan: RunPlan, store: Store, session: Session, entry: str, fork_server: ForkServer
-) -> WorkerGroup:
-    """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
-    from raymega.orchestrate.workers.preflight import Preflight
-    from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
-    from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
-
-    job, folder, can_grow = plan.job, local_folder(plan.job), not session.is_private
-    if job.cluster.host == "ray_train":
-        from raymega.orchestrate.ray_train.worker_group import (
-            RayTrainGroup,  # Ray Train takes a second
-        )
-
-        return RayTrainGroup(plan, folder=folder / "ray_train", can_grow=can_grow, entry=entry)
-    has_snapshots = job.elastic.snapshot_every > 0
-    return RayWorkerGroup(
-        plan,
-        snapshot_servers=SnapshotServers(plan, clock=SystemClock()) if has_snapshots else None,
-        log_dir=folder / "logs",
-        can_grow=can_grow,
-        entry=entry,
-        # a private Ray starts all its workers by the fork server
-        fork_server=None if session.is_private else fork_server,
-        preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
-    )
+    return run_driver(job, address=address, sinks=sinks, choice=choice, entry=entry)
 
 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
@@ -314,7 +210,7 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
 def evaluate(
     uri: str,
     task: str,
-    data: Path | str,
+    data: Path | str | None,
     *,
     options: EvalOptions | None = None,
     address: str = "auto",
@@ -324,8 +220,8 @@ def evaluate(
 
     Args:
         uri: URI of a run's folder, of one of its checkpoints or of a manifest.
-        task: Name of a task: ``wikitext``, ``lambada``, ``race`` or ``perplexity``.
-        data: File of the task.
+        task: Name of a task: ``wikitext``, ``lambada``, ``race`` or ``perplexity``; or a YAML file of lm-eval.
+        data: File of the task; None for the dataset that a YAML file names.
         options: Grid and lengths; None is one rank and the run's own.
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
         on_rows: Function that is told how many rows of tokens are done, and of how many.
@@ -335,11 +231,10 @@ def evaluate(
         WorkerError: A worker failed.
         CapacityError: The cluster has no room for the grid.
     """
-    from raymega.evaluate.run import EvalOptions, prepare_evaluation
+    from raymega.evaluate.run import evaluate_each
 
-    ready = prepare_evaluation(uri, task, Path(data), options or EvalOptions())
-    with session_at(address):
-        return ready.run(on_rows or (lambda _done, _total: None))
+    (report,) = evaluate_each([uri], task, data, options=options, address=address, on_rows=on_rows)
+    return report
 
 
 def report(run: str) -> str:
@@ -354,32 +249,10 @@ def report(run: str) -> str:
     return run_page(find_run(run), now=datetime.now(UTC), levels_of=_known_references)
 
 
-def _keep_choice(choice: Choice | None, folder: Path) -> dict[Path, str]:
-    """Write the planner's choice and its reasons to a file of the run; return {path: title}."""
-    if choice is None:
-        return {}
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {"set": choice.overrides, "reasons": choice.reasons}
-    path = folder / LAYOUT_FILE
-    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    return {path: "Layout that the planner chose"}
-
-
-def _loss_references(job: Job) -> dict[str, float]:
-    """Return horizontal lines of the loss curve, by label."""
-    # A blend's validation text has no entropy of its own.
-    if job.data.sources or job.data.validation:
-        return {}
-    if is_synthetic(job.data.path) or is_megatron(job.data.path):
-        return {}
-    meta = meta_at(job.data.path)
-    return {"unigram entropy of the validation text": meta.valid_entropy}
-
-
 def _known_references(job: Job) -> dict[str, float]:
     """Return the same lines where this machine has the run's data; none where it has not."""
     try:
-        return _loss_references(job)
+        return loss_references(job)
     except RaymegaError:
         return {}
 

@@ -142,6 +142,13 @@ class SamplesDrawn(AttemptEvent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TasksEvaluated(Measured):
+    """Metrics of evaluation tasks, ``eval/task/TASK/METRIC``, with the weights after ``step``."""
+
+    json_name: ClassVar[str] = "tasks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(AttemptEvent):
     """The manifest of ``step`` was written: the checkpoint exists.
 

@@ -129,7 +129,7 @@ class StartWorker:
         replicas: Snapshot servers of this worker.
         skipped_samples: Ranges (first, end) of global samples that the run skips: at ``first`` it
             continues with ``end``.
-        entry_input: Input of an entry module that does not train, such as an evaluation's requests.
+        entry_input: Input of the entry module beside its plan: requests to score.
     """
 
     plan_json: str
@@ -231,9 +231,10 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryOutput:
-    """Output of an entry module that does not train, such as an evaluation's scores."""
+    """Output of an entry module: scores of an evaluation's requests, after ``step`` steps of training."""
 
     rank: int
+    step: int = 0
     data: bytes = field(repr=False)
 
 

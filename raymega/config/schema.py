@@ -25,6 +25,30 @@ from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
 
 
+class EvalTask(Section):
+    """Evaluation task of a run."""
+
+    task: Literal["wikitext", "lambada", "race", "perplexity"] = Field(
+        description="Protocol, as of `raymega eval --task`."
+    )
+    path: str = Field(description="Test set of the task, a file on the driver's machine.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,49}$")] = Field(
+        default="task",
+        description="Name in metrics, eval/task/NAME/METRIC; `task` is the task's own.",
+    )
+    limit: NonNegative = Field(
+        default=0, description="Number of documents, or of windows, from the front; 0 is all."
+    )
+    stride: NonNegative = Field(
+        default=0, description="Tokens by which a window moves on; 0 is the task's own."
+    )
+
+    @property
+    def title(self) -> str:
+        """Name of the task in metrics."""
+        return self.task if self.name == "task" else self.name
+
+
 class RunSection(Section):
     """Name, length and evaluation of the run."""
 
@@ -58,6 +82,17 @@ class RunSection(Section):
     sample_temperature: NonNegativeFloat = 0.0
     """Divisor of the logits from which a sample's tokens are drawn; 0 takes the likeliest token. Random
     numbers are keyed by run.seed, and the same on every grid."""
+    eval_tasks: tuple[EvalTask, ...] = Field(
+        default=(),
+        description="Evaluation tasks during the run, each entry `{task, path, name, limit, stride}`.",
+    )
+    eval_tasks_every: NonNegative = 0
+    """Steps between evaluations on run.eval_tasks; 0 evaluates at the end only."""
+    eval_tasks_on: Literal["grid", "beside"] = "grid"
+    """Workers that evaluate run.eval_tasks. grid: those that train, between two steps. beside: workers of
+    their own, which load the newest checkpoint while training goes on."""
+    eval_tasks_grid: str = "tp=1"
+    """beside only: degrees of the grid of these workers, such as `tp=2,pp=2`."""
     # Kernels.
     deterministic: bool = False
     """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.

@@ -10,12 +10,14 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
 from raymega.data.packing import pack
 from raymega.data.rows import Row
+from raymega.plan.run_plan import RunPlan
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -56,10 +58,16 @@ def make_request(tokens: Sequence[int] | Ints, num_targets: int, *, seq_len: int
     return Request(tokens=kept, num_targets=min(num_targets, len(kept) - 1))
 
 
+def request_multiple(plan: RunPlan) -> int:
+    """Return the multiple to which a grid pads each request's inputs: context parallelism cuts them."""
+    return lcm(plan.job.data.document_multiple, 2 * plan.grid.cp if plan.grid.cp > 1 else 1)
+
+
 def pack_requests(requests: Sequence[Request]) -> bytes:
     """Return requests as bytes, for :func:`unpack_requests`."""
     file = io.BytesIO()
-    np.savez(
+    # Windows over a text share most of their tokens: compressed they are a tenth and less.
+    np.savez_compressed(
         file,
         tokens=np.concatenate([request.tokens for request in requests]).astype(np.uint32),
         lengths=np.array([len(request.tokens) for request in requests]),

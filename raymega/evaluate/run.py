@@ -1,100 +1,33 @@
-"""Evaluation of a checkpoint on a task: plan a grid, score the task's requests on its workers, judge.
+"""Evaluation of a checkpoint on a task: prepare its requests, score them on a grid's workers, judge.
 
 `cli/evaluate.py` prints the report.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.grid_text import degrees_of, grid_overrides
-from raymega.config.load import parse_mapping
-from raymega.convert.native import model_of
-from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
-from raymega.evaluate.requests import (
-    Request,
-    RequestSource,
-    Scores,
-    pack_requests,
-    unpack_scores,
-)
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.evaluate.recording import MlflowRun, find_mlflow_run, recorded
+from raymega.evaluate.report import EvalReport as EvalReport
+from raymega.evaluate.scoring import EvalOptions as EvalOptions
+from raymega.evaluate.scoring import OnRows as OnRows
+from raymega.evaluate.scoring import plan_of as plan_of
+from raymega.evaluate.scoring import score as score
 from raymega.evaluate.tasks.table import TASKS
 from raymega.evaluate.tasks.task import Questions, Settings
 from raymega.evaluate.tokenizer import ModelTokenizer, find_tokenizer
-from raymega.messages import EntryOutput, Progress, Report
-from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
-from raymega.orchestrate.workers.single_run import run_entry
-from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.validation.registry import job_faults
+from raymega.extras import import_extra
+from raymega.plan.run_plan import RunPlan
+from raymega.session import session_at
 
-ENTRY = "raymega.evaluate.worker"
-CPUS_OF_MANY = 0.1
-"""CPUs that a worker reserves where the machine has fewer than there are workers."""
-
-OnRows = Callable[[int, int], None]
-"""Function that is told how many rows of tokens are done, and of how many."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
-    """Options of an evaluation.
-
-    Attributes:
-        grid: Degrees of the grid, such as ``tp=2,pp=2``; empty is one rank.
-        overrides: Texts ``section.field=value`` that override fields of the run's job.
-        tokenizer: Tokenizer file; None looks for the model's.
-        seq_len: Number of tokens that the model reads at once; 0 is the run's.
-        stride: Number of tokens by which a window moves on; 0 is the task's own.
-        limit: Number of documents, or windows, to evaluate; 0 is all.
-    """
-
-    grid: str = ""
-    overrides: tuple[str, ...] = ()
-    tokenizer: Path | None = None
-    seq_len: int = 0
-    stride: int = 0
-    limit: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalReport:
-    """Result of an evaluation.
-
-    Attributes:
-        task: Name of the task.
-        checkpoint: URI of the manifest.
-        step: Number of completed steps of the run.
-        metrics: Metrics by name.
-        documents: Number of documents that were evaluated.
-        tokens: Number of tokens that were scored.
-        words: Number of words of the raw text; 0 where the task counts none.
-        grid: Degrees of the grid that evaluated.
-        samples: Record of each sample, in the order of the file.
-        notes: Facts that a reader must know to compare the result, one line each.
-        seconds: Duration of the evaluation.
-    """
-
-    task: str
-    checkpoint: str
-    step: int
-    metrics: Mapping[str, float]
-    documents: int
-    tokens: int
-    words: int
-    grid: Mapping[str, int]
-    samples: Sequence[Mapping[str, object]]
-    notes: tuple[str, ...]
-    seconds: float
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +39,17 @@ class Evaluation:
         checkpoint: Checkpoint whose weights are evaluated.
         plan: Plan of the grid that evaluates.
         questions: Requests of the task, and what judges their scores.
+        mlflow_run: MLflow run that gets the metrics; None for none.
     """
 
     task: str
     checkpoint: Checkpoint
     plan: RunPlan
     questions: Questions
+    mlflow_run: MlflowRun | None
 
     def run(self, on_rows: OnRows) -> EvalReport:
-        """Score the requests on the plan's workers and judge; the process is connected to Ray.
+        """Score the requests on the plan's workers, judge and record; the process is connected to Ray.
 
         Raises:
             WorkerError: A worker failed.
@@ -123,7 +58,7 @@ class Evaluation:
         began, manifest, questions = time.monotonic(), self.checkpoint.manifest, self.questions
         scores = score(self.checkpoint, self.plan, questions.requests, on_rows=on_rows)
         metrics, samples = questions.judge(scores)
-        return EvalReport(
+        report = EvalReport(
             task=self.task,
             checkpoint=f"{self.checkpoint.store.uri}/{manifest.key}",
             step=manifest.step,
@@ -136,21 +71,52 @@ class Evaluation:
             notes=questions.notes,
             seconds=time.monotonic() - began,
         )
+        return recorded(report, self.mlflow_run)
 
 
-def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) -> Evaluation:
+class Ready(Protocol):
+    """An evaluation that is ready to run."""
+
+    def run(self, on_rows: OnRows) -> EvalReport:
+        """Score, judge and record; the process is connected to Ray."""
+
+
+def evaluate_each(
+    uris: Sequence[str],
+    task: str,
+    data: Path | str | None,
+    *,
+    options: EvalOptions | None = None,
+    address: str = "auto",
+    on_rows: OnRows | None = None,
+) -> list[EvalReport]:
+    """Evaluate the newest checkpoint of each URI on one task; see `raymega.api.evaluate`.
+
+    Every checkpoint is looked at before the first one is evaluated.
+    """
+    options = options or EvalOptions()
+    file = None if data is None else Path(data)
+    ready = [prepare_evaluation(uri, task, file, options) for uri in uris]
+    with session_at(address):
+        return [each.run(on_rows or (lambda _done, _total: None)) for each in ready]
+
+
+def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOptions) -> Ready:
     """Return an evaluation that is ready to run, or refuse before anything starts.
 
     Args:
         uri: URI of a run's folder, of one of its checkpoints or of a manifest.
-        task: Name of a task.
-        data: File of the task.
+        task: Name of a task, or path of a YAML file of lm-eval.
+        data: File of the task; None for the dataset that a YAML file names.
         options: Grid and lengths.
 
     Raises:
         ConfigError: The checkpoint, task, file or grid is wrong.
     """
+    if task.endswith(YAML_SUFFIXES):
+        return _prepare_yaml(uri, Path(task), data, options)
     raise_faults(ConfigError, [*_task_faults(task), *_file_faults(task, data)])
+    assert data is not None, "a task without a file has a fault"
     checkpoint = open_checkpoint(uri)
     plan = plan_of(checkpoint.manifest, options)
     seq_len = plan.job.data.seq_len
@@ -165,85 +131,48 @@ def prepare_evaluation(uri: str, task: str, data: Path, options: EvalOptions) ->
         fact = f"--data {data} has nothing to evaluate"
         rule = "a task needs at least one document"
         raise ConfigError(Fault(fact=fact, rule=rule, remedy="give the path of its test set"))
-    return Evaluation(task=task, checkpoint=checkpoint, plan=plan, questions=questions)
-
-
-def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
-    """Return the plan of an evaluation: the checkpoint's model and number format, on the options' grid.
-
-    Raises:
-        ConfigError: The grid is not legal for the model.
-    """
-    grid = grid_overrides(options.grid)
-    degrees = degrees_of(options.grid)
-    model = model_of(manifest).model_dump(mode="json")
-    model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    seq_len = options.seq_len or _saved(manifest, "data", "seq_len", model["max_positions"])
-    cpus = (os.cpu_count() or 1) // prod(degrees.values()) or CPUS_OF_MANY
-    raw: dict[str, Any] = {
-        "run": {"name": "evaluation", "steps": 1, "eval_samples": 0},
-        "model": model,
-        # rows of several requests, whatever the run's rows were
-        "data": {
-            "path": "synthetic",
-            "seq_len": min(seq_len, model["max_positions"]),
-            "global_batch_size": 2**14,
-            "packing": "best_fit",
-            "document_multiple": 2 * degrees["cp"],
-        },
-        "optimizer": {"lr": 1e-3},
-        "precision": {"dtype": _saved(manifest, "precision", "dtype", "float32")},
-        "checkpoint": {"every": 0},
-        "tracking": {"mlflow_uri": "off"},
-        "cluster": {
-            "device": _saved(manifest, "cluster", "device", "cpu"),
-            "cpus_per_worker": cpus,
-        },
-    }
-    parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
-    raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
-    return make_plan(parsed.job())
-
-
-def score(
-    checkpoint: Checkpoint, plan: RunPlan, requests: Sequence[Request], *, on_rows: OnRows
-) -> list[Scores]:
-    """Return the scores of ``requests`` by the checkpoint's weights, from ``plan``'s workers.
-
-    Raises:
-        WorkerError: A worker failed.
-        CapacityError: The cluster has no room for the workers.
-    """
-    answers: list[bytes] = []
-    shape = plan.job.data
-    source = RequestSource(requests, seq_len=shape.seq_len, multiple=shape.document_multiple)
-    num_rows = source.num_rows
-
-    def hear(report: Report | WorkerStatus) -> None:
-        if isinstance(report, EntryOutput):
-            answers.append(report.data)
-        elif isinstance(report, Progress) and report.rank == 0:
-            on_rows(report.step, num_rows)
-
-    spec = AttemptSpec(
-        plan_json=plan.to_json(),
-        run_uri=checkpoint.store.uri,
-        attempt=0,
-        restore=f"{checkpoint.store.uri}/{checkpoint.manifest.key}",
-        entry_input=pack_requests(requests),
+    if options.limit:
+        note = f"--limit {options.limit}: the first part of {data.name}; published figures are of the whole set"
+        questions = replace(questions, notes=(*questions.notes, note))
+    return Evaluation(
+        task=task,
+        checkpoint=checkpoint,
+        plan=plan,
+        questions=questions,
+        mlflow_run=find_mlflow_run(checkpoint, options.mlflow),
     )
-    log_dir = Path(tempfile.gettempdir()) / "raymega-eval"
-    done = run_entry(plan, spec, ENTRY, log_dir=log_dir, on_report=hear)
-    if done.fault is not None:
-        raise WorkerError(done.fault)
-    (answer,) = answers
-    return unpack_scores(answer, requests)
 
 
-def _saved(manifest: Manifest, section: str, field: str, default: Any) -> Any:
-    """Return a field of the run's job, or ``default`` where the manifest does not have it."""
-    values = manifest.job.get(section)
-    return values.get(field, default) if isinstance(values, dict) else default
+def _prepare_yaml(uri: str, file: Path, data: Path | None, options: EvalOptions) -> Ready:
+    """Return an evaluation on a task of lm-eval, which is imported here: it takes seconds, and is an extra."""
+    import_extra("lm_eval", extra="eval", purpose=f"--task {file}")
+    from raymega.evaluate.harness.yaml_task import prepare_yaml
+
+    missing = (
+        [] if file.is_file() else [_no_file(f"--task {file}", "a task of lm-eval is a YAML file")]
+    )
+    if data is not None and not data.is_file():
+        missing.append(_no_file(f"--data {data}", "it takes the place of the task's dataset"))
+    raise_faults(ConfigError, [*missing, *_unused_faults(file, options)])
+    checkpoint = open_checkpoint(uri)
+    return prepare_yaml(file, data, checkpoint, plan_of(checkpoint.manifest, options), options)
+
+
+def _unused_faults(file: Path, options: EvalOptions) -> list[Fault]:
+    given = {"--stride": options.stride, "--tokenizer": options.tokenizer}
+    return [
+        Fault(
+            fact=f"{name} {value} with --task {file}",
+            rule="lm-eval cuts texts itself, by the model's own tokenizer, into windows that do not overlap",
+            remedy=f"leave {name} out",
+        )
+        for name, value in given.items()
+        if value
+    ]
+
+
+def _no_file(what: str, rule: str) -> Fault:
+    return Fault(fact=f"{what} is no file", rule=rule, remedy="give its path")
 
 
 def _vocabulary_faults(tokenizer: ModelTokenizer, plan: RunPlan) -> list[Fault]:
@@ -262,14 +191,18 @@ def _vocabulary_faults(tokenizer: ModelTokenizer, plan: RunPlan) -> list[Fault]:
 def _task_faults(task: str) -> list[Fault]:
     if task in TASKS:
         return []
-    rule = f"a task is one of {', '.join(TASKS)}"
+    rule = f"a task is one of {', '.join(TASKS)}, or a YAML file of lm-eval"
     return [Fault(fact=f"--task {task}", rule=rule, remedy="give --task lambada, for example")]
 
 
-def _file_faults(task: str, data: Path) -> list[Fault]:
-    if data.is_file():
+def _file_faults(task: str, data: Path | None) -> list[Fault]:
+    if data is not None and data.is_file():
         return []
-    fact = f"--data {data} {'is no file' if data.exists() else 'does not exist'}"
+    fact = (
+        f"--data {data} {'is no file' if data.exists() else 'does not exist'}"
+        if data
+        else "no --data"
+    )
     rule = f"the task {task} reads one file"
     return [Fault(fact=fact, rule=rule, remedy="give the path of its test set")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +55,14 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
             raise ConfigError(_fault(f"--tokenizer {file}", "it must be a tokenizer.json"))
         return _load(file.read_text(encoding="utf-8"), None, str(file))
     files, store = model_files(checkpoint), checkpoint.store
+    return tokenizer_in(files, f"the tokenizer in {store.uri}")
+
+
+def tokenizer_in(files: Mapping[str, bytes], source: str) -> ModelTokenizer:
+    """Return the tokenizer of files of a model or a dataset, among them tokenizer.json, from ``source``."""
     eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
     text = files[TOKENIZER_FILE].decode()
-    return _load(text, eod_id if isinstance(eod_id, int) else None, f"the tokenizer in {store.uri}")
+    return _load(text, eod_id if isinstance(eod_id, int) else None, source)
 
 
 def model_files(checkpoint: Checkpoint) -> dict[str, bytes]:

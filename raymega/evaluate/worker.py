@@ -19,6 +19,7 @@ from raymega.evaluate.requests import (
     Request,
     RequestSource,
     pack_scores,
+    request_multiple,
     unpack_requests,
 )
 from raymega.messages import Channel, EntryOutput, Progress, StartWorker, WorkerFinished
@@ -27,7 +28,7 @@ from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.parallel.context_parallel.context import MicroBatch, held_positions
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
-from raymega.plan.batch import make_batch
+from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE, make_batch
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.train.build_scorer import Scorer, build_scorer, load_weights
 from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
@@ -38,8 +39,6 @@ __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 Bools = npt.NDArray[np.bool_]
 Work = Callable[[RunPlan, StartWorker, Channel, Groups, torch.device], None]
 """Function of one rank: plan, start message, channel to the driver, process groups, device."""
-MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
@@ -106,7 +105,7 @@ def score_requests(
         on_rows: Function that is told how many rows are done.
     """
     job, dp = plan.job, plan.grid.dp
-    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=job.data.document_multiple)
+    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=request_multiple(plan))
     loader = Loader(
         source,
         dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
@@ -114,7 +113,7 @@ def score_requests(
         context=scorer.context,
     )
     micro_batch_size = plan.batch.micro_batch_size
-    at_once = micro_batch_size * dp * MICRO_BATCHES_PER_STAGE * plan.grid.pp
+    at_once = micro_batch_size * dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp
     log_probs: dict[int, Floats] = {}  # by the request's number
     is_greedy: dict[int, Bools] = {}
     for first in range(0, source.num_rows, at_once):

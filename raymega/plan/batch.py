@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from raymega.config.data import DataSection
 
+SCORED_MICRO_BATCHES_PER_STAGE = 4
+"""Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:

@@ -32,10 +32,12 @@ from raymega.events import (
     SaveSkipped,
     StepFinished,
     StragglerDetected,
+    TasksEvaluated,
     Timeline,
     WorkersStarted,
 )
 from raymega.tracking.expert_load import collapse_warning
+from raymega.tracking.names import TASK_METRIC
 from raymega.tracking.time_left import TimeLeft
 
 GIB_BYTES = 1024**3
@@ -130,6 +132,15 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
         f"perplexity {metrics[f'eval/set_perplexity/{name}']:.2f}"
         for name in names
     )
+
+
+def _tasks(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of each evaluation task."""
+    by_task: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        task, _, metric = name.removeprefix(f"{TASK_METRIC}/").partition("/")
+        by_task.setdefault(task, []).append(f"{metric} {value:.4g}")
+    return "; ".join(f"{task} {', '.join(cells)}" for task, cells in by_task.items())
 
 
 def _step_line(event: StepFinished, total_steps: int, left_s: float) -> str:
@@ -238,13 +249,21 @@ def _news(event: RunEvent) -> str:
             return f"{_count(len(event.pids), 'worker')} started on {nodes}."
         case NodesChecked():
             return f"Nodes checked in {event.seconds:.1f} s: {event.detail}."
-        # results and saves
+        # results
         case EvaluationFinished():
             return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
         case SamplesDrawn():
             pairs = zip(event.prompts, event.texts, strict=True)
             samples = "".join(f"\n  {prompt!r} -> {text!r}" for prompt, text in pairs)
             return f"Samples at step {event.step}:{samples}"
+        case TasksEvaluated():
+            return f"Tasks at step {event.step}: {_tasks(event.metrics)}."
+        case _:
+            return _saves_and_files(event)
+
+
+def _saves_and_files(event: RunEvent) -> str:
+    match event:
         case CheckpointCommitted():
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "

@@ -63,7 +63,7 @@ class RunHistory:
         end: Line of that driver's end; None while it is under way, or when it was killed.
         step: Number of completed steps.
         steps: Training metrics by short name.
-        evaluations: Validation metrics by short name.
+        evaluations: Validation metrics, and those of evaluation tasks, by short name.
         attempts: Lines of the attempts.
         restarts: Attempt, last step of the lost attempt, and the step from which the new one resumed.
         incidents: Failures with what followed.
@@ -101,7 +101,7 @@ class RunHistory:
                 self.drivers += 1
             case "attempt":
                 self._restart(record)
-            case "step" | "evaluation":
+            case "step" | "evaluation" | "tasks":
                 self._measure_step(record)
             case "checkpoint":
                 self.checkpoints.append(record)

@@ -21,6 +21,7 @@ from raymega.events import (
     RunFinished,
     RunStarted,
     StepFinished,
+    TasksEvaluated,
     Timeline,
 )
 from raymega.tracking.names import find_metric
@@ -60,7 +61,7 @@ class JsonLinesSink:
     def _record(self, event: RunEvent) -> Record:
         head: Record = {"event": event.json_name}
         match event:
-            case StepFinished() | EvaluationFinished():
+            case StepFinished() | EvaluationFinished() | TasksEvaluated():
                 place = {"grid": dict(self._grid), "attempt": event.attempt}
                 return head | {"step": event.step} | _by_short_name(event.metrics) | place
             # run_id comes from RunStarted: readers find the run by the last line alone.

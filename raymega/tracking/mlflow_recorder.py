@@ -42,6 +42,7 @@ from raymega.events import (
     SaveFailed,
     StepFinished,
     StragglerDetected,
+    TasksEvaluated,
     WorkersStarted,
 )
 from raymega.tracking.expert_load import collapse_warning
@@ -162,17 +163,59 @@ class Recorder:
             self._finish(batch[-1].event)
 
     def _open_run(self, event: RunStarted) -> None:
-        self._experiment_id = self._find_or_make_experiment()
         self._name = event.name
-        # A later driver finds the run of an earlier one by raymega's own id.
-        run = self._search(f"tags.`{RUN_ID_TAG}` = '{event.run_id}'") or self._make_run(
-            event.name, {RUN_ID_TAG: event.run_id, MLFLOW_SOURCE_NAME: "raymega train"}
-        )
+        run, _ = self._find_or_make_parent(event.run_id, event.name)
         self._parent = run.info.run_id
         self._last_steps = json.loads(run.data.tags.get(LAST_STEPS_TAG, "{}"))
         self._client.update_run(self._parent, status="RUNNING")
         self._end_orphans()
         self._write_job(event, run.data)
+
+    def add_evaluation(
+        self,
+        event: TasksEvaluated,
+        *,
+        run_id: str,
+        name: str,
+        files: Mapping[str, str],
+        time_s: float,
+    ) -> str:
+        """Write an evaluation outside a run to the parent run of its checkpoint; return MLflow's id of that.
+
+        A value that the run has for the same step already is not written again.
+
+        Args:
+            event: Metrics, and the step of the checkpoint.
+            run_id: Raymega's id of the run.
+            name: Name of the run, for a new parent run where MLflow has none.
+            files: Texts that are kept with the run, by file name.
+            time_s: Time of the records in seconds since the epoch.
+        """
+        run, is_new = self._find_or_make_parent(run_id, name)
+        mlflow_id = str(run.info.run_id)
+        metrics = [
+            metric
+            for metric in _metrics(Stamped(time_s=time_s, event=event))
+            if (metric.step, metric.value)
+            not in {
+                (m.step, m.value) for m in self._client.get_metric_history(mlflow_id, metric.key)
+            }
+        ]
+        self._send(mlflow_id, metrics, {})
+        for file, text in files.items():
+            self._client.log_text(mlflow_id, text, file)
+        if is_new:
+            self._client.set_terminated(mlflow_id)
+        return mlflow_id
+
+    def _find_or_make_parent(self, run_id: str, name: str) -> tuple[Run, bool]:
+        """Return the parent run with raymega's ``run_id``, and whether it is new."""
+        self._experiment_id = self._find_or_make_experiment()
+        # A later driver finds the run of an earlier one by raymega's own id.
+        run = self._search(f"tags.`{RUN_ID_TAG}` = '{run_id}'")
+        if run is not None:
+            return run, False
+        return self._make_run(name, {RUN_ID_TAG: run_id, MLFLOW_SOURCE_NAME: "raymega train"}), True
 
     def _write_job(self, event: RunStarted, data: RunData) -> None:
         """Log the job as params, which MLflow never rewrites; what has changed since as tags."""
@@ -369,7 +412,7 @@ def _may_be_constant(key: str) -> bool:
 
 def _is_series(item: Stamped) -> bool:
     """Return whether the event is part of a per-step series, which a restart may repeat."""
-    return isinstance(item.event, StepFinished | EvaluationFinished)
+    return isinstance(item.event, StepFinished | EvaluationFinished | TasksEvaluated)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -6,7 +6,7 @@ event carries which metric.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,6 +63,8 @@ def _part_gauge(name: str, part: str, unit: str, help_line: str) -> Metric:
 def _counter(name: str, unit: str, help_line: str) -> Metric:
     return Metric(name=name, unit=unit, kind="counter", help=help_line)
 
+
+TASK_METRIC = "eval/task"
 
 METRICS = (
     # loss, gradient and learning rate
@@ -128,6 +130,9 @@ METRICS = (
         "eval/set_loss", "set", "nats", "Mean cross entropy of a named validation set's tokens."
     ),
     _part_gauge("eval/set_perplexity", "set", "1", "exp of eval/set_loss."),
+    _part_gauge(
+        TASK_METRIC, "metric", "1", "Metric of an evaluation task, by task and name: lambada/accuracy."
+    ),
     # checkpoints
     _gauge("checkpoint/stall_s", "s", "Time that training stalled for the save."),
     _gauge("checkpoint/save_s", "s", "Time from the start of the save to the commit of its manifest."),
@@ -208,6 +213,11 @@ def find_metric(name: str) -> Metric:
     check_names((name,))
     metric, part = _split(name)
     return replace(BY_NAME[metric], of=part)
+
+
+def task_metrics(task: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation task under their names in this table."""
+    return {f"{TASK_METRIC}/{task}/{name}": value for name, value in metrics.items()}
 
 
 def check_names(names: Iterable[str]) -> None:

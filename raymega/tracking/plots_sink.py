@@ -1,4 +1,4 @@
-"""PlotsSink draws the run's figures once, at its end: loss curve, expert load, pipeline timeline, trace.
+"""PlotsSink draws the run's figures once, at its end: loss, tasks, expert load, pipeline timeline, trace.
 
 Drawing itself is in `tracking/run_charts.py` and `schedule/timeline_svg.py`.
 """
@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from raymega.drawing.chart import draw_chart
 from raymega.events import (
     ArtefactWritten,
     AttemptStarted,
@@ -21,12 +22,20 @@ from raymega.plan.grid import Grid
 from raymega.schedule.timeline_svg import draw_svg
 from raymega.schedule.trace import merge_trace
 from raymega.tracking.history import load_history
-from raymega.tracking.run_charts import expert_map, loss_chart
+from raymega.tracking.run_charts import (
+    ACCURACY,
+    PERPLEXITY,
+    expert_map,
+    loss_chart,
+    task_charts,
+)
 from raymega.tracking.sink import Sink
 
 TIMELINE_FILE, TRACE_FILE = "timeline.svg", "trace.json"
 DEFAULT_ORDER = Grid().order
 LOSS_FILE, EXPERTS_FILE = "loss.svg", "experts.svg"
+TASK_FILES = {ACCURACY: "task_accuracy.svg", PERPLEXITY: "task_perplexity.svg"}
+"""Files of the charts of evaluation tasks, by their titles."""
 
 
 class PlotsSink:
@@ -90,6 +99,8 @@ class PlotsSink:
             title = f"run {self._name}: loss, nats per token"
             picture = loss_chart(history, title=title, levels=self._references, alone=True)
             self._write(LOSS_FILE, picture, "Loss curve")
+        for chart in task_charts(history):
+            self._write(TASK_FILES[chart.title], draw_chart(chart, alone=True), chart.title)
         if picture := expert_map(history, title=f"run {self._name}: load of experts", alone=True):
             self._write(EXPERTS_FILE, picture, "Expert load")
 

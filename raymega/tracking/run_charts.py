@@ -10,7 +10,7 @@ from typing import Literal
 from raymega.drawing.bars import draw_heat
 from raymega.drawing.chart import Chart, Curve, Mark, draw_chart
 from raymega.tracking.history import RunHistory, Series
-from raymega.tracking.names import METRICS
+from raymega.tracking.names import METRICS, TASK_METRIC
 
 MOST_PARTS = 5
 """Most parts of a metric that get a curve each; of more the least, middle and largest are drawn."""
@@ -59,7 +59,12 @@ EXPERTS = (
     Shown(title="Share of choices dropped", names=("drop_rate",)),
     Shown(title="Entropy of routers, nats", names=("router_entropy",)),
 )
-DRAWN_ELSEWHERE = frozenset({"loss", "perplexity", "set_loss", "set_perplexity"})
+TASK = f"{TASK_METRIC.partition('/')[2]}/"
+"""Start of the short names of evaluation tasks' metrics: ``task/lambada/accuracy``."""
+ACCURACY, PERPLEXITY = "Accuracy by task", "Perplexity and loss by task"
+ERRORS = "_stderr"
+"""End of the names of standard errors, which have no curve."""
+DRAWN_ELSEWHERE = frozenset({"loss", "perplexity", "set_loss", "set_perplexity", TASK[:-1]})
 """Evaluation metrics that have a chart of their own or repeat one."""
 
 
@@ -100,6 +105,7 @@ def charts_of(history: RunHistory, table: Sequence[Shown]) -> Iterator[str]:
 
 def evaluation_charts(history: RunHistory) -> Iterator[str]:
     """Yield a chart of each further evaluation metric, such as the accuracy of a task."""
+    yield from (draw_chart(chart) for chart in task_charts(history))
     names = dict.fromkeys(name.partition("/")[0] for name in history.evaluations)
     table = [
         Shown(title=name.replace("_", " ").capitalize(), names=(name,), kind="evaluations",
@@ -108,6 +114,33 @@ def evaluation_charts(history: RunHistory) -> Iterator[str]:
         if name not in DRAWN_ELSEWHERE
     ]  # fmt: skip
     yield from charts_of(history, table)
+
+
+def task_charts(history: RunHistory) -> Iterator[Chart]:
+    """Yield the charts of evaluation tasks: the accuracies, then perplexities and losses."""
+    tasks = {
+        name.removeprefix(TASK): series
+        for name, series in history.evaluations.items()
+        if name.startswith(TASK) and not name.endswith(ERRORS)
+    }
+    # Accuracies share a scale from 0; perplexities of different tasks lie far apart.
+    for title, are_shares in ((ACCURACY, True), (PERPLEXITY, False)):
+        found = [
+            _curve(name, tasks[name]) for name in sorted(tasks) if is_share(name) == are_shares
+        ]
+        if found:
+            yield Chart(
+                title=title,
+                curves=found,
+                marks=_marks(history),
+                is_log=not are_shares,
+                starts_at_zero=are_shares,
+            )
+
+
+def is_share(name: str) -> bool:
+    """Return whether ``TASK/METRIC`` is a share of the task's documents, such as an accuracy."""
+    return name.partition("/")[2].startswith(("acc", "exact"))
 
 
 def expert_map(history: RunHistory, *, alone: bool = False, title: str = "Load of experts") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ def run_sinks(
     more: Sequence[Sink],
     references: Mapping[str, float],
     files: Mapping[Path, str],
+    first: Callable[[Sink], Sink] | None = None,
 ) -> Iterator[Sink]:
     """Yield one sink that forwards to all sinks of the run; close them afterwards.
 
@@ -37,6 +38,7 @@ def run_sinks(
         more: Sinks beside the run's own.
         references: Horizontal lines of the loss curve, by label.
         files: Titles of files that are kept with the run, by path.
+        first: Function that makes a sink with events of its own, for the sink that it gets; None for none.
     """
     metrics = folder / METRICS_FILE
     watchers: list[Sink] = [open_jsonl(metrics), RayMetricsSink(clock=_unix_s), *more]
@@ -56,7 +58,9 @@ def run_sinks(
         folder, metrics=metrics, references=references, watcher=others, files=files
     )
     incidents = IncidentsSink(folder / "incidents", clock=_unix_s, watcher=others)
-    sink = CompositeSink([incidents, pictures, others])
+    # Results that come with the last event are in the pictures, too.
+    makers = [first(others)] if first is not None else []
+    sink = CompositeSink([incidents, *makers, pictures, others])
     try:
         yield sink
     finally:

@@ -18,8 +18,9 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.state_tensors import StateTensor
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
+from raymega.pipeline.executor import Executor
 from raymega.plan.run_plan import RunPlan
-from raymega.train.build import make_expert_groups, make_p2p
+from raymega.train.build import TrainingComponents, make_expert_groups, make_p2p
 from raymega.train.build_model import build_weights
 from raymega.train.forward_only import ForwardOnly
 
@@ -52,7 +53,7 @@ def build_scorer(
     progress: Callable[[], None] = lambda: None,
 ) -> Scorer:
     """Assemble a rank's scorer with weights of zeros; each instruction calls ``progress``."""
-    job, stages = plan.job, plan.stages_of(rank)
+    job = plan.job
     # the model, as a training rank has it
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
     log = CommLog()
@@ -70,10 +71,38 @@ def build_scorer(
     forward = ForwardOnly(
         plan, plan.grid.coords(rank).pp, modules=modules, p2p=p2p, progress=progress
     )
+    return _scorer(plan, rank, forward)
+
+
+def scorer_of(parts: TrainingComponents, progress: Callable[[], None]) -> Scorer:
+    """Return a scorer with the weights of a rank that trains; they may be sharded."""
+    return _scorer(parts.plan, parts.plan.grid.rank(parts.coords), forward_of(parts, progress))
+
+
+def forward_of(parts: TrainingComponents, progress: Callable[[], None]) -> ForwardOnly:
+    """Return a forward-only pipeline with the weights of a rank that trains; they may be sharded."""
+    module, plan = parts.modules[0], parts.plan
+    degree = module.context.degree * module.tp_stream.degree
+
+    def before_pass(executor: Executor[MicroBatch]) -> None:
+        parts.weights.start_gather()
+        parts.follow_weights(executor)
+
+    return ForwardOnly(
+        plan,
+        parts.coords.pp,
+        modules=parts.modules,
+        p2p=make_p2p(plan, parts.groups, token_degree=degree, device=parts.device),
+        before_pass=before_pass,
+        progress=progress,
+    )
+
+
+def _scorer(plan: RunPlan, rank: int, forward: ForwardOnly) -> Scorer:
     return Scorer(
-        modules=modules,
-        context=context,
-        has_scores=any(stage.is_last for stage in stages),
+        modules=forward.modules,
+        context=forward.modules[0].context,
+        has_scores=any(stage.is_last for stage in plan.stages_of(rank)),
         forward=forward,
         run=partial(forward.run, StageModule.score),
     )

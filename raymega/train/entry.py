@@ -83,8 +83,20 @@ def abort() -> None:
     world.abort_world()
 
 
-def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
-    """Train as rank ``start.rank`` to the last step or a stop request; raise what goes wrong."""
+MakeEvaluator = Callable[[TrainingComponents, StartWorker, Channel], Callable[[int], None]]
+"""Function that makes what evaluates a run's tasks after a step, on the ranks that train."""
+
+
+def run_worker(
+    start: StartWorker,
+    channel: Channel,
+    rendezvous: object,
+    make_evaluator: MakeEvaluator | None = None,
+) -> None:
+    """Train as rank ``start.rank`` to the last step or a stop request; raise what goes wrong.
+
+    ``make_evaluator`` is for entry modules that evaluate tasks as well; see `evaluate/training_entry.py`.
+    """
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     try:
@@ -98,7 +110,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
             timeout_s=plan.job.elastic.collective_timeout_s,
             device=device,
         )
-        _train(plan, start, channel, device, phases)
+        _train(plan, start, channel, device, phases, make_evaluator)
     except Exception as error:
         # Whatever fails after an abort may have read what an aborted kernel left.
         abort_error = world.abort_error("a step")
@@ -116,7 +128,12 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 
 
 def _train(
-    plan: RunPlan, start: StartWorker, channel: Channel, device: torch.device, phases: _Phases
+    plan: RunPlan,
+    start: StartWorker,
+    channel: Channel,
+    device: torch.device,
+    phases: _Phases,
+    make_evaluator: MakeEvaluator | None,
 ) -> None:
     """Build, restore and run the loop; the world is open."""
     timeout_s = plan.job.elastic.collective_timeout_s
@@ -159,6 +176,7 @@ def _train(
         save_scheduler=save_scheduler,
         rank=start.rank,
         skipped_samples=start.skipped_samples,
+        evaluate_tasks=make_evaluator(parts, start, channel) if make_evaluator else None,
     )
 
 

@@ -7,7 +7,7 @@ attempt for that.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from raymega.config.schema import Job
@@ -45,7 +45,7 @@ from raymega.train.train_statistics import (
 )
 
 
-def run_loop(
+def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     parts: TrainingComponents,
     state: TrainState,
     *,
@@ -53,10 +53,12 @@ def run_loop(
     save_scheduler: SaveScheduler,
     rank: int,
     skipped_samples: Sequence[tuple[int, int]] = (),
+    evaluate_tasks: Callable[[int], None] | None = None,
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
     ``skipped_samples`` are ranges (first, end) of global samples to leave out; see StartWorker.
+    ``evaluate_tasks`` scores the run's evaluation tasks after a step, on all ranks; None for none.
     """
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
@@ -109,15 +111,21 @@ def run_loop(
                 channel.report(expert_loads(outcome.loads, step=state.step))
 
         # evaluate and save
-        if state.step == job.run.steps or _is_due(state.step, job.run.eval_every):
+        if _is_evaluation_due(state.step, job.run.eval_every, job):
             _report_evaluation(channel, rank, state.step, evaluate(parts))
         sampler.report_when_due(state.step)
+        if evaluate_tasks and _is_evaluation_due(state.step, job.run.eval_tasks_every, job):
+            evaluate_tasks(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
     save_scheduler.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
+
+
+def _is_evaluation_due(step: int, every: int, job: Job) -> bool:
+    return step == job.run.steps or _is_due(step, every)
 
 
 def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:

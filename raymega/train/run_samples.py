@@ -8,12 +8,10 @@ from __future__ import annotations
 from raymega.data.text_codec import codec_of_dataset
 from raymega.events import SamplesDrawn
 from raymega.messages import Channel, Working
-from raymega.parallel.context_parallel.context import MicroBatch
-from raymega.pipeline.executor import Executor
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.sampling import Sampling
-from raymega.train.build import TrainingComponents, make_p2p
-from raymega.train.forward_only import ForwardOnly
+from raymega.train.build import TrainingComponents
+from raymega.train.build_scorer import forward_of
 from raymega.train.sampling import TokenGenerator
 
 
@@ -42,22 +40,12 @@ class RunSampler:
             seed=self._run.seed,
         )
         # the pipeline, with transfers of its own
-        context, sp = parts.modules[0].context, parts.modules[0].tp_stream
-        forward = ForwardOnly(
-            plan,
-            parts.coords.pp,
-            modules=parts.modules,
-            p2p=make_p2p(
-                plan, parts.groups, token_degree=context.degree * sp.degree, device=parts.device
-            ),
-            before_pass=lambda executor: _use_weights(parts, executor),
-        )
         longest = max(map(len, self._prompts)) + self._run.sample_tokens
         self._generator = TokenGenerator(
             plan,
-            forward,
+            forward_of(parts, lambda: None),
             parts.groups,
-            context=context,
+            context=parts.modules[0].context,
             device=parts.device,
             seq_len=row_length(longest, plan),
         )
@@ -76,12 +64,6 @@ class RunSampler:
             texts = tuple(self._codec.answer(tokens, self._sampling)[0] for tokens in answers)
             drawn = SamplesDrawn(step=step, prompts=self._run.sample_prompts, texts=texts)
             self._channel.report(drawn)
-
-
-def _use_weights(parts: TrainingComponents, executor: Executor[MicroBatch]) -> None:
-    """Start to gather sharded weights before a pass reads them."""
-    parts.weights.start_gather()
-    parts.follow_weights(executor)
 
 
 def row_length(num_tokens: int, plan: RunPlan) -> int:

@@ -95,6 +95,11 @@ def _shorten(draft: Draft, steps: int) -> None:
         "epochs": 0,
         "samples_every": 0,  # they change nothing that is compared
         "sample_prompts": (),
+        # held-out loss stands for evaluation; tests/dist/runs has the tasks' scores on layouts
+        "eval_tasks": (),
+        "eval_tasks_every": 0,
+        "eval_tasks_on": "grid",
+        "eval_tasks_grid": "tp=1",
     }
     draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is saved, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}

@@ -16,6 +16,7 @@ from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
 from tests.mutations.readers import READER_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
+from tests.mutations.task_scores import TASK_MUTATIONS
 
 pytestmark = pytest.mark.dist
 
@@ -39,8 +40,18 @@ def _copy(folder: Path) -> Path:
         ("readers", READER_MUTATIONS, "sound"),
         ("conversations", CONVERSATION_MUTATIONS, "sound"),
         pytest.param("generations", GENERATION_MUTATIONS, "sound", marks=pytest.mark.wide),
+        ("task_scores", TASK_MUTATIONS, "sound"),
     ],
-    ids=["saves", "leases", "guards", "plans", "readers", "conversations", "generations"],
+    ids=[
+        "saves",
+        "leases",
+        "guards",
+        "plans",
+        "readers",
+        "conversations",
+        "generations",
+        "task scores",
+    ],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]

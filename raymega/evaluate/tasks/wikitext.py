@@ -53,7 +53,8 @@ def wikitext(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questi
             remedy="give the raw text of WikiText, such as wiki.test.tokens",
         )
         raise ConfigError(fault)
-    requests = windows(tokens, seq_len=settings.seq_len, stride=settings.stride or STRIDE)
+    stride = settings.stride or STRIDE
+    requests = windows(tokens, seq_len=settings.seq_len, stride=stride)
     requests = requests[: settings.limit or None]
 
     def judge(scores: Sequence[Scores]) -> tuple[Mapping[str, float], list[dict[str, object]]]:
@@ -79,7 +80,7 @@ def wikitext(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questi
         documents=1,
         words=num_words,
         notes=(
-            f"{path.name}: {len(tokens):,} tokens, {raw.count(UNKNOWN):,} {UNKNOWN}; files that differ in these, "
-            "and other strides, have other perplexities",
+            f"{path.name}: {len(tokens):,} tokens, {raw.count(UNKNOWN):,} {UNKNOWN}; windows of {settings.seq_len:,} "
+            f"tokens, stride {stride}; files, windows and strides that differ have other perplexities",
         ),
     )

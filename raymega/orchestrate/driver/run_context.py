@@ -30,7 +30,7 @@ from raymega.events import (
     StepFinished,
     WorkersStarted,
 )
-from raymega.messages import Entered, RankMemory, RankTimeline, Report
+from raymega.messages import Entered, EntryOutput, RankMemory, RankTimeline, Report
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import (
     Action,
@@ -47,6 +47,7 @@ from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
 from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
+from raymega.orchestrate.driver.task_scores import TaskScores
 from raymega.orchestrate.run_store.journal import Journal, stopped
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
@@ -77,9 +78,7 @@ class RunContext:
         error: Error with which the driver gave up; None if it did not.
     """
 
-    _is_announced: bool
-
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the api is the one place that calls it
         self,
         plan: RunPlan,
         *,
@@ -88,6 +87,7 @@ class RunContext:
         sink: Sink,
         clock: Clock,
         executor: Executor,
+        tasks: TaskScores | None = None,
     ) -> None:
         """Read the run's journal and find its newest state; nothing is started or written.
 
@@ -98,6 +98,7 @@ class RunContext:
             sink: Receiver of every event; must not raise and not block.
             clock: Clock for deadlines and durations.
             executor: Executor with one thread for writes to the store; it is not shut down here.
+            tasks: Evaluation tasks that the workers score; None for none.
 
         Raises:
             ConfigError: The store holds a run of this name with another model, seed or data.
@@ -105,11 +106,10 @@ class RunContext:
         """
         self.job, self.lease = plan.job, lease
         self._store, self.group, self._sink = lease.store, group, sink
-        self.clock, self._executor = clock, executor
+        self.clock, self._executor, self._tasks = clock, executor, tasks
         self._journal = Journal(plan.job, lease=lease, executor=executor, clock=clock)
         # what earlier drivers left: workers, failures, and the state to start from
-        past = self._journal.past
-        self.grids = ScalingPolicy(plan, num_before=past.num_workers)
+        self.grids = ScalingPolicy(plan, num_before=self._journal.past.num_workers)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
         self.state = self._journal.first_state()
@@ -117,7 +117,10 @@ class RunContext:
         if self._restore.start.key and not self._journal.record.num_attempts:
             self.state = replace(self.state, reason="resumed from an existing checkpoint")
         self.recovery_log = RecoveryLog(
-            policy_of(plan.job.elastic), clock, first_step=self.state.step, earlier=past.failures
+            policy_of(plan.job.elastic),
+            clock,
+            first_step=self.state.step,
+            earlier=self._journal.past.failures,
         )
         self._forget_attempt()
 
@@ -199,6 +202,7 @@ class RunContext:
                 restore=start.key,
                 holders=start.holders,
                 skipped_samples=self._restore.skipped_samples,
+                entry_input=self._tasks.pack() if self._tasks else b"",
             )
         )
 
@@ -335,6 +339,8 @@ class RunContext:
                     self._tell(event)
             case EvaluationFinished() | SamplesDrawn() | NodesChecked() | BadStep() | SaveSkipped():
                 self._tell(report)
+            case EntryOutput() if self._tasks is not None:
+                self._tell(self._tasks.judge_output(report))
 
     def _take_step(self, report: StepFinished) -> None:
         self.state = replace(self.state, step=report.step)
@@ -367,14 +373,11 @@ class RunContext:
     def _note(self, failure: Failure, decision: str) -> None:
         self._tell(
             AttemptFailed(
-                rank=failure.rank,
-                step=failure.step,
-                cause=failure.cause,
-                is_rollback=failure.wants_rollback,
-                decision=decision,
+                rank=failure.rank, step=failure.step, cause=failure.cause,
+                is_rollback=failure.wants_rollback, decision=decision,
                 whereabouts=self.attempt.whereabouts(),
             )
-        )
+        )  # fmt: skip
         attempt = self.attempt
         self.recovery_log.begin(failure, step=attempt.step, last_sign_s=attempt.last_sign_s)
 

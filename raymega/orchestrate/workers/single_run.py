@@ -42,21 +42,44 @@ def run_entry(
     log_dir: Path,
     on_report: Callable[[Report | WorkerStatus], None],
 ) -> EntryRun:
-    """Run ``entry`` in ``plan``'s workers until all have finished, one has failed, or none reports.
-
-    Args:
-        plan: Plan whose grid and resources the workers have.
-        spec: Start message of the workers.
-        entry: Module that they run.
-        log_dir: Folder of the workers' logs, on each node.
-        on_report: Function that receives every report, in order of arrival.
-
-    Raises:
-        CapacityError: The cluster has no room for the workers.
-    """
-    group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
-    limit_s = plan.job.elastic.start_timeout_s
+    """Run ``entry`` once in ``plan``'s workers; see :class:`EntryWorkers`."""
+    workers = EntryWorkers(plan, entry, log_dir=log_dir)
     try:
+        return workers.run(spec, on_report=on_report)
+    finally:
+        workers.close()
+
+
+class EntryWorkers:
+    """Workers that run an entry module once or several times; used from one thread.
+
+    Between two runs they keep their slots, and processes that have loaded.
+    """
+
+    def __init__(self, plan: RunPlan, entry: str, *, log_dir: Path) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            plan: Plan whose grid and resources the workers have.
+            entry: Module that they run.
+            log_dir: Folder of the workers' logs, on each node.
+        """
+        self._plan, self._log_dir = plan, log_dir
+        self._group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
+
+    def run(
+        self, spec: AttemptSpec, *, on_report: Callable[[Report | WorkerStatus], None]
+    ) -> EntryRun:
+        """Run the module until all workers have finished, one has failed, or none reports.
+
+        Args:
+            spec: Start message of the workers; of several runs each has a higher ``attempt``.
+            on_report: Function that receives every report, in order of arrival.
+
+        Raises:
+            CapacityError: The cluster has no room for the workers.
+        """
+        group, limit_s = self._group, self._plan.job.elastic.start_timeout_s
         # wait for slots
         deadline_s = time.monotonic() + limit_s
         while (lacking := group.reserve(POLL_S)) is not None:
@@ -64,8 +87,17 @@ def run_entry(
                 return EntryRun(locations={}, fault=lacking)
         # run: silence of all ranks ends it, as does the failure of one
         group.start(spec)
+        try:
+            return self._until_finished(limit_s, on_report)
+        finally:
+            group.release(keep_warm=True)
+
+    def _until_finished(
+        self, limit_s: float, on_report: Callable[[Report | WorkerStatus], None]
+    ) -> EntryRun:
+        group, log_dir = self._group, self._log_dir
         num_finished, heard_s = 0, time.monotonic()
-        while num_finished < plan.grid.world_size:
+        while num_finished < self._plan.grid.world_size:
             if time.monotonic() > heard_s + limit_s:
                 return EntryRun(locations=group.members(), fault=_silent(limit_s, log_dir))
             for report in group.poll(POLL_S):
@@ -77,8 +109,10 @@ def run_entry(
                     fault = _broken(report, log_dir)
                     return EntryRun(locations=group.members(), fault=fault, exit_code=code)
         return EntryRun(locations=group.members(), fault=None)
-    finally:
-        group.release(keep_warm=False)
+
+    def close(self) -> None:
+        """Release the slots and end the processes."""
+        self._group.release(keep_warm=False)
 
 
 def _silent(limit_s: float, log_dir: Path) -> Fault:

@@ -74,6 +74,7 @@ HYBRID = FieldDependency(
 
 PARTNERS: Mapping[str, FieldDependency] = {
     # data, elastic, memory
+    "run.eval_tasks_grid": _is("run.eval_tasks_on", "beside"),
     "data.packing_window": _is("data.packing", "best_fit"),
     "elastic.snapshot_during_save": SNAPSHOTS,
     "elastic.snapshot_timeout_s": SNAPSHOTS,

@@ -17,6 +17,7 @@ from raymega.events import (
     SaveSkipped,
     StepFinished,
     StragglerDetected,
+    TasksEvaluated,
     Timeline,
     WorkersStarted,
 )
@@ -102,6 +103,17 @@ def step_finished(step, attempt=1, loss=0.0):
     return StepFinished(attempt=attempt, step=step, metrics=metrics)
 
 
+TASKS = TasksEvaluated(
+    attempt=1,
+    step=2,
+    metrics={
+        "eval/task/lambada/accuracy": 0.25,
+        "eval/task/lambada/target_perplexity": 88.5,
+        "eval/task/race/accuracy": 0.5,
+    },
+)
+
+
 def checkpoint(step, attempt=1):
     return CheckpointCommitted(
         attempt=attempt,
@@ -182,6 +194,7 @@ def whole_run(artefact="/tmp/loss.svg"):
                 "eval/set_perplexity/held": 190.57,
             },
         ),
+        TASKS,
         checkpoint(2),
         step_finished(3),
         SaveFailed(attempt=1, step=3, reason="disk is full"),

@@ -54,11 +54,14 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[3] == "Nodes checked in 0.2 s: versions are right on 1 node."
     assert lines[5] == "Bad step 2: loss=nan; recomputed, used the second pass"
     assert lines[7] == "Validation at step 2: held loss 5.2500, perplexity 190.57."
-    assert lines[8].startswith("Checkpoint of step 2: 12.0 MiB, training stalled 12 ms")
-    assert lines[11] == "Saving step 3: 25% of 2.0 MiB written."
-    assert lines[12].startswith("Checkpoint of step 3 skipped")
-    assert lines[13] == "Attempt 1 failed after step 3: killed by signal 9"
-    assert lines[16] == (
+    assert lines[8] == (
+        "Tasks at step 2: lambada accuracy 0.25, target_perplexity 88.5; race accuracy 0.5."
+    )
+    assert lines[9].startswith("Checkpoint of step 2: 12.0 MiB, training stalled 12 ms")
+    assert lines[12] == "Saving step 3: 25% of 2.0 MiB written."
+    assert lines[13].startswith("Checkpoint of step 3 skipped")
+    assert lines[14] == "Attempt 1 failed after step 3: killed by signal 9"
+    assert lines[17] == (
         "Recovered: detected in 0.5 s, back 3.0 s later; resumed from step 2, 1 lost step recomputed."
     )
     assert lines[-1].startswith("Run demo finished at step 4 after 4 min 12 s; goodput 93.0%")

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow import environment_variables as settings
 
 from raymega.api import load_job
-from raymega.events import ArtefactWritten, AttemptFailed
+from raymega.events import ArtefactWritten, AttemptFailed, TasksEvaluated
 from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
 from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal, mlflow_name
@@ -99,6 +99,32 @@ def test_replayed_step_is_in_its_attempt_but_once_in_the_parent(client, uri, exp
     assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3, 4]
     assert [step for step, _ in series(client, children[0], "train/loss")] == [1, 2, 3]
     assert [step for step, _ in series(client, children[1], "train/loss")] == [3, 4]
+
+
+def test_evaluation_outside_a_run_is_in_its_parent_once_and_at_its_step(
+    client, uri, experiment, tmp_path
+):
+    picture = tmp_path / "loss.png"
+    picture.write_bytes(b"picture")
+    driver(uri, experiment, *whole_run(artefact=str(picture)))
+    parent, _ = runs_of(client, experiment)
+    assert series(client, parent, "eval/task/race/accuracy") == [(2, 0.5)]
+    # step 1 is behind the run's last one, and is written all the same
+    event = TasksEvaluated(step=1, metrics={"eval/task/race/accuracy": 0.25})
+    for _ in range(2):
+        told = Recorder(uri=uri, experiment=experiment).add_evaluation(
+            event, run_id="r1", name="demo", files={"evaluations/race.json": "{}"}, time_s=400.0
+        )
+    assert told == parent.info.run_id
+    assert series(client, parent, "eval/task/race/accuracy") == [(2, 0.5), (1, 0.25)]
+    (file,) = client.list_artifacts(told, "evaluations")
+    assert file.path == "evaluations/race.json"
+    assert client.get_run(told).info.status == "FINISHED"
+    # a run that was not recorded gets a parent of its own, which a driver would find
+    other = Recorder(uri=uri, experiment=experiment).add_evaluation(
+        event, run_id="r2", name="new", files={}, time_s=400.0
+    )
+    assert other != told and client.get_run(other).info.status == "FINISHED"
 
 
 def test_next_driver_goes_on_in_the_same_run(client, uri, experiment):

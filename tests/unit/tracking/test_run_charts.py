@@ -1,6 +1,7 @@
 """Charts of a run: what it measured has a chart, what it did not has none."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
@@ -8,16 +9,20 @@ from raymega.events import ExpertLoads
 from raymega.tracking.history import load_history
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.run_charts import (
+    ACCURACY,
     EXPERTS,
     LEARNING,
     MOST_EXPERTS,
+    PERPLEXITY,
     SPEED,
     charts_of,
     evaluation_charts,
     expert_map,
+    is_share,
     loss_chart,
+    task_charts,
 )
-from tests.unit.tracking.events import whole_run
+from tests.unit.tracking.events import TASKS, whole_run
 
 
 def history_of(path, *more):
@@ -48,12 +53,29 @@ def test_metrics_that_the_run_lacks_or_that_stay_constant_have_no_chart(history)
     assert "MFU" not in "".join(charts_of(history, SPEED))
 
 
-def test_every_evaluation_metric_has_a_chart(history):
-    assert list(evaluation_charts(history)) == []
-    loss = history.evaluations["loss"]
-    history.evaluations |= {"task_accuracy/lambada": loss, "task_accuracy/race": loss}
-    (chart,) = evaluation_charts(history)
-    assert "Task accuracy" in chart and "lambada" in chart and "race" in chart
+def test_every_evaluation_metric_has_a_chart(tmp_path):
+    history = history_of(tmp_path)
+    history.evaluations["further/metric"] = history.evaluations["loss"]
+    accuracy, perplexity, further = evaluation_charts(history)
+    assert "Accuracy by task" in accuracy and "race/accuracy" in accuracy
+    assert "Perplexity and loss by task" in perplexity and "lambada/target_perplexity" in perplexity
+    assert "Further" in further
+
+
+def test_of_a_step_that_was_evaluated_again_the_last_value_counts(tmp_path):
+    again = replace(
+        TASKS, metrics={"eval/task/race/accuracy": 0.75, "eval/task/race/acc_stderr": 0.1}
+    )
+    charts = {
+        chart.title: chart
+        for chart in task_charts(history_of(tmp_path, again, replace(TASKS, step=4)))
+    }
+    found = {
+        curve.label: dict(zip(curve.xs, curve.ys, strict=True)) for curve in charts[ACCURACY].curves
+    }
+    assert found == {"race/accuracy": {2: 0.75, 4: 0.5}, "lambada/accuracy": {2: 0.25, 4: 0.25}}
+    assert [curve.label for curve in charts[PERPLEXITY].curves] == ["lambada/target_perplexity"]
+    assert is_share("lambada/accuracy_loose") and not is_share("accuracy/loss")
 
 
 def test_many_layers_are_three_curves(history):

@@ -1,0 +1,211 @@
+"""Tasks of a run: their requests and metrics, and the thread that evaluates them beside it."""
+
+import json
+from threading import Event
+
+import numpy as np
+import pytest
+
+from raymega.config.load import parse_job
+from raymega.errors import CapacityError, ConfigError
+from raymega.evaluate.requests import Scores, pack_scores, unpack_requests
+from raymega.evaluate.tasks_beside import TasksBesideSink, plan_beside
+from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
+from raymega.events import CheckpointCommitted, RunFinished, TasksEvaluated
+from raymega.messages import EntryOutput
+from raymega.plan.validation.registry import job_faults
+from raymega.prepare.tokenizer.trained import byte_tokenizer
+from tests.support.jobs import VERIFY
+
+GUARD_S = 100
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "lambada.jsonl").write_text('{"text": "a cat sat"}\n{"text": "he had hats"}\n')
+    (tmp_path / "text.txt").write_text("some text")
+    return tmp_path
+
+
+@pytest.fixture
+def tasks(files, monkeypatch):
+    _with_tokenizer(monkeypatch)
+    return open_tasks(_job(files))
+
+
+def _with_tokenizer(monkeypatch):
+    from raymega.evaluate import training_tasks
+
+    files = {"tokenizer.json": byte_tokenizer().encode()}
+    monkeypatch.setattr(training_tasks, "tokenizer_of_dataset", lambda _path: files)
+
+
+def _settings(folder, *more):
+    lambada = f"{{task: lambada, path: {folder}/lambada.jsonl, name: last}}"
+    text = f"{{task: perplexity, path: {folder}/text.txt}}"
+    return [f"run.eval_tasks=[{lambada}, {text}]", "model.vocab_size=300", *more]
+
+
+def _job(folder, *more):
+    return parse_job(VERIFY, _settings(folder, *more)).job()
+
+
+def _scores(requests):
+    """A log-probability of -1 for each target; every second request is greedy."""
+    return [
+        Scores(
+            log_probs=np.full(request.num_targets, -1.0),
+            is_greedy=np.full(request.num_targets, number % 2 == 0),
+        )
+        for number, request in enumerate(requests)
+    ]
+
+
+def test_scores_of_all_tasks_become_the_metrics_of_each(tasks):
+    requests = unpack_requests(tasks.pack())
+    scores = _scores(requests)
+    data = pack_scores([s.log_probs for s in scores], [s.is_greedy for s in scores])
+    event = tasks.judge_output(EntryOutput(rank=0, step=7, data=data))
+    assert event.step == 7
+    assert event.metrics["eval/task/last/accuracy"] == 1.0
+    assert event.metrics["eval/task/last/accuracy_loose"] == 0.0
+    assert event.metrics["eval/task/perplexity/loss"] == 1.0
+    assert {name.split("/")[2] for name in event.metrics} == {"last", "perplexity"}
+    assert tasks.num_tokens == sum(len(each.tokens) - 1 for each in requests)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["run.eval_tasks=[{task: lambada, path: nowhere}]"], "which is no file"),
+        (["model.vocab_size=100"], "has 257 tokens"),
+    ],
+)
+def test_wrong_tasks_are_refused_before_anything_starts(more, told, files, monkeypatch):
+    _with_tokenizer(monkeypatch)
+    with pytest.raises(ConfigError) as error:
+        open_tasks(_job(files, *more))
+    assert told in str(error.value)
+
+
+def test_a_run_without_a_tokenizer_has_no_tasks(files):
+    with pytest.raises(ConfigError) as error:
+        open_tasks(_job(files))
+    assert "has no tokenizer.json" in str(error.value)
+    assert open_tasks(parse_job(VERIFY).job()) is None
+
+
+def test_a_wrong_grid_beside_is_refused(files):
+    beside = ("run.eval_tasks_on=beside", "run.eval_tasks_grid=tp=2")
+    plan = plan_beside(_job(files, *beside))
+    assert plan.grid.tp == 2 and plan.job.run.name == "verify-tasks"
+    with pytest.raises(ConfigError) as error:
+        plan_beside(_job(files, *beside[:1], "run.eval_tasks_grid=tp=3"))
+    assert "parallel.tp=3" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["run.eval_tasks=[]", "run.eval_tasks_every=2"], "there is no task to evaluate"),
+        (["run.eval_tasks=[{task: race, path: a}, {task: race, path: b}]"], "has race 2 times"),
+        (["run.eval_tasks=[{task: wikitext, path: a, stride: 99}]"], "stride=99"),
+        (["run.eval_tasks_on=beside", "run.eval_tasks_every=15"], "must be saved"),
+        (["run.eval_tasks_grid=tp=2"], "has no effect without run.eval_tasks_on=beside"),
+    ],
+)
+def test_rules_of_the_job_file(more, told, files):
+    parsed = parse_job(VERIFY, _settings(files, *more))
+    faults = [*parsed.faults, *job_faults(parsed.values)]
+    assert [fault for fault in faults if told in str(fault)], faults
+
+
+class _Workers:
+    """Workers that wait for the test before each answer, and fail at some steps."""
+
+    def __init__(self, tasks, *, failing=()):
+        self.asked, self.is_closed = [], False
+        self.began, self.may_answer = Event(), Event()
+        self._tasks, self._failing = tasks, failing
+
+    def score(self, uri):
+        self.asked.append(uri)
+        self.began.set()
+        assert self.may_answer.wait(GUARD_S)
+        if uri in self._failing:
+            raise CapacityError("no room for 1 worker")
+        return _scores(self._tasks.requests)
+
+    def close(self):
+        self.is_closed = True
+
+
+class _Heard:
+    def __init__(self):
+        self.events = []
+
+    def emit(self, event):
+        self.events.append(event)
+
+    def close(self, timeout_s):
+        """Nothing is open."""
+
+
+def _committed(step):
+    return CheckpointCommitted(
+        attempt=3, step=step, uri=str(step), stall_s=0.0, save_s=0.0, num_bytes=1
+    )
+
+
+def _finished(status="finished"):
+    return RunFinished(status=status, step=8, checkpoint_uri="", goodput=1.0, wall_s=1.0)
+
+
+def _sink(tasks, workers, heard):
+    return TasksBesideSink(
+        tasks, start_workers=lambda: workers, is_due=lambda step: step % 2 == 0, watcher=heard
+    )
+
+
+def test_due_checkpoints_are_evaluated_beside_and_the_newest_one_first(tasks, caplog):
+    workers, heard = _Workers(tasks, failing=("2",)), _Heard()
+    sink = _sink(tasks, workers, heard)
+    sink.emit(_committed(1))
+    sink.emit(_committed(2))
+    assert workers.began.wait(GUARD_S)
+    # the evaluation of step 2 is under way: 4 waits, and 6 takes its place
+    sink.emit(_committed(4))
+    sink.emit(_committed(6))
+    assert heard.events == []
+    workers.may_answer.set()
+    sink.emit(_finished())
+    (event,) = heard.events
+    assert isinstance(event, TasksEvaluated) and (event.step, event.attempt) == (6, 3)
+    assert workers.asked == ["2", "6"] and workers.is_closed
+    assert "the tasks of step 4 are left out: step 6 is newer" in caplog.text
+    assert "the tasks of step 2 were not evaluated: no room for 1 worker" in caplog.text
+    sink.close(1.0)
+
+
+def test_a_run_that_is_stopped_waits_for_no_evaluation(tasks):
+    workers, heard = _Workers(tasks), _Heard()
+    sink = _sink(tasks, workers, heard)
+    sink.emit(_committed(2))
+    assert workers.began.wait(GUARD_S)
+    sink.emit(_committed(4))
+    sink.emit(_finished("preempted"))
+    assert heard.events == []
+    workers.may_answer.set()
+    sink.close(GUARD_S)
+    assert workers.asked == ["2"]
+
+
+def test_results_come_with_the_next_event(tasks):
+    workers, heard = _Workers(tasks), _Heard()
+    workers.may_answer.set()
+    sink = _sink(tasks, workers, heard)
+    sink.emit(_committed(2))
+    sink.emit(_finished())
+    assert [event.step for event in heard.events] == [2]
+    assert json.dumps(dict(heard.events[0].metrics))
+    assert isinstance(tasks, TrainingTasks)
