@@ -111,11 +111,8 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
                 channel.report(expert_loads(outcome.loads, step=state.step))
 
         # evaluate and save
-        if _is_evaluation_due(state.step, job.run.eval_every, job):
-            _report_evaluation(channel, rank, state.step, evaluate(parts))
+        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks)
         sampler.report_when_due(state.step)
-        if evaluate_tasks and _is_evaluation_due(state.step, job.run.eval_tasks_every, job):
-            evaluate_tasks(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
@@ -124,8 +121,20 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     return state
 
 
-def _is_evaluation_due(step: int, every: int, job: Job) -> bool:
-    return step == job.run.steps or _is_due(step, every)
+def _evaluate_when_due(
+    parts: TrainingComponents,
+    channel: Channel,
+    rank: int,
+    step: int,
+    evaluate_tasks: Callable[[int], None] | None,
+) -> None:
+    """Evaluate on held-out text and on the run's tasks, each at its steps and at the last one."""
+    run = parts.plan.job.run
+    is_last = step == run.steps
+    if is_last or _is_due(step, run.eval_every):
+        _report_evaluation(channel, rank, step, evaluate(parts))
+    if evaluate_tasks and (is_last or _is_due(step, run.eval_tasks_every)):
+        evaluate_tasks(step)
 
 
 def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
