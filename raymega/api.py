@@ -30,7 +30,7 @@ from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.events import RunFinished
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
-from raymega.orchestrate.core.worker_group_api import WorkerGroup
+from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY, WorkerGroup
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
@@ -61,7 +61,6 @@ from raymega.verify.run import Options, Report, Watcher, verify_job
 if TYPE_CHECKING:
     from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
 
-TRAIN_ENTRY = "raymega.train.entry"
 LAYOUT_FILE = "layout.json"
 T = TypeVar("T", bound=Section)
 
@@ -189,46 +188,39 @@ def _drive(
     entry: str,
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
-    job, store = plan.job, lease.store
-    # loads torch while this process loads Ray, and Ray starts
-    fork_server = ForkServer(entry, log_dir=local_folder(job) / "logs")
+    job, folder = plan.job, local_folder(plan.job)
+    with closing(ForkServer(entry, log_dir=folder / "logs")) as forks:
+        session = open_session(address, py_executable=forks.py_executable)
+        # after the fork server's start, which loads meanwhile
+        from raymega.orchestrate.driver.controller import Controller
+        from raymega.orchestrate.driver.run_context import RunContext
+        from raymega.tracking.run_sinks import run_sinks
 
-    from raymega.orchestrate.driver.controller import Controller
-    from raymega.orchestrate.driver.run_context import RunContext
-    from raymega.tracking.run_sinks import run_sinks
-
-    session = open_session(address, py_executable=fork_server.py_executable)
-    try:
-        with (
-            closing(fork_server),
-            run_sinks(
-                job,
-                local_folder(job),
-                more=sinks,
-                references=_loss_references(job),
-                files=_keep_choice(choice, local_folder(job)),
-            ) as sink,
-            # one thread, for commits that must not block the controller's loop
-            ThreadPoolExecutor(max_workers=1) as executor,
-        ):
-            controller = Controller(
-                RunContext(
-                    plan,
-                    lease=lease,
-                    group=_worker_group(plan, store, session, entry, fork_server),
-                    sink=sink,
-                    clock=SystemClock(),
-                    executor=executor,
+        try:
+            references, files = _loss_references(job), _keep_choice(choice, folder)
+            with (
+                run_sinks(job, folder, more=sinks, references=references, files=files) as sink,
+                # one thread, for commits that must not block the controller's loop
+                ThreadPoolExecutor(max_workers=1) as executor,
+            ):
+                controller = Controller(
+                    RunContext(
+                        plan,
+                        lease=lease,
+                        group=_worker_group(plan, lease.store, session, entry, forks),
+                        sink=sink,
+                        clock=SystemClock(),
+                        executor=executor,
+                    )
                 )
-            )
-            with stop_on_signals(controller.request_stop):
-                return controller.run()
-    finally:
-        close_session()
+                with stop_on_signals(controller.request_stop):
+                    return controller.run()
+        finally:
+            close_session()
 
 
 def _worker_group(
-    plan: RunPlan, store: Store, session: Session, entry: str, fork_server: ForkServer
+    plan: RunPlan, store: Store, session: Session, entry: str, forks: ForkServer
 ) -> WorkerGroup:
     """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
     from raymega.orchestrate.workers.preflight import Preflight
@@ -250,7 +242,7 @@ def _worker_group(
         can_grow=can_grow,
         entry=entry,
         # a private Ray starts all its workers by the fork server
-        fork_server=None if session.is_private else fork_server,
+        fork_server=None if session.is_private else forks,
         preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 

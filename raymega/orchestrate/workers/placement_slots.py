@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -93,14 +93,19 @@ class WorkerSlots:
     """All slots of a run: requests them from Ray, starts processes in them, and releases them."""
 
     def __init__(
-        self, cluster: ClusterSection, *, can_grow: bool, py_executable: str = ""
+        self,
+        cluster: ClusterSection,
+        *,
+        can_grow: bool,
+        py_executable: Callable[[], str] | None = None,
     ) -> None:
         """Prepare without slots.
 
         Args:
             cluster: Resources of a worker.
             can_grow: Whether nodes may still join the cluster.
-            py_executable: Command in place of ``python`` for workers on the driver's node; '' for none.
+            py_executable: Function that returns the command in place of ``python`` for workers on the
+                driver's node; None leaves it to Ray.
         """
         self._cluster, self._can_grow, self._py_executable = cluster, can_grow, py_executable
         self.device: Device = "cpu"
@@ -258,7 +263,7 @@ class WorkerSlots:
         }
         # forked on the driver's node, from its fork server
         if self._py_executable and _node_of(slot.group) == ray.get_runtime_context().get_node_id():
-            options["runtime_env"] = {"py_executable": self._py_executable}
+            options["runtime_env"] = {"py_executable": self._py_executable()}
         slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
 

@@ -24,6 +24,7 @@ from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nod
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
     ANSWER_EVERY_S,
+    TRAIN_ENTRY,
     AttemptSpec,
     Heartbeat,
     NodeDrain,
@@ -48,7 +49,6 @@ from raymega.plan.snapshot_replicas import memory_faults
 
 log = logging.getLogger(__name__)
 
-TRAIN_ENTRY = "raymega.train.entry"
 RESPAWN_S = 1.0
 """Pause before a dead process is replaced, in seconds: its node may be dying too."""
 LOOK_EVERY_S = 1.0
@@ -58,7 +58,7 @@ LOOK_EVERY_S = 1.0
 class RayWorkerGroup:
     """The WorkerGroup protocol over a connected Ray; see ``core/worker_group_api.py`` for what may block."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a run that only some hosts and tests have
         self,
         plan: RunPlan,
         *,
@@ -86,7 +86,7 @@ class RayWorkerGroup:
         self._slots = WorkerSlots(
             plan.job.cluster,
             can_grow=can_grow,
-            py_executable=fork_server.py_executable if fork_server else "",
+            py_executable=fork_server.py_executable if fork_server else None,
         )
         self._assignment = RankAssignment(self._slots, plan)
         self._calls = ActorCalls()
