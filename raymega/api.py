@@ -242,7 +242,7 @@ def _worker_group(
         can_grow=can_grow,
         entry=entry,
         # a private Ray starts all its workers by the fork server
-        fork_server=None if session.is_private else forks,
+        py_executable=None if session.is_private else forks.py_executable,
         preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 

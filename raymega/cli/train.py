@@ -39,11 +39,11 @@ def train(
         is_for_training=True,
         is_in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
     )
-    # the first line comes at once; Ray and the workers take seconds
-    print(f"Starting run {job.run.name}", file=sys.stderr, flush=True)
     if dry_run:
         show_plan(api.dry_run(job, address=address), as_json=as_json)
         return
+    # the first line comes at once; Ray and the workers take seconds
+    print(f"Starting run {job.run.name}", file=sys.stderr, flush=True)
     if not as_json:
         show_choice(choice)
         with step_bar() as bar:

@@ -81,7 +81,7 @@ class ForkServer:
             )
 
     def close(self) -> None:
-        """End the server; its workers go on, and later ones load for themselves."""
+        """End the server; its workers stay, and later ones load for themselves."""
         if self._process is not None:
             with self._process:
                 self._process.kill()

@@ -48,6 +48,8 @@ HALF_S = 10.0
 """Time for which an incomplete set of slots without processes is held, in seconds; at random up to twice that."""
 PAUSE_S = 2.0
 """Pause after releasing them, in seconds; Ray tries pending groups of other runs once a second."""
+OWN_PACKAGES = {"pip", "uv", "conda", "container", "image_uri", "py_executable"}
+"""Keys of a job's runtime_env under which Ray itself chooses the interpreter."""
 NAMED_AXES = ("tp", "pp", "dp")
 
 
@@ -261,8 +263,7 @@ class WorkerSlots:
                 placement_group=slot.group, placement_group_bundle_index=0
             ),
         }
-        # forked on the driver's node, from its fork server
-        if self._py_executable and _node_of(slot.group) == ray.get_runtime_context().get_node_id():
+        if self._py_executable and _is_forkable(slot.group):
             options["runtime_env"] = {"py_executable": self._py_executable()}
         slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
@@ -317,6 +318,12 @@ def _is_held(group: PlacementGroup) -> bool:
 def _node_of(group: PlacementGroup) -> str:
     """Return the id of the group's present or last node; '' for none."""
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
+
+
+def _is_forkable(group: PlacementGroup) -> bool:
+    """Return whether workers of the group can be forked from a process of the driver: same node, same packages."""
+    here = ray.get_runtime_context()
+    return _node_of(group) == here.get_node_id() and not OWN_PACKAGES & here.runtime_env.keys()
 
 
 def kill(slots: Sequence[WorkerSlot]) -> None:
