@@ -159,7 +159,9 @@ def show(name: str, starts: dict[str, list[Start]]) -> None:
     if len(starts) == 2:
         ours, theirs = starts.values()
         for what in ("done_s", "all_cpu_s"):
-            ratios = [getattr(b, what) / getattr(a, what) for a, b in zip(ours, theirs, strict=True)]
+            ratios = [
+                getattr(b, what) / getattr(a, what) for a, b in zip(ours, theirs, strict=True)
+            ]
             print(f"{name:7} {what}: theirs / ours {(found := median(ratios))}")
             row[f"{what} ratio"] = [found.value, found.low, found.high]
     print(json.dumps(row), flush=True)

@@ -23,10 +23,11 @@ from raymega.data.samples import first_rows
 from raymega.data.text_codec import sample_prompt_faults
 from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
 from raymega.events import RunFinished
-from raymega.launch import TRAIN_ENTRY, loss_references
 from raymega.launch import local_folder as local_folder
+from raymega.launch import loss_references
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
+from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.plan.hardware.catalog import CATALOGUE

@@ -20,7 +20,7 @@ from raymega.data.remote_dataset import meta_at
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.events import RunFinished
 from raymega.orchestrate.core.clock import SystemClock
-from raymega.orchestrate.core.worker_group_api import WorkerGroup
+from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY, WorkerGroup
 from raymega.orchestrate.driver.signals import stop_on_signals
 from raymega.orchestrate.run_store.finished_run import finished_run, tell
 from raymega.orchestrate.run_store.journal import open_record
@@ -38,7 +38,6 @@ from raymega.tracking.sink import Sink
 if TYPE_CHECKING:
     from raymega.evaluate.training_tasks import TrainingTasks
 
-TRAIN_ENTRY = "raymega.train.entry"
 TASKS_ENTRY = "raymega.evaluate.training_entry"
 LAYOUT_FILE = "layout.json"
 
@@ -80,50 +79,48 @@ def _drive(  # noqa: PLR0913  # train is the one place that calls it
     tasks: TrainingTasks | None,
 ) -> RunFinished:
     """Run the driver of a run whose lease this process holds."""
-    job, store = plan.job, lease.store
+    job, folder = plan.job, local_folder(plan.job)
     is_on_grid = job.run.eval_tasks_on == "grid"
-    # loads torch while this process loads Ray, and Ray starts
-    fork_server = ForkServer(entry, log_dir=local_folder(job) / "logs")
+    with closing(ForkServer(entry, log_dir=folder / "logs")) as forks:
+        session = open_session(address, py_executable=forks.py_executable)
+        # after the fork server's start, which loads meanwhile
+        from raymega.evaluate.tasks_beside import tasks_beside
+        from raymega.orchestrate.driver.controller import Controller
+        from raymega.orchestrate.driver.run_context import RunContext
+        from raymega.tracking.run_sinks import run_sinks
 
-    from raymega.evaluate.tasks_beside import tasks_beside
-    from raymega.orchestrate.driver.controller import Controller
-    from raymega.orchestrate.driver.run_context import RunContext
-    from raymega.tracking.run_sinks import run_sinks
-
-    session = open_session(address, py_executable=fork_server.py_executable)
-    try:
-        with (
-            closing(fork_server),
-            run_sinks(
-                job,
-                local_folder(job),
-                more=sinks,
-                references=loss_references(job),
-                files=_keep_choice(choice, local_folder(job)),
-                first=tasks_beside(job, tasks) if tasks and not is_on_grid else None,
-            ) as sink,
-            # one thread, for commits that must not block the controller's loop
-            ThreadPoolExecutor(max_workers=1) as executor,
-        ):
-            controller = Controller(
-                RunContext(
-                    plan,
-                    lease=lease,
-                    group=_worker_group(plan, store, session, entry, fork_server),
-                    sink=sink,
-                    clock=SystemClock(),
-                    executor=executor,
-                    tasks=tasks if is_on_grid else None,
+        try:
+            with (
+                run_sinks(
+                    job,
+                    folder,
+                    more=sinks,
+                    references=loss_references(job),
+                    files=_keep_choice(choice, folder),
+                    first=tasks_beside(job, tasks) if tasks and not is_on_grid else None,
+                ) as sink,
+                # one thread, for commits that must not block the controller's loop
+                ThreadPoolExecutor(max_workers=1) as executor,
+            ):
+                controller = Controller(
+                    RunContext(
+                        plan,
+                        lease=lease,
+                        group=_worker_group(plan, lease.store, session, entry, forks),
+                        sink=sink,
+                        clock=SystemClock(),
+                        executor=executor,
+                        tasks=tasks if is_on_grid else None,
+                    )
                 )
-            )
-            with stop_on_signals(controller.request_stop):
-                return controller.run()
-    finally:
-        close_session()
+                with stop_on_signals(controller.request_stop):
+                    return controller.run()
+        finally:
+            close_session()
 
 
 def _worker_group(
-    plan: RunPlan, store: Store, session: Session, entry: str, fork_server: ForkServer
+    plan: RunPlan, store: Store, session: Session, entry: str, forks: ForkServer
 ) -> WorkerGroup:
     """Return the worker group that ``cluster.host`` selects: on Ray, or inside Ray Train."""
     from raymega.orchestrate.workers.preflight import Preflight
@@ -145,7 +142,7 @@ def _worker_group(
         can_grow=can_grow,
         entry=entry,
         # a private Ray starts all its workers by the fork server
-        fork_server=None if session.is_private else fork_server,
+        py_executable=None if session.is_private else forks.py_executable,
         preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
     )
 

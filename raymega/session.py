@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ def open_session(
     include_dashboard: bool = False,
     log_to_driver: bool = False,
     is_joining: bool = False,
-    py_executable: str = "",
+    py_executable: Callable[[], str] | None = None,
 ) -> Session:
     """Connect this process to a cluster, or start one inside it.
 
@@ -60,7 +60,8 @@ def open_session(
         include_dashboard: Whether to start a private instance's dashboard.
         log_to_driver: Whether to print the output of all workers here.
         is_joining: Whether the cluster must exist; nothing is started then.
-        py_executable: Command in place of ``python`` for workers of a private instance; '' for ``python``.
+        py_executable: Function that returns the command in place of ``python`` for all workers of a
+            private instance; None leaves it to Ray.
 
     Raises:
         ConfigError: No cluster answers at the address, or it refuses the token.
@@ -71,11 +72,12 @@ def open_session(
     if is_private and is_joining:
         raise ConfigError(_nothing_to_join(address))
     set_environment(is_private=is_private)
+    worker_command = py_executable() if py_executable and is_private else ""
     import ray
 
     try:
         # connect, or start Ray
-        with ray_private.own_processes(py_executable=py_executable):
+        with ray_private.own_processes(py_executable=worker_command):
             ray.init(
                 target,
                 num_cpus=num_cpus if is_private and num_cpus else None,

@@ -62,11 +62,11 @@ class LazyGroup(TyperGroup):
         super().__init__(**settings)
         self.commands = LazyCommands()  # type: ignore[assignment]  # a dict that is filled by need
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # typer's
         """Return the names in the order of the table."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  # typer's
         """Return a stand-in with the name and the first line of the help; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None

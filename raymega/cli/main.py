@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -25,6 +24,8 @@ app = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
+        from importlib import metadata
+
         print(f"raymega {metadata.version('raymega')}")
         raise typer.Exit
 

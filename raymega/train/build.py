@@ -99,8 +99,12 @@ def build_parts(
     groups: Groups,
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
+    has_initial_values: bool = True,
 ) -> TrainingComponents:
-    """Assemble a rank's components, with initial parameters; each instruction calls ``progress``."""
+    """Assemble a rank's components; each instruction calls ``progress``.
+
+    Parameters get initial values, or zeros without ``has_initial_values``, for a checkpoint to fill.
+    """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     # communication: tensor, context and expert parallelism, with one log of transfers
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
@@ -108,7 +112,15 @@ def build_parts(
     context = make_context(groups, job.parallel, comm_log)
     experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
     # model chunks with gradient and weight buffers
-    model = build_model(plan, rank, groups=groups, context=context, experts=experts, device=device)
+    model = build_model(
+        plan,
+        rank,
+        groups=groups,
+        context=context,
+        experts=experts,
+        device=device,
+        has_initial_values=has_initial_values,
+    )
     modules = model.modules
     _log_attention_weights(job)
     load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)

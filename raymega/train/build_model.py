@@ -58,7 +58,7 @@ class Model(ModelWeights):
     gradients: GradBuffer
 
 
-def build_model(
+def build_model(  # noqa: PLR0913  # of an assembler, all that it assembles
     plan: RunPlan,
     rank: int,
     *,
@@ -66,14 +66,22 @@ def build_model(
     context: Context,
     experts: ExpertGroups,
     device: torch.device,
+    has_initial_values: bool = True,
 ) -> Model:
-    """Build the chunks of ``rank`` with initial values and gradients, as :func:`build_weights` does."""
+    """Build the chunks of ``rank`` with values and gradients, as :func:`build_weights` does."""
     host = None
     if "activations" in plan.job.memory.offload:
         host = HostMemory(device)
         host.reserve(offloaded_activation_bytes(plan, rank))
     model = build_weights(
-        plan, rank, groups=groups, context=context, experts=experts, device=device, host=host
+        plan,
+        rank,
+        groups=groups,
+        context=context,
+        experts=experts,
+        device=device,
+        has_initial_values=has_initial_values,
+        host=host,
     )
     return Model(
         modules=model.modules,

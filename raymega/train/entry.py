@@ -144,7 +144,14 @@ def _train(
     phases.passed("rendezvous")
     progress = ProgressReporter(channel, start.rank)
     # build
-    parts = build_parts(plan, rank=start.rank, groups=groups, device=device, progress=progress)
+    parts = build_parts(
+        plan,
+        rank=start.rank,
+        groups=groups,
+        device=device,
+        progress=progress,
+        has_initial_values=not start.restore,  # every value comes from the checkpoint then
+    )
     phases.passed("built")
     # restore
     state = _restore(parts, start, progress)

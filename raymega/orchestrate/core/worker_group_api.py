@@ -16,6 +16,8 @@ from raymega.messages import Replicas, Report, Requests, StartWorker
 from raymega.orchestrate.core.rank_placement import AssignedRank, WorkerLocation
 from raymega.plan.run_plan import RunPlan
 
+TRAIN_ENTRY = "raymega.train.entry"
+"""Name of the module that workers run, unless a test names another."""
 ANSWER_EVERY_S = 1.0
 """Interval in which a worker's process with nothing to report answers, in seconds."""
 

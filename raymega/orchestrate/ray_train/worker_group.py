@@ -31,6 +31,7 @@ from raymega.orchestrate.core.rank_placement import (
     place_ranks,
 )
 from raymega.orchestrate.core.worker_group_api import (
+    TRAIN_ENTRY,
     AttemptSpec,
     NodeDrain,
     NoSnapshots,
@@ -39,7 +40,6 @@ from raymega.orchestrate.core.worker_group_api import (
 )
 from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
 from raymega.orchestrate.ray_train.worker import run_worker
-from raymega.orchestrate.workers.ray_worker_group import TRAIN_ENTRY
 from raymega.plan.run_plan import RunPlan
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from raymega import ray_private
 from raymega.orchestrate.workers import fork_client
 
 BACKLOG = 1024
-STOP_TIMEOUT_S = 10.0
 LOG_FILE = "fork-server.log"
 CORE_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray's core reads once, when it is imported; workers of one server agree on them."""
@@ -38,55 +37,64 @@ Request = dict[str, Any]
 
 
 class ForkServer:
-    """The driver's handle of the server, which ends with the driver."""
+    """The driver's handle of the server, which is started when its command is first asked for."""
 
     def __init__(self, entry: str, *, log_dir: Path) -> None:
-        """Start the server and return at once; it loads while Ray starts.
+        """Prepare the server; nothing is started.
 
         Args:
             entry: Name of the module that workers run; see worker_actor.EntryModule.
             log_dir: Folder of the server's output.
         """
+        self._entry, self._log_dir = entry, log_dir
         self._folder = tempfile.TemporaryDirectory(prefix="raymega-fork-")  # only this user's
         self._address = str(Path(self._folder.name) / "socket")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def py_executable(self) -> str:
+        """Return the command that Ray is to run in place of ``python`` for a worker on this node.
+
+        The first call starts the server and returns at once; it loads while Ray starts.
+        """
+        if self._process is None:
+            self._process = self._start()
+        return shlex.join([sys.executable, "-IS", fork_client.__file__, self._address])
+
+    def _start(self) -> subprocess.Popen[bytes]:
         # The server imports the same modules as this process, wherever they came from.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main(*sys.argv[1:])"
-        log_dir.mkdir(parents=True, exist_ok=True)
-        with (log_dir / LOG_FILE).open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, self._address, entry],
-                stdin=subprocess.PIPE,
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from {__name__} import main; main(*sys.argv[1:])"
+        )
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        # clients may come before the server does, and wait in its socket
+        with socket.socket(socket.AF_UNIX) as listener, (self._log_dir / LOG_FILE).open("w") as log:
+            listener.bind(self._address)
+            listener.listen(BACKLOG)
+            return subprocess.Popen(
+                [sys.executable, "-c", code, str(listener.fileno()), self._entry],
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.PIPE,  # closes with this process, and the server ends
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C reaches this process alone
             )
 
-    @property
-    def py_executable(self) -> str:
-        """Return the command that Ray is to run in place of ``python`` for a worker on this node."""
-        return shlex.join([sys.executable, "-IS", fork_client.__file__, self._address])
-
     def close(self) -> None:
-        """End the server; its workers go on, and later ones load for themselves."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the server; its workers stay, and later ones load for themselves."""
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
+            self._process = None
         self._folder.cleanup()
 
 
-def main(address: str, entry: str) -> None:
-    """Serve at ``address`` until stdin closes; in a forked process, run the worker."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(BACKLOG)  # clients may come before the modules have loaded
+def main(listener: str, entry: str) -> None:
+    """Serve at the socket of this file descriptor until stdin closes; in a forked process, run the worker."""
     gc.disable()  # loaded code stays, and a collection would copy shared pages
     importlib.import_module(entry)
-    # None is the end of the server; a request is returned in the worker's process only
-    command = _serve(listener)
+    # None is the end of the server; a command is returned in a worker's process only
+    command = _serve(socket.socket(fileno=int(listener)))
     if command is not None:
         runpy.run_path(command[0], run_name="__main__")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,6 +51,8 @@ PAUSE_S = 2.0
 NAMED_AXES = ("tp", "cp", "ep", "pp", "dp")
 RARE_AXES = ("cp", "ep")
 """Axes that a name leaves out where the grid does not use them."""
+OWN_PACKAGES = {"pip", "uv", "conda", "container", "image_uri", "py_executable"}
+"""Keys of a job's runtime_env under which Ray itself chooses the interpreter."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -94,13 +96,20 @@ class WorkerSlot:
 class WorkerSlots:
     """All slots of a run: requests them from Ray, starts processes in them, and releases them."""
 
-    def __init__(self, cluster: ClusterSection, *, can_grow: bool, py_executable: str = "") -> None:
+    def __init__(
+        self,
+        cluster: ClusterSection,
+        *,
+        can_grow: bool,
+        py_executable: Callable[[], str] | None = None,
+    ) -> None:
         """Prepare without slots.
 
         Args:
             cluster: Resources of a worker.
             can_grow: Whether nodes may still join the cluster.
-            py_executable: Command in place of ``python`` for workers on the driver's node; '' for none.
+            py_executable: Function that returns the command in place of ``python`` for workers on the
+                driver's node; None leaves it to Ray.
         """
         self._cluster, self._can_grow, self._py_executable = cluster, can_grow, py_executable
         self.device: Device = "cpu"
@@ -256,9 +265,8 @@ class WorkerSlots:
                 placement_group=slot.group, placement_group_bundle_index=0
             ),
         }
-        # forked on the driver's node, from its fork server
-        if self._py_executable and _node_of(slot.group) == ray.get_runtime_context().get_node_id():
-            options["runtime_env"] = {"py_executable": self._py_executable}
+        if self._py_executable and _is_forkable(slot.group):
+            options["runtime_env"] = {"py_executable": self._py_executable()}
         slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
 
@@ -312,6 +320,12 @@ def _is_held(group: PlacementGroup) -> bool:
 def _node_of(group: PlacementGroup) -> str:
     """Return the id of the group's present or last node; '' for none."""
     return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
+
+
+def _is_forkable(group: PlacementGroup) -> bool:
+    """Return whether workers of the group can be forked from a process of the driver: same node, same packages."""
+    here = ray.get_runtime_context()
+    return _node_of(group) == here.get_node_id() and not OWN_PACKAGES & here.runtime_env.keys()
 
 
 def kill(slots: Sequence[WorkerSlot]) -> None:

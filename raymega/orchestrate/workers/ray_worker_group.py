@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nod
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
     ANSWER_EVERY_S,
+    TRAIN_ENTRY,
     AttemptSpec,
     Heartbeat,
     NodeDrain,
@@ -38,7 +39,6 @@ from raymega.orchestrate.workers.actor_calls import (
     death_cause,
     nothing,
 )
-from raymega.orchestrate.workers.fork_server import ForkServer
 from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots, kill, name_of
 from raymega.orchestrate.workers.preflight import Preflight, PreflightResult
 from raymega.orchestrate.workers.rank_assignment import RankAssignment
@@ -48,7 +48,6 @@ from raymega.plan.snapshot_replicas import memory_faults
 
 log = logging.getLogger(__name__)
 
-TRAIN_ENTRY = "raymega.train.entry"
 RESPAWN_S = 1.0
 """Pause before a dead process is replaced, in seconds: its node may be dying too."""
 LOOK_EVERY_S = 1.0
@@ -58,7 +57,7 @@ LOOK_EVERY_S = 1.0
 class RayWorkerGroup:
     """The WorkerGroup protocol over a connected Ray; see ``core/worker_group_api.py`` for what may block."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a run that only some hosts and tests have
         self,
         plan: RunPlan,
         *,
@@ -67,7 +66,7 @@ class RayWorkerGroup:
         entry: str = TRAIN_ENTRY,
         preflight: Preflight | None = None,
         snapshot_servers: SnapshotServers | None = None,
-        fork_server: ForkServer | None = None,
+        py_executable: Callable[[], str] | None = None,
     ) -> None:
         """Prepare the group; nothing is started.
 
@@ -78,16 +77,12 @@ class RayWorkerGroup:
             entry: Name of the module that a worker runs; see worker_actor.EntryModule.
             preflight: Check of each node before its first attempt; None for no check.
             snapshot_servers: Snapshot servers of the workers' snapshots; None for a run without snapshots.
-            fork_server: Process that forks the workers on the driver's node; None lets each load for itself.
+            py_executable: See WorkerSlots.
         """
         # plans: of the next attempt, of the job's own grid, and of the grid that slots were asked for
         self._plan, self._full, self._asked = plan, plan, plan
         self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
-        self._slots = WorkerSlots(
-            plan.job.cluster,
-            can_grow=can_grow,
-            py_executable=fork_server.py_executable if fork_server else "",
-        )
+        self._slots = WorkerSlots(plan.job.cluster, can_grow=can_grow, py_executable=py_executable)
         self._assignment = RankAssignment(self._slots, plan)
         self._calls = ActorCalls()
         self._hang_probe = HangProbe(self._calls)

@@ -6,9 +6,12 @@ state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from math import prod, tau
+from typing import Any
 
+import numpy as np
 import torch
 
 from raymega.messages import Box
@@ -31,7 +34,7 @@ MIX_SHIFTS = (30, 27, 31)
 CPU_CHUNK = 1 << 14
 GPU_CHUNK = 1 << 22
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Words = tuple[Any, Any, Any, Any]  # tensors, arrays or ints
 
 
 def key(seed: int, purpose: str, name: str) -> int:
@@ -55,14 +58,19 @@ def normal(
     """
 
     values = torch.empty(box.num_elements, dtype=dtype, device=device)
-    chunk = CPU_CHUNK if values.device.type == "cpu" else GPU_CHUNK
-    for start in range(0, values.numel(), chunk):
-        part = values[start : start + chunk]
-        local = torch.arange(start, start + part.numel(), dtype=torch.int64, device=device)
-        index = _global_index(local, box, global_shape)
-        zero = torch.zeros_like(index)
+    is_cpu = values.device.type == "cpu"
+    first = 0
+    for index in _global_indices(
+        box, global_shape, values.device, CPU_CHUNK if is_cpu else GPU_CHUNK
+    ):
+        part = values[first : first + index.numel()]
+        first += index.numel()
+        # numpy's integers take half of the time of torch's on a CPU
+        counter: Any = index.numpy().view(np.uint64) if is_cpu else index
+        is_large = prod(global_shape) > MASK
+        low, high = (counter & MASK, counter >> 32) if is_large else (counter, 0)
         # four words give two fractions of 53 bits, which give one normal number
-        words = philox((index & MASK, index >> 32, zero, zero), key)
+        words = philox((low, high, 0, 0), key)
         radius = (1.0 - _fraction(words[0], words[1])).log_().mul_(-2.0).sqrt_()
         angle = _fraction(words[2], words[3]).mul_(tau)
         part.copy_(radius.mul_(angle.cos_()))
@@ -72,14 +80,29 @@ def normal(
 def philox(counter: Words, key: int) -> Words:
     """Return four random 32-bit words for a 128-bit counter and a 64-bit key (Philox4x32-10).
 
-    Words are int64 tensors with values in [0, 2**32). Products wrap as two's complement; bits above 32
-    are masked before the next product.
+    Words are int64 tensors or uint64 arrays with values in [0, 2**32); a word that all counters share may be
+    an int. Products wrap as two's complement; bits above 32 are masked before the next product.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & MASK, key >> 32
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & MASK, p1, (p0 >> 32 ^ c3 ^ k1) & MASK, p0
+        if number == 0:  # the caller's words stay as they are, later ones are overwritten
+            c1, c3 = c1 ^ k0, c3 ^ k1
+        else:
+            c1 ^= k0
+            c3 ^= k1
+        c1 ^= p1 >> 32
+        c3 ^= p0 >> 32
+        c1 &= MASK
+        c3 &= MASK
+        # an int does not wrap
+        c0, c1, c2, c3 = (
+            c1,
+            p1 & MASK if isinstance(p1, int) else p1,
+            c3,
+            p0 & MASK if isinstance(p0, int) else p0,
+        )
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return c0, c1 & MASK, c2, c3 & MASK
 
@@ -111,15 +134,36 @@ def splitmix(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _fraction(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _fraction(high: Any, low: Any) -> torch.Tensor:
     """Return the first 53 of 64 bits as a float64 in [0, 1)."""
-    return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)
+    bits = high << 21
+    bits |= low >> 11
+    if isinstance(bits, np.ndarray):
+        bits = torch.from_numpy(bits.view(np.int64))
+    return bits.to(torch.float64).mul_(2.0**-53)
 
 
-def _global_index(local: torch.Tensor, box: Box, global_shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the linear indices in the whole tensor of the elements ``local`` of the box."""
-    index = torch.full_like(local, linear_index(box.offset, global_shape))
-    for dim, extent in enumerate(box.shape):
-        inner = prod(box.shape[dim + 1 :])
-        index += (local // inner) % extent * prod(global_shape[dim + 1 :])
-    return index
+def _global_indices(
+    box: Box, global_shape: tuple[int, ...], device: torch.device, limit: int
+) -> Iterator[torch.Tensor]:
+    """Yield the linear indices in the whole tensor of the box's elements, in order, ``limit`` at a time.
+
+    A box is a list of runs: elements that lie one after the other in the whole tensor too.
+    """
+    # length of a run: the last dimensions, up to and with the first that is cut
+    dim, run = len(box.shape), 1
+    while dim and (dim == len(box.shape) or box.shape[dim] == global_shape[dim]):
+        dim -= 1
+        run *= box.shape[dim]
+    # begin of each run
+    starts = torch.tensor(linear_index(box.offset, global_shape), device=device)
+    for extent, inner in zip(box.shape[:dim], range(1, dim + 1), strict=True):
+        stride = prod(global_shape[inner:])
+        starts = starts[..., None] + stride * torch.arange(extent, device=device)
+    starts = starts.reshape(-1, 1)
+    # several runs at a time, or parts of one
+    inside = torch.arange(run, device=device)
+    rows, columns = max(1, limit // max(1, run)), min(run, limit)
+    for first in range(0, len(starts), rows):
+        for begin in range(0, run, max(1, columns)):
+            yield (starts[first : first + rows] + inside[begin : begin + columns]).reshape(-1)

@@ -1,7 +1,10 @@
 """rng: published Philox answers, and that a block equals the block of the whole."""
 
+import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +47,51 @@ def test_any_block_equals_the_block_of_the_whole(dtype):
         block = rng.normal(KEY, box, shape, dtype)
         assert block.shape == inner
         assert torch.equal(block, whole[box.within(_whole(shape))])
+
+
+def _plain_normal(key, index):
+    """The definition: Philox with Python's integers, then Box-Muller."""
+    c0, c1, c2, c3 = index & ONES, index >> 32, 0, 0
+    k0, k1 = key & ONES, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & ONES, p0 >> 32 ^ c3 ^ k1, p0 & ONES
+        k0, k1 = (k0 + 0x9E3779B9) & ONES, (k1 + 0xBB67AE85) & ONES
+    one, two = ((high << 21 | low >> 11) * 2.0**-53 for high, low in ((c0, c1), (c2, c3)))
+    return one, two
+
+
+def test_values_are_those_of_the_definition_bit_for_bit_on_any_box(monkeypatch):
+    source = random.Random(1)
+    for _ in range(60):
+        shape = tuple(source.choice((1, 2, 3, 7, 20)) for _ in range(source.randint(1, 4)))
+        shape = (source.choice((1, 1 << 40)), *shape)  # also indices beyond 32 bits
+        offset = tuple(source.randrange(extent) for extent in shape)
+        inner = tuple(source.randint(1, min(8, n - o)) for n, o in zip(shape, offset, strict=True))
+        box, key = Box(offset=offset, shape=inner), source.getrandbits(64)
+        monkeypatch.setattr(rng, "CPU_CHUNK", source.choice((1, 5, 64, 1 << 14)))
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        places = itertools.product(*(range(o, o + n) for o, n in zip(offset, inner, strict=True)))
+        drawn = [
+            _plain_normal(key, sum(p * s for p, s in zip(place, strides, strict=True)))
+            for place in places
+        ]
+        one, two = torch.tensor(drawn, dtype=torch.float64).unbind(1)
+        wanted = (1.0 - one).log_().mul_(-2.0).sqrt_() * two.mul_(math.tau).cos_()
+        found = rng.normal(key, box, shape, torch.float64)
+        assert torch.equal(found.flatten(), wanted), (shape, box)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, lambda words: np.array(words, np.uint64)])
+def test_philox_takes_tensors_and_arrays_and_leaves_them_as_they_are(make):
+    words = make([5, 6, ONES])
+    zeros = make([0, 0, 0])
+    found = rng.philox((words, 0, zeros, 0), KEY)
+    assert [int(word) for word in words] == [5, 6, ONES]
+    assert [int(word) for word in zeros] == [0, 0, 0]
+    for at, word in enumerate((5, 6, ONES)):
+        alone = rng.philox(tuple(torch.tensor([w]) for w in (word, 0, 0, 0)), KEY)
+        assert [int(w[at]) for w in found] == [int(w) for w in alone]
 
 
 def test_indices_beyond_32_bits_have_their_own_values():
