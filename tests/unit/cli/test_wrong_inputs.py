@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     # the same weights under the names of another model
     shutil.copytree(folder / "ours", folder / "unrelated")
     _, manifest = open_checkpoint(str(folder / "ours"))
-    odd = tuple(replace(box, name=box.name.replace("layers.", "h.")) for box in manifest.boxes)
+    odd = tuple(replace(box, tensor=box.tensor.replace("layers.", "h.")) for box in manifest.boxes)
     (folder / "unrelated" / manifest.key).unlink()
     commit(open_store(str(folder / "unrelated")), replace(manifest, boxes=odd))
     return folder
