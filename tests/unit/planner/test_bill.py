@@ -66,18 +66,18 @@ def test_run_that_is_interrupted_faster_than_it_saves_never_ends():
     worst = replace(PRICED, interruptions_per_day=500.0)
     bill = make_bill(plan_of("checkpoint.every=0"), worst, 36.0)
     assert bill.spot.seconds == inf
-    assert "no progress" in list(bill_lines(bill, worst, unit="GPU-hours"))[1]
+    assert "no progress" in list(bill_lines(bill, worst))[1]
 
 
 def test_lines_say_time_hours_and_dollars():
     bill = make_bill(plan_of(), PRICED, 3600.0)
-    whole, spot = bill_lines(bill, PRICED, unit="GPU-hours")
+    whole, spot = bill_lines(bill, PRICED)
     assert (
         "1,000 steps, 512,000 tokens: 41 days 16 h; 2,000 GPU-hours; $5,000 at $2.5 an hour"
         in whole
     )
     assert spot.startswith("spot: $") and "1 expected of a node in a day" in spot
-    (alone,) = bill_lines(make_bill(plan_of(), H100, 1.0), H100, unit="GPU-hours")
+    (alone,) = bill_lines(make_bill(plan_of(), H100, 1.0), H100)
     assert "--price" in alone
 
 
