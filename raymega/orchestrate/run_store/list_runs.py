@@ -29,7 +29,7 @@ class RunSummary:
 
     Attributes:
         name: Name of the run.
-        state: State of its driver; ``interrupted`` where that ended without a word, ``imported`` for
+        state: State of its driver; ``interrupted`` where that was killed, ``imported`` for
             weights that no run has written, ``unreadable`` where the record cannot be read.
         step: Newest step that is known, saved or not.
         saved_step: Step of the newest checkpoint; 0 for none.
