@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,8 +171,8 @@ def _address_fault(address: str) -> Fault | None:
         return Fault(
             fact=f"address={address!r}",
             rule="raymega's driver must be a full member of the cluster, not a remote client",
-            remedy="give HOST:PORT of the head (its port is 6379 by default), or run the command on "
-            "the cluster with `ray job submit --address http://HOST:8265`",
+            remedy="give HOST:PORT of the head (its port is 6379 by default), or run it on the cluster: "
+            "raymega submit JOB.yaml --address http://HOST:8265",
         )
     cause = _probe(address)
     if not cause:
@@ -215,9 +216,17 @@ def _refusal(target: str, error: Exception) -> Fault:
 def _no_start(target: str, error: Exception) -> Fault:
     return Fault(
         fact=f"Ray at {target!r} did not start ({str(error).strip().splitlines()[0]})",
-        rule="its processes must come up before a run can begin",
-        remedy="try again when the machine is less busy; Ray's own logs are in /tmp/ray",
+        rule="its processes must come up before a run can begin; the load is "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs",
+        remedy="try again when the machine is less busy, or once `ray start --head` has succeeded; "
+        f"Ray's own logs are in {_ray_logs()}",
     )
+
+
+def _ray_logs() -> Path:
+    """Return the folder of logs of the Ray that was started last on this machine."""
+    newest = Path(tempfile.gettempdir(), "ray", "session_latest")
+    return newest.resolve() / "logs" if newest.exists() else newest.parent
 
 
 def _has_token() -> bool:

@@ -44,11 +44,6 @@ def device_of(job: Job) -> Accelerator | None:
     return find_accelerator("cpu") if job.cluster.device == "cpu" else None
 
 
-def hours_unit(job: Job) -> str:
-    """Return the unit of device-hours of a job."""
-    return "worker-hours" if job.cluster.device == "cpu" else "GPU-hours"
-
-
 def dollars_per_s(plan: RunPlan, price: float) -> float:
     """Return the dollars that a second of the run costs; 0 where no price is known."""
     device = device_of(plan.job)
@@ -74,7 +69,7 @@ class BillSink:
             return
         step_s = played_step(self._plan, self._device).total_s
         bill = make_bill(self._plan, self._device, step_s, first_step=event.step)
-        for line in bill_lines(bill, self._device, unit=hours_unit(self._plan.job)):
+        for line in bill_lines(bill, self._device):
             self._print(f"Expected on {self._plan.grid.world_size} x {self._device.name}: {line}")
 
     def close(self, timeout_s: float) -> None:

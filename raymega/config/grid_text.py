@@ -24,15 +24,18 @@ def grid_overrides(text: str) -> list[str]:
         axis.strip() in AXES and equals and re.fullmatch(r"\s*-?\d+\s*", value)
         for axis, equals, value in cut
     ]
-    if all(is_whole):
+    is_unique = len({axis.strip() for axis, _, _ in cut}) == len(cut)
+    if all(is_whole) and is_unique:
         return [f"parallel.{axis.strip()}={value.strip()}" for axis, _, value in cut]
-    meant = [f"{axis}={degree}" for axis, degree in _PAIR.findall(text.lower()) if axis in AXES]
+    found = {axis: degree for axis, degree in _PAIR.findall(text.lower()) if axis in AXES}
+    meant = [f"{axis}={degree}" for axis, degree in found.items()]
     if not meant and text.strip().isdigit():
         meant = [f"dp={text.strip()}"]
     raise ConfigError(
         Fault(
             fact=f"--grid {text}",
-            rule=f"it must be pairs axis=degree with commas between them; axes are {', '.join(AXES)}",
+            rule="it must be pairs axis=degree with commas between them, each axis once; axes are "
+            f"{', '.join(AXES)}",
             remedy=f"write --grid {','.join(meant or ['tp=2', 'pp=2'])}",
         )
     )

@@ -27,6 +27,8 @@ from raymega.config.yaml_text import read_yaml, yaml_fault
 from raymega.errors import ConfigError, Fault
 
 _ABSENT = object()
+MOST_KEYS = 16
+"""Most keys of a section that a message lists; of more the nearest are named."""
 _QUOTED = re.compile(r"'([^']+)'")
 YAML_WORDS = {
     **{
@@ -176,7 +178,7 @@ def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
     path, equals, text = override.partition("=")
     *sections, field = path.strip().split(".")
     if not equals or not sections or not all((*sections, field)):
-        return [_bad_override(override, "it must read section.field=value")]
+        return [_bad_override(override, "it must read section.field=value", _nearest(override))]
     try:
         value = read_yaml(text)
     except yaml.YAMLError as error:
@@ -198,10 +200,21 @@ def _spell_fp8_out(raw: dict[str, Any]) -> None:
         raw["precision"] = {"fp8": "rowwise", **precision, "dtype": "bfloat16"}
 
 
-def _bad_override(override: str, rule: str) -> Fault:
-    return Fault(
-        fact=f"override {override!r}", rule=rule, remedy="write for example --set run.steps=50"
-    )
+def _bad_override(override: str, rule: str, meant: str = "") -> Fault:
+    remedy = f"did you mean --set {meant}?" if meant else "write for example --set run.steps=50"
+    return Fault(fact=f"override {override!r}", rule=rule, remedy=remedy)
+
+
+def _nearest(override: str) -> str:
+    """Return the override that a text without a section means: optimizer.lr=1e-3 for lr=1e-3; or empty."""
+    field, _, value = override.replace(":", "=", 1).partition("=")
+    if "." in field:
+        return f"{field.strip()}={value.strip()}" if value else ""
+    for name, info in Job.model_fields.items():
+        section = _section_of(info)
+        if section is not None and field.strip() in section.model_fields and value:
+            return f"{name}.{field.strip()}={value.strip()}"
+    return ""
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:
@@ -211,10 +224,17 @@ def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) 
         if key in known:
             continue
         near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+        shown = (
+            known
+            if len(known) <= MOST_KEYS
+            else get_close_matches(str(key), known, n=5, cutoff=0.1)
+        )
+        others = len(known) - len(shown)
         faults.append(
             Fault(
                 fact=f"{prefix}{key} is not a known key",
-                rule=f"{prefix[:-1] or 'a job'} has {', '.join(known)}",
+                rule=f"{prefix[:-1] or 'a job'} has {', '.join(shown)}"
+                + (f" and {others} others, which `raymega schema` lists" if others else ""),
                 remedy=f"did you mean {prefix}{near[0]}?" if near else "remove it",
             )
         )
@@ -294,6 +314,10 @@ def _meant(value: object, details: Sequence[ErrorDetails]) -> str:
         if detail["type"] == "literal_error"
         for word in _QUOTED.findall(detail.get("ctx", {}).get("expected", ""))
     ]
+    if any(detail["type"] == "int_type" for detail in details):
+        plain = str(value).replace("_", "").replace(",", "").removesuffix(".0")
+        known += [plain] if plain.isdecimal() else []
+        return plain if plain in known else ""
     return next(iter(get_close_matches(str(value), known, n=1, cutoff=0.5)), "")
 
 

@@ -143,14 +143,9 @@ def _spot(plan: RunPlan, device: Accelerator, step_s: float, seconds: float) -> 
     )
 
 
-def bill_lines(bill: Bill, device: Accelerator, *, unit: str) -> Iterator[str]:
-    """Yield the bill as lines for people.
-
-    Args:
-        bill: Bill to describe.
-        device: Device with its prices.
-        unit: Unit of device-hours, such as ``GPU-hours``.
-    """
+def bill_lines(bill: Bill, device: Accelerator) -> Iterator[str]:
+    """Yield the bill as lines for people; ``device`` has the prices."""
+    unit = "worker-hours" if device.shared_cores else "GPU-hours"
     cost = (
         f"${dollars(bill.dollars)} at ${device.price_per_hour:g} an hour"
         if bill.dollars is not None

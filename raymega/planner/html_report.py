@@ -55,7 +55,9 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
         "layout": describe(found),
         "on": f"{plan.grid.world_size} x {device.name}",
         "a step": f"{seconds(time.total_s)}, {found.tokens_per_s:,.0f} tokens/s a device",
-        "the whole run": " ".join(_bill_lines(found, device)),
+        "the whole run": " ".join(
+            bill_lines(make_bill(found.plan, device, found.time.total_s), device)
+        ),
         "what binds": advice_line(advise(found, device), found, device),
         "how far to trust it": expected_error(device, plan.job),
     }
@@ -69,12 +71,6 @@ def draw_plan(found: RankedLayout, device: Accelerator) -> str:
             zoomable(_timeline(plan, device)),
         ),
     )
-
-
-def _bill_lines(found: RankedLayout, device: Accelerator) -> Iterator[str]:
-    is_cpu = found.plan.job.cluster.device == "cpu"
-    bill = make_bill(found.plan, device, found.time.total_s)
-    yield from bill_lines(bill, device, unit="worker-hours" if is_cpu else "GPU-hours")
 
 
 def memory_svg(plan: RunPlan, device: Accelerator) -> str:

@@ -59,6 +59,10 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 
 
+MOST_PASSES = 200_000
+"""Most passes of micro-batches through stages in a step, which a schedule lists one by one."""
+
+
 def make_schedule(name: str, sizes: Sizes) -> Program:
     """Return the instructions of every rank for one optimizer step.
 
@@ -104,6 +108,13 @@ def schedule_faults(name: str, sizes: Sizes) -> Iterator[Fault]:
         rule = f"it must be one of {', '.join(sorted(SCHEDULES))}"
         yield Fault(fact=f"schedule.name={name!r}", rule=rule, remedy="use one of these")
         return
+    passes = sizes.pp * sizes.chunks * sizes.num_micro_batches
+    if sizes.num_micro_batches > 1 and passes > MOST_PASSES:
+        yield Fault(
+            fact=f"{sizes.num_micro_batches:,} micro-batches through {sizes.pp * sizes.chunks:,} stages",
+            rule=f"a schedule lists every pass, {MOST_PASSES:,} at most",
+            remedy=f"use at most {max(1, MOST_PASSES // (sizes.pp * sizes.chunks)):,} micro-batches",
+        )
     # Limits of this schedule.
     kind = SCHEDULES[name]
     if not kind.least_chunks <= sizes.chunks <= kind.most_chunks and sizes.chunks >= 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 from raymega.config.hub import download, hub_name
@@ -217,7 +217,8 @@ def _other_scheme(scheme: str, rest: str) -> str:
     if scheme in ("az", "abfs", "abfss", "wasb", "wasbs", "adl", "hdfs"):
         return f"mount it on every node and use the path, such as /mnt/{rest}"
     if name := hub_name(f"{scheme}://{rest}"):
-        return f"download it first: {download(name, 'model')[0]} (data: --repo-type dataset)"
+        kind: Literal["model", "dataset"] = "dataset" if "datasets/" in rest else "model"
+        return f"nothing is read from the Hub: `{download(name, kind)[0]}`, and use that folder"
     # cutoff 0: there is always a nearest scheme to suggest
     near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
     return f"nearest is {near[0]}://{rest}; or use a path"

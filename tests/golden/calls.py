@@ -19,7 +19,7 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.data.format import local_folder
 from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError, RaymegaError, raise_faults
-from raymega.messages import ShardSaved
+from raymega.messages import NodeSlots, ShardSaved
 from raymega.orchestrate.cluster.node_probes import version_fault
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_up_error
 from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
@@ -115,6 +115,16 @@ def _waits_for_ever(_folder: Path) -> None:
 
 def _no_room(_folder: Path) -> None:
     place_ranks((), make_test_plan("parallel.tp=2").grid, block=2)
+
+
+def _no_gpu(_folder: Path) -> None:
+    node = NodeSlots(node_id="n", address="", num_slots=0, cpus=8.0, needs_gpu=True)
+    place_ranks((node,), make_test_plan("parallel.pp=2").grid, block=1)
+
+
+def _too_few_cpus(_folder: Path) -> None:
+    node = NodeSlots(node_id="n", address="", num_slots=2, cpus=2.0)
+    place_ranks((node,), make_test_plan("parallel.dp=4").grid, block=1)
 
 
 def _group_is_parted(_folder: Path) -> None:
@@ -286,6 +296,8 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "lists that send and receive in other orders": _other_order,
     "a list that waits for ever": _waits_for_ever,
     "no room on the cluster": _no_room,
+    "no gpu on the cluster": _no_gpu,
+    "too few cpus on the cluster": _too_few_cpus,
     "a tp group on two nodes": _group_is_parted,
     "digits that a run would drop": _no_digits_dropped,
     "a job outside the working folder": _outside,

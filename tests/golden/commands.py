@@ -20,12 +20,15 @@ import typer.main
 import yaml
 
 from raymega.cli.main import run
+from raymega.cli.plan import notes
 from raymega.planner.calibration.published_runs import COLUMNS
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 
 CASES = Path(__file__).parent / "cases" / "commands.yaml"
+MACHINE = notes.Machine(num_cpus=2, has_gpu=False)
+"""Machine on which all commands run, as far as they tell of it."""
 USAGE = "Usage:"
 """Begins what typer says of a mistake of usage, which its version decides."""
 TEXTS = {
@@ -73,6 +76,7 @@ def called(*words: str) -> Ended:
     with (
         patch.object(sys, "argv", ["raymega", *words]),
         patch.object(typer.main, "get_command", _built),  # 25 ms a command
+        patch.object(notes, "this_machine", lambda: MACHINE),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         warnings.catch_warnings(),

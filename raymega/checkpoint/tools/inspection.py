@@ -22,7 +22,7 @@ from raymega.checkpoint.format.manifest import (
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.hub import download, hub_name
-from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, first_few, raise_faults
 from raymega.storage.registry import is_anything_at, local_path, open_store, reading_faults
 from raymega.storage.store import Store
 
@@ -159,6 +159,12 @@ def runs_below(uri: str) -> list[str]:
     return sorted(each.name for each in folder.iterdir() if (each / ROOT).is_dir())
 
 
+def _steps_of(run: str) -> list[str]:
+    """Return the steps of a run's checkpoints as text, newest first."""
+    found = [checkpoint_of(key) for key in list_manifests(open_store(run))]
+    return [str(at.step) for at in found if at is not None]
+
+
 def _nothing_at(uri: str) -> Fault:
     # The remedy depends on what the folder looks like: a Hugging Face model, or a parent of runs.
     folder, runs = local_path(uri), runs_below(uri)
@@ -174,6 +180,8 @@ def _nothing_at(uri: str) -> Fault:
             f"nothing is read from the Hub: `{fetch}`, then `raymega convert hf-import {local} "
             f"--out {local}-raymega` and give that folder"
         )
+    elif (match := _PART_OF_RUN.fullmatch(uri)) and (steps := _steps_of(match["run"])):
+        remedy = f"the run has the steps {first_few(steps)}: raymega checkpoint list {match['run']}"
     elif runs:
         more = ", ..." if len(runs) > MAX_NAMED else ""
         remedy = (

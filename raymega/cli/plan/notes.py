@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a local run would have: CPUs, and whether there is a GPU."""
+    """Resources that a local run would have: CPUs, and whether there is a GPU."""
 
     num_cpus: int
     has_gpu: bool

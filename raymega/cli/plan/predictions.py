@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from raymega.cli.bill import hours_unit
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.config.schema import Job
 from raymega.plan.flops import flops_per_token
@@ -105,7 +104,7 @@ def show_bill(found: RankedLayout, device: Accelerator) -> None:
     """Print what binds the step and what to try, and the cost of the whole run."""
     print(advice_line(advise(found, device), found, device))
     bill = make_bill(found.plan, device, found.time.total_s)
-    for line in bill_lines(bill, device, unit=hours_unit(found.plan.job)):
+    for line in bill_lines(bill, device):
         print(f"whole run: {line}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,10 @@ def _dtype_faults(dtype: str) -> Iterator[Fault]:
     if dtype in DTYPES:
         return
     rule = f"it is one of {', '.join(DTYPES)}"
-    yield Fault(fact=f"--dtype {dtype!r}", rule=rule, remedy="use one of them")
+    near = get_close_matches(dtype, DTYPES, n=1, cutoff=0.5)
+    yield Fault(
+        fact=f"--dtype {dtype!r}", rule=rule, remedy=f"use --dtype {next(iter(near), 'saved')}"
+    )
 
 
 def _weights_of(manifest: Manifest, model: ModelSection) -> dict[str, list[SavedBox]]:

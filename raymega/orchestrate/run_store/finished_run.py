@@ -11,7 +11,10 @@ from raymega.events import RunFinished, RunStarted
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.storage.store import Store
-from raymega.tracking.sink import SINK_CLOSE_S, CompositeSink, Sink
+from raymega.tracking.sink import CompositeSink, Sink
+
+CLOSE_S = 30.0
+"""Longest time that the sinks have to write what they hold, in seconds."""
 
 
 def finished_run(store: Store, record: RunRecord) -> tuple[RunStarted, RunFinished] | None:
@@ -55,5 +58,5 @@ def tell(done: tuple[RunStarted, RunFinished], sinks: Sequence[Sink]) -> RunFini
     sink = CompositeSink(sinks)
     for event in done:
         sink.emit(event)
-    sink.close(SINK_CLOSE_S)
+    sink.close(CLOSE_S)
     return done[1]

@@ -29,7 +29,7 @@ class RunSummary:
 
     Attributes:
         name: Name of the run.
-        state: State of its driver; ``interrupted`` where that ended without a word, ``imported`` for
+        state: State of its driver; ``interrupted`` where that was killed, ``imported`` for
             weights that no run has written, ``unreadable`` where the record cannot be read.
         step: Newest step that is known, saved or not.
         saved_step: Step of the newest checkpoint; 0 for none.
@@ -64,8 +64,9 @@ def list_runs(uri: str, *, now: str) -> list[RunSummary]:
         ConfigError: There is nothing at the URI, or its store cannot be read.
     """
     raise_faults(ConfigError, reading_faults(uri, field="URI"))
-    if not is_anything_at(uri):
-        raise ConfigError(_nothing_at(uri))
+    folder = local_path(uri)
+    if not is_anything_at(uri) or (folder is not None and not folder.is_dir()):
+        raise ConfigError(_nothing_at(uri, is_file=folder is not None and folder.exists()))
     places = [uri.rstrip("/")] if _is_run(open_store(uri)) else list(_runs_below(uri))
     found = [_summary(open_store(place), now=now) for place in places]
     return sorted(found, key=lambda run: run.updated, reverse=True)
@@ -79,11 +80,7 @@ def _runs_below(uri: str) -> Iterator[str]:
     """Yield the folders of runs: those of a disk one by one, of an object store by its keys."""
     root, folder = uri.rstrip("/"), local_path(uri)
     if folder is not None:
-        names = (
-            sorted(each.name for each in folder.iterdir() if each.is_dir())
-            if folder.is_dir()
-            else []
-        )
+        names = sorted(each.name for each in folder.iterdir() if each.is_dir())
         yield from (f"{root}/{name}" for name in names if _is_run(open_store(f"{root}/{name}")))
         return
     for key in open_store(uri).list(""):
@@ -153,9 +150,9 @@ def _newest_loss(store: Store) -> tuple[int, float | None]:
     return int(state.get("step", 0)), loss if math.isfinite(loss) else None
 
 
-def _nothing_at(uri: str) -> Fault:
+def _nothing_at(uri: str, *, is_file: bool) -> Fault:
     return Fault(
-        fact=f"there is nothing at {uri!r}",
+        fact=f"{uri!r} is a file" if is_file else f"there is nothing at {uri!r}",
         rule="it is the root of runs, a job's checkpoint.uri, and must exist",
         remedy="start a run first: raymega train jobs/verify.yaml; or give another root",
     )

@@ -7,6 +7,7 @@ constants and prints their errors on runs that the fit has not seen.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from raymega.errors import PlanError
 
@@ -258,8 +259,9 @@ def accelerator(name: str, *, field: str = "--gpu") -> Accelerator:
     """
     if name in CATALOGUE:
         return CATALOGUE[name]
+    near = get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.6)
     raise PlanError(
         fact=f"{field} {name}",
         rule=f"the catalogue has {', '.join(CATALOGUE)}",
-        remedy="use one of these",
+        remedy=f"use {next(iter(near), 'one of these, or a YAML file as docs/planner.md shows')}",
     )

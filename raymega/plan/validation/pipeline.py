@@ -12,15 +12,18 @@ from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, pla
 from raymega.plan.validation.rule import reads
 from raymega.plan.validation.unused_fields import default_of
 from raymega.schedule.order import make_sizes
-from raymega.schedule.table import make_placement, schedule_faults, unused_size_faults
+from raymega.schedule.table import (
+    MOST_PASSES,
+    make_placement,
+    schedule_faults,
+    unused_size_faults,
+)
 
 PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
               "wgrad_activation_fraction")  # fmt: skip
 MAX_LISTED = 100_000
 """Most layers of a model and stages of a pipeline: above any real job, and quick to enumerate."""
-MOST_PASSES = 200_000
-"""Most passes of micro-batches through stages in a step: a schedule lists each of them."""
 PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 

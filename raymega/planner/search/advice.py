@@ -46,7 +46,7 @@ RESOURCE_OF = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What binds, and what to try.
+    """Resource that binds a layout, and the change to try.
 
     Attributes:
         resource: Resource that binds: ``memory`` where the layout does not fit, or where only memory
