@@ -139,7 +139,9 @@ def show_places(console: Console, job) -> None:
         console.print(f"  {folder / name}", soft_wrap=True)
     console.print(f"  {job.data.path}", soft_wrap=True)
     mlflow = Path(sys.executable).parent / "mlflow"
-    console.print("Open MLflow with:")
+    console.print("Write all of it as one page with:")
+    console.print(f"  raymega report {folder} --out {OUT / 'report.html'}", soft_wrap=True)
+    console.print("Open MLflow, and choose Model training on its left, with:")
     console.print(
         f"  {mlflow} server --backend-store-uri sqlite:///{folder / 'mlflow.db'} --port 5000",
         soft_wrap=True,

@@ -86,6 +86,7 @@ class Chart:
 def draw_chart(chart: Chart, *, alone: bool = False) -> str:
     """Return the chart as an SVG document; with ``alone`` it is a file of its own."""
     curves = [_positive(curve) if chart.is_log else curve for curve in chart.curves]
+    # legend and labels above the plot, the narrow panel and the axis below it
     named = [
         *((curve.label, _colour(at + 1)) for at, curve in enumerate(curves) if len(curves) > 1),
         *([("steps done again", ".lost")] if len(curves) > 1 and _has_bands(chart.marks) else []),
@@ -239,6 +240,7 @@ def _line(frame: _Frame, curve: Curve, number: int) -> Iterator[str]:
         return
     colour = _colour(number)
     points = [(frame.x(x), frame.y(y)) for x, y in zip(curve.xs, curve.ys, strict=True)]
+    # few points are dots too, each with its value where the pointer rests
     if len(points) <= MOST_MARKS:
         for (x, y), step, value in zip(points, curve.xs, curve.ys, strict=True):
             yield (

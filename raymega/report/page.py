@@ -57,6 +57,7 @@ def run_page(
             rule="it must hold the events of a run of this version, one JSON object a line",
             remedy="give the folder of another run",
         ) from error
+    # who drives it now, and what its job says
     uri = history.run.get("uri", place.uri)
     name = history.run.get("name", place.folder.name)
     driver = _driver(uri, now=now)

@@ -32,7 +32,7 @@ def standing(history: RunHistory, driver: LeaseGrant | None) -> str:
         return f"under way, driven by {driver.holder}"
     if not history.run:
         return "not started"
-    return "its driver ended without a word; the same command resumes it"
+    return "its driver is gone; the same command resumes it"
 
 
 def is_running(history: RunHistory, driver: LeaseGrant | None) -> bool:

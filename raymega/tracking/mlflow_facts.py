@@ -1,6 +1,6 @@
 """Facts of a run for MLflow's own fields: params, datasets, source, description, environment.
 
-Pure but for :func:`source_tags`, which asks git and the system. `tracking/mlflow_recorder.py` writes them.
+Pure, except :func:`source_tags`, which asks git and the system. `tracking/mlflow_recorder.py` writes them.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def describe(job: Mapping[str, object]) -> str:
 def datasets_of(job: Mapping[str, object]) -> Iterator[UsedDataset]:
     """Yield the run's datasets; the digest is of what the job says of its data."""
     fields = by_path(job)
+    # a blend lists its sources, another job has one path
     sources: list[tuple[str, str]] = []
     for field, context in (("data.sources", "training"), ("data.validation", "validation")):
         listed = fields.get(field)
@@ -101,6 +102,7 @@ def datasets_of(job: Mapping[str, object]) -> Iterator[UsedDataset]:
             sources.append((str(each.get("path", "")), context))
     if not sources and (path := fields.get("data.path")):
         sources = [(str(path), "training")]
+    # the digest changes with anything that changes the samples
     said = {name: value for name, value in fields.items() if name.startswith("data.")}
     for path, context in sources:
         text = json.dumps([path, said], sort_keys=True, default=str)

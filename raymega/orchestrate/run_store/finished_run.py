@@ -13,9 +13,6 @@ from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.storage.store import Store
 from raymega.tracking.sink import CompositeSink, Sink
 
-CLOSE_S = 30.0
-"""Longest time that the sinks have to write what they hold, in seconds."""
-
 
 def finished_run(store: Store, record: RunRecord) -> tuple[RunStarted, RunFinished] | None:
     """Return the events of a run whose last step is saved and that no driver holds; else None.
@@ -58,5 +55,5 @@ def tell(done: tuple[RunStarted, RunFinished], sinks: Sequence[Sink]) -> RunFini
     sink = CompositeSink(sinks)
     for event in done:
         sink.emit(event)
-    sink.close(CLOSE_S)
+    sink.close(SINK_CLOSE_S)
     return done[1]

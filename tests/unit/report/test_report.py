@@ -121,14 +121,14 @@ def test_run_that_a_driver_holds_is_under_way_and_has_a_time_left(tmp_path, job)
     lease.release()
     later = datetime.now(UTC) + timedelta(seconds=1)
     page = run_page(find_run(str(run)), now=later, levels_of=lambda _job: {})
-    assert "ended without a word" in page and "time left" not in page
+    assert "its driver is gone" in page and "time left" not in page
 
 
 def test_killed_driver_leaves_a_page(tmp_path, job):
     run = written(tmp_path, job, without=RunFinished)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"event": "step", "st')
-    assert "ended without a word; the same command resumes it" in page_of(run)
+    assert "its driver is gone; the same command resumes it" in page_of(run)
 
 
 def test_failed_run_says_why(tmp_path, job):

@@ -217,6 +217,7 @@ def test_note_of_a_user_is_kept(client, uri, experiment):
     driver(uri, experiment, run_started(job=job, is_resumed=True))
     parent, _ = runs_of(client, experiment)
     assert parent.data.tags["mlflow.note.content"] == "my best run"
+    assert len(parent.inputs.dataset_inputs) == 1, "the second driver's dataset is the first one's"
 
 
 def test_folder_outside_git_and_user_without_a_name_leave_their_tags_out(monkeypatch, tmp_path):
