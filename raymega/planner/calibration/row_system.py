@@ -32,7 +32,7 @@ class Facts(Section):
     """Attention that writes its weights, is fused for the previous GPUs, or for these."""
     kernels: Literal["fused", "apart", "by_words"] = "by_words"
     """Norms, rotations and nonlinearities as one kernel each, or one for each operation."""
-    gathers: Literal["blocks", "tensors"] = "blocks"
+    gathers: Literal["blocks", "tensors", "by_words"] = "by_words"
     """Unit in which sharded weights are gathered."""
     overlap: Literal["hidden", "exposed", "by_format"] = "by_format"
     """Whether gradients and pipeline messages travel behind computation."""
@@ -104,7 +104,7 @@ def is_fully_sharded(row: Row) -> bool:
     text = words_of(row)
     if re.search(r"fsdp ?= ?(false|1\b|0\b|no\b)", text):
         return False
-    return bool(re.search(r"zero-?3|fsdp|full[_ ]shard|fully[- ]sharded", text))
+    return bool(re.search(r"zero-?3|stage ?3|fsdp|full[_ ]shard|fully[- ]sharded", text))
 
 
 def software_of(row: Row) -> Software:
@@ -116,13 +116,17 @@ def software_of(row: Row) -> Software:
     facts, late = facts_of(row), is_late(row)
     has_fused = late if facts.attention == "by_format" else facts.attention != "unfused"
     overlaps = late if facts.overlap == "by_format" else facts.overlap == "hidden"
+    # DeepSpeed's ZeRO-3 gathers the tensors of each layer inside a block when they are used.
+    gathers_tensors = facts.gathers == "tensors"
+    if facts.gathers == "by_words":
+        gathers_tensors = bool(re.search(r"zero-?3|stage ?3", words_of(row)))
     software = Software(
         has_fused_attention=has_fused,
         has_newest_attention=facts.attention != "previous",
         gradient_bytes=4 if late else 2,
         hides_gradients=overlaps,
         hides_messages=overlaps,
-        gathers_tensors=facts.gathers == "tensors",
+        gathers_tensors=gathers_tensors,
         has_dropout=not has_fused,
         fuses_kernels=facts.kernels != "apart",
         waits_for_update=facts.update == "waits",
