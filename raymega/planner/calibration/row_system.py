@@ -101,6 +101,7 @@ def is_late(row: Row) -> bool:
 
 def is_fully_sharded(row: Row) -> bool:
     """Return whether the row says that parameters are sharded over all replicas."""
+    # Notes may write switches out: fsdp=False.
     text = words_of(row)
     if re.search(r"fsdp ?= ?(false|1\b|0\b|no\b)", text):
         return False
@@ -113,6 +114,7 @@ def software_of(row: Row) -> Software:
     float16 without gates is how systems trained before fused attention, and before gradients and
     weights were sent concurrently with computation.
     """
+    # What a fact states counts, else the year that the format and the model tell.
     facts, late = facts_of(row), is_late(row)
     has_fused = late if facts.attention == "by_format" else facts.attention != "unfused"
     overlaps = late if facts.overlap == "by_format" else facts.overlap == "hidden"
