@@ -1,8 +1,8 @@
-"""Predicted against measured order of layouts on CPU: twelve of one job, on at most four gloo ranks.
+"""Predicted against measured order of layouts on CPU: 24 of one job, on at most four gloo ranks.
 
-    python -m benchmarks.layout_order [--rounds N]
+    python -m benchmarks.layout_order [--rounds N] [--layouts N]
 
-The twelve are drawn by a fixed seed from all grids of at most four ranks, three micro-batch sizes, two kinds
+The layouts are drawn by a fixed seed from all grids of at most four ranks, three micro-batch sizes, two kinds
 of recompute and two levels of sharding. Kernels and transfers are measured first and give an accelerator, as
 `raymega doctor --calibrate` does; then steps of seven layouts with other micro-batch sizes fit what a kernel
 costs beside its work. Rounds of all layouts are interleaved, and each layout's figure is the median of its
@@ -40,7 +40,7 @@ STEPS = 6
 TIMEOUT_S = 300.0
 TIE = 0.10
 """Pairs of layouts whose measured times are nearer than this have no order."""
-SEED, NUM_LAYOUTS, MOST_RANKS, BATCH = 0, 12, 4, 16
+SEED, NUM_LAYOUTS, MOST_RANKS, BATCH = 0, 24, 4, 16
 CALIBRATED_ON = (
     {"micro_batch_size": 2},
     {"micro_batch_size": 8},
@@ -65,12 +65,13 @@ def main() -> None:
     """Calibrate, predict, measure, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layouts", type=int, default=NUM_LAYOUTS)
     options = parser.parse_args()
-    show(options.rounds)
+    show(options.rounds, options.layouts)
 
 
-def drawn() -> list[dict[str, object]]:
-    """The twelve, by the seed alone."""
+def drawn(number: int) -> list[dict[str, object]]:
+    """Return as many layouts, by the seed alone."""
     every = [
         {"tp": tp, "pp": pp, "dp": dp, "micro_batch_size": size, "recompute": again, "sharding": level}
         for tp, pp, dp in product((1, 2, 4), repeat=3)
@@ -80,12 +81,12 @@ def drawn() -> list[dict[str, object]]:
         for again in ("none", "full")
         for level in (("none", "optimizer") if dp > 1 else ("none",))
     ]  # fmt: skip
-    return random.Random(SEED).sample(every, NUM_LAYOUTS)
+    return random.Random(SEED).sample(every, number)
 
 
-def show(rounds: int) -> float:
+def show(rounds: int, number: int = NUM_LAYOUTS) -> float:
     """Print the table; the correlation of pairs that are no ties."""
-    layouts, known = drawn(), [make(layout) for layout in CALIBRATED_ON]
+    layouts, known = drawn(number), [make(layout) for layout in CALIBRATED_ON]
     plans = [make(layout) for layout in layouts]
     base = kernels_device()
     timed = medians([*plans, *known], rounds)

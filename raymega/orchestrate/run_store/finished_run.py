@@ -11,7 +11,7 @@ from raymega.events import RunFinished, RunStarted
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.storage.store import Store
-from raymega.tracking.sink import CompositeSink, Sink
+from raymega.tracking.sink import SINK_CLOSE_S, CompositeSink, Sink
 
 
 def finished_run(store: Store, record: RunRecord) -> tuple[RunStarted, RunFinished] | None:

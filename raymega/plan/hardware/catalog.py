@@ -150,19 +150,19 @@ class Accelerator:
 
 # fitted by benchmarks/planner.py; _CPU was measured on one host
 _A100 = Fitted(
-    matmul_share=0.733, matmul_depth=78.0, matmul_waves=0.322, matmul_8_bit_share=0.0,
-    attention_share=0.444, memory_share=0.275, launch_s=4.3e-6, link_share=0.812, network_share=0.72,
+    matmul_share=0.716, matmul_depth=78.4, matmul_waves=0.297, matmul_8_bit_share=0.0,
+    attention_share=0.441, memory_share=0.266, launch_s=4.0e-6, link_share=0.806, network_share=0.793,
 )  # fmt: skip
 _H100 = Fitted(
-    matmul_share=0.691, matmul_depth=80.0, matmul_waves=0.262, matmul_8_bit_share=0.645,
-    attention_share=0.40, memory_share=0.316, launch_s=3.3e-6, link_share=0.797, network_share=0.81,
-    # FlashAttention-2 reaches 0.35 (Shah et al., FlashAttention-3, 2024, abstract)
-    older_attention_share=0.32,
+    matmul_share=0.692, matmul_depth=80.0, matmul_waves=0.302, matmul_8_bit_share=0.668,
+    attention_share=0.396, memory_share=0.288, launch_s=4.0e-6, link_share=0.777, network_share=0.783,
+    # FlashAttention-2; 0.35 in Shah et al., FlashAttention-3, 2024, abstract
+    older_attention_share=0.319,
 )  # fmt: skip
 _B200 = Fitted(
-    matmul_share=0.675, matmul_depth=80.0, matmul_waves=0.278, matmul_8_bit_share=0.637,
-    matmul_4_bit_share=0.423, attention_share=0.423, memory_share=0.344, launch_s=3.6e-6,
-    link_share=0.8275, network_share=0.773, older_attention_share=0.32,
+    matmul_share=0.695, matmul_depth=80.0, matmul_waves=0.303, matmul_8_bit_share=0.651,
+    matmul_4_bit_share=0.463, attention_share=0.427, memory_share=0.300, launch_s=4.2e-6,
+    link_share=0.802, network_share=0.795, older_attention_share=0.35,
 )  # fmt: skip
 _V100 = _A100
 _CPU = Fitted(

@@ -70,6 +70,7 @@ def compare(run: PublishedRun, fitted: Fitted | None = None) -> PublishedCompari
         fitted: Constants of the device; the catalogue's by default.
     """
     assert run.device is not None, "a skipped run has no prediction"
+    # Price every plan that the row allows.
     device = _with_constants(run, run.device, fitted)
     made = [_priced(run, plan, device) for plan in run.candidates]
     choices = [*made, *_partly_recomputed(made, device)] if run.has_open_recompute else made
@@ -82,6 +83,7 @@ def compare(run: PublishedRun, fitted: Fitted | None = None) -> PublishedCompari
         key=lambda each: each.seconds,
         default=least,
     )
+    # Its FLOP/s, by the source's own count where there is one.
     plan, iter_s = found.plan, found.seconds
     flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
     tokens = plan.batch.global_batch_size * plan.job.data.seq_len
@@ -121,6 +123,7 @@ def _partly_recomputed(made: Sequence[_Priced], device: Accelerator) -> Iterator
     Systems have such a setting (Megatron-LM's recompute_num_layers). Seconds and bytes are taken to
     lie in proportion between those of no recompute and of full recompute.
     """
+    # Plans that differ in recompute alone belong together.
     by_choice: dict[tuple[object, ...], dict[str, _Priced]] = {}
     for each in made:
         job = each.plan.job

@@ -126,8 +126,10 @@ def _table_fault(path: Path | str, what: str) -> Fault:
 
 def published_run(row: Row) -> PublishedRun:
     """Return a row as a run with its plans; ``skipped`` gives the reason when it has none."""
+    # Plans of the row, with what its model's name adds.
     row = completed(row)
     candidates, skipped = _candidates(row)
+    # Figures that the source printed.
     peak = noted(row, "mem_gib") or noted(row, "mem_gb")
     is_reserved = facts_of(row).memory == "reserved"
     number_format = format_of(row)

@@ -73,6 +73,7 @@ def number(row: Row, name: str, default: float = 0.0) -> float:
 
 def why_skipped(row: Row) -> str:
     """Return why no job can be made of a row: columns that are missing or contradict; else empty."""
+    # Columns that are missing, or that hold no count.
     lacking = [name for name in NEEDED if not row.get(name)]
     if lacking:
         return f"the row does not state {', '.join(lacking)}"
@@ -81,6 +82,7 @@ def why_skipped(row: Row) -> str:
     wrong = [f"{name}={row[name]}" for name in COUNTS if not 1 <= number(row, name, 1) < 2**53]
     if wrong:
         return f"{', '.join(wrong)}: a count is at least 1"
+    # Degrees and batch that contradict the number of GPUs.
     gpus, dp = number(row, "n_gpus"), dp_of(row)
     ranks = dp * number(row, "tp", 1) * number(row, "pp", 1) * number(row, "cp", 1)
     if ranks > gpus:
@@ -118,6 +120,7 @@ def _sizes(row: Row, facts: Facts) -> tuple[int, ...]:
 
 def _recomputes(row: Row, facts: Facts) -> tuple[str, ...]:
     """Return the kinds of recompute; words that are none of them are taken for selective."""
+    # The first word counts: tables write "full (inferred)" or "selective op".
     stated = (row["recompute"] or facts.recompute or "").lower().split("(")[0].split()
     if not stated:
         return OPEN_RECOMPUTES
@@ -199,6 +202,7 @@ def _job(
 
 def _model(row: Row) -> dict[str, Any]:
     """Return the section ``model``; what the columns lack comes from the model's configuration."""
+    # Widths, as far as the columns have them.
     heads, gated, known = int(number(row, "heads")), is_gated(row), known_model(row["model"])
     hidden = int(number(row, "hidden"))
     usual = 256 * round(hidden * 8 / 3 / 256) if gated else 4 * hidden

@@ -32,7 +32,7 @@ class Facts(Section):
     """Attention that writes its weights, is fused for the previous GPUs, or for these."""
     kernels: Literal["fused", "apart", "by_words"] = "by_words"
     """Norms, rotations and nonlinearities as one kernel each, or one for each operation."""
-    gathers: Literal["blocks", "tensors"] = "blocks"
+    gathers: Literal["blocks", "tensors", "by_words"] = "by_words"
     """Unit in which sharded weights are gathered."""
     overlap: Literal["hidden", "exposed", "by_format"] = "by_format"
     """Whether gradients and pipeline messages travel behind computation."""
@@ -101,10 +101,11 @@ def is_late(row: Row) -> bool:
 
 def is_fully_sharded(row: Row) -> bool:
     """Return whether the row says that parameters are sharded over all replicas."""
+    # Notes may write switches out: fsdp=False.
     text = words_of(row)
     if re.search(r"fsdp ?= ?(false|1\b|0\b|no\b)", text):
         return False
-    return bool(re.search(r"zero-?3|fsdp|full[_ ]shard|fully[- ]sharded", text))
+    return bool(re.search(r"zero-?3|stage ?3|fsdp|full[_ ]shard|fully[- ]sharded", text))
 
 
 def software_of(row: Row) -> Software:
@@ -113,16 +114,21 @@ def software_of(row: Row) -> Software:
     float16 without gates is how systems trained before fused attention, and before gradients and
     weights were sent concurrently with computation.
     """
+    # What a fact states counts, else the year that the format and the model tell.
     facts, late = facts_of(row), is_late(row)
     has_fused = late if facts.attention == "by_format" else facts.attention != "unfused"
     overlaps = late if facts.overlap == "by_format" else facts.overlap == "hidden"
+    # DeepSpeed's ZeRO-3 gathers the tensors of each layer inside a block when they are used.
+    gathers_tensors = facts.gathers == "tensors"
+    if facts.gathers == "by_words":
+        gathers_tensors = bool(re.search(r"zero-?3|stage ?3", words_of(row)))
     software = Software(
         has_fused_attention=has_fused,
         has_newest_attention=facts.attention != "previous",
         gradient_bytes=4 if late else 2,
         hides_gradients=overlaps,
         hides_messages=overlaps,
-        gathers_tensors=facts.gathers == "tensors",
+        gathers_tensors=gathers_tensors,
         has_dropout=not has_fused,
         fuses_kernels=facts.kernels != "apart",
         waits_for_update=facts.update == "waits",

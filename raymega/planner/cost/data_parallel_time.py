@@ -24,6 +24,11 @@ BUCKETS = 8
 """
 
 
+CONTENTION = 0.2
+"""Share of hidden traffic that computation takes longer: the kernels of a collective occupy about a
+fifth of the cores of a GPU, and its memory, while they run."""
+
+
 def data_parallel_s(
     plan: RunPlan, held: Elements, device: Accelerator, software: Software, *, backward_s: float
 ) -> float:
@@ -48,15 +53,18 @@ def data_parallel_s(
         sums = passes if level >= ZeroLevel.GRADIENTS else 1
         gathers = 2 * passes if level == ZeroLevel.PARAMETERS else 1
         return sums * reduce + gathers * gather + copies
+    shared = 0.0 if device.shared_cores else CONTENTION
     ends = (reduce + gather) / BUCKETS
     # Sharded parameters: gathers in every pass, reductions in every backward.
     if level == ZeroLevel.PARAMETERS:
         each = max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s)
-        return passes * each + ends + copies
+        exposed = passes * each + ends
+        return exposed + shared * max(0.0, passes * (reduce + 2 * gather) - exposed) + copies
     # Other levels: one gather, and the last reduction overlaps all but its last bucket.
     sums = passes if level == ZeroLevel.GRADIENTS else 1
     late = (sums - 1) * max(0.0, reduce - backward_s) + max(reduce / BUCKETS, reduce - backward_s)
-    return late + max(gather / BUCKETS, gather - forward_s) + copies
+    exposed = late + max(gather / BUCKETS, gather - forward_s)
+    return exposed + shared * max(0.0, sums * reduce + gather - exposed) + copies
 
 
 def _traffic_s(

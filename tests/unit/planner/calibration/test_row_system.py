@@ -80,7 +80,7 @@ def test_products_in_four_bits_have_the_peak_of_four_bits():
     ("note", "is_sharded"),
     [
         ("FSDP=64", True), ("fsdp=True; zero1=-1", True), ("fsdp=False", False), ("", False),
-        ("DeepSpeed ZeRO-3", True), ("ZeRO-1", False), ("FULL_SHARD", True),
+        ("DeepSpeed ZeRO-3", True), ("ZeRO-1", False), ("FULL_SHARD", True), ("ZeRO stage 3", True),
     ],
 )  # fmt: skip
 def test_words_of_a_note_say_whether_parameters_are_sharded(note, is_sharded):
@@ -91,6 +91,12 @@ def test_fsdp_in_16_bits_is_taken_for_a_model_of_modules_unless_it_is_compiled()
     assert not software_of(a_row(note="FSDP")).fuses_kernels
     assert software_of(a_row(note="FSDP, torch.compile")).fuses_kernels
     assert software_of(a_row(note="FSDP", precision="FP8")).fuses_kernels
+
+
+def test_zero_3_gathers_tensor_by_tensor_and_fsdp_block_by_block():
+    assert software_of(a_row(note="DeepSpeed ZeRO-3")).gathers_tensors
+    assert not software_of(a_row(note="FSDP")).gathers_tensors
+    assert not software_of(a_row(note="ZeRO-3", facts="gathers: blocks")).gathers_tensors
 
 
 def test_facts_are_read_and_count_more_than_words():

@@ -20,7 +20,7 @@ from raymega.planner.cost.layer_time import block_times
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.kernels.collective_time import GroupSpan, exchange_s
-from raymega.planner.kernels.kernel_time import grouped_matmul_s, matmul_s, memory_s
+from raymega.planner.kernels.kernel_time import grouped_matmul_s, matmul_s, stream_s
 from raymega.planner.kernels.system_traits import RAYMEGA
 
 H100 = CATALOGUE["h100"]
@@ -73,9 +73,11 @@ def test_an_exchange_inside_a_node_takes_its_links_and_between_nodes_the_network
     far = replace(H100.fitted, link_latency_s=0.0, network_latency_s=0.0)
     device = replace(H100, fitted=far)
     inside = exchange_s(device, GroupSpan(size=8, per_node=8), 8e9)
-    assert inside == pytest.approx(7e9 / (450e9 * 0.81))
+    assert inside == pytest.approx(7e9 / H100.reached_link_bytes_per_s)
     between = exchange_s(device, GroupSpan(size=16, per_node=8), 16e9)
-    assert between == pytest.approx(8e9 / (50e9 * 0.8))
+    assert between == pytest.approx(8e9 / H100.reached_network_bytes_per_s)
+    once = exchange_s(device, GroupSpan(size=16, per_node=8), 16e9, outside_share=0.5)
+    assert once == pytest.approx(between / 2), "copies are made on the other node"
     assert exchange_s(device, GroupSpan(size=1, per_node=1), 1e9) == 0.0
 
 
@@ -100,7 +102,7 @@ def test_where_tokens_are_gathered_the_choices_of_all_ranks_are_added_up_on_each
         for name in ("forward_s", "backward_s")
     ]
     rows = (8 - 1) * (2 * 4096 * 2 + 4096)
-    wanted = memory_s(H100, rows * 4096 * 2)
+    wanted = stream_s(H100, rows * 4096 * 2)
     assert more == pytest.approx([wanted, 2 * wanted])
 
 

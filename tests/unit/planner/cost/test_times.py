@@ -16,6 +16,7 @@ from raymega.plan.memory.activation_bytes import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.context_cost import METHODS, shape_cost
+from raymega.planner.cost.data_parallel_time import BUCKETS, CONTENTION, data_parallel_s
 from raymega.planner.cost.layer_time import head_time, layer_time
 from raymega.planner.cost.peak_memory import micro_batches_in_flight
 from raymega.planner.cost.step_time import step_time, work_s
@@ -50,7 +51,7 @@ def test_a_large_product_comes_near_its_share_of_the_peak():
 
 def test_a_thin_product_is_bound_by_memory():
     seconds = matmul_s(H100, 1, 8192, 8192)
-    assert seconds >= memory_s(H100, 2 * 8192 * 8192)
+    assert seconds >= stream_s(H100, 2 * 8192 * 8192)
 
 
 def test_causal_attention_costs_half_of_full():
@@ -97,7 +98,8 @@ def test_attention_for_the_generation_before_reaches_its_own_share():
         )
         for new in (True, False)
     )
-    assert older.attention_s / newest.attention_s == pytest.approx(0.45 / 0.35, rel=1e-2)
+    ratio = H100.fitted.attention_share / H100.fitted.older_attention_share
+    assert older.attention_s / newest.attention_s == pytest.approx(ratio, rel=1e-2)
     assert CATALOGUE["a100"].with_older_attention() is CATALOGUE["a100"]
 
 
@@ -292,3 +294,18 @@ def _sizes(pp: int, chunks: int, micro_batches: int):
         microbatch_group_size_per_vp_stage="pp",
         max_in_flight_microbatches="pp",
     )
+
+
+def test_hidden_traffic_slows_what_it_hides_behind_except_on_a_cpu():
+    sharded = "parallel.tp=1", "parallel.pp=1", "parallel.dp=16", "parallel.sharding=optimizer"
+    plan = plan_of(*sharded)
+    held = rank_elements(plan.job, plan.stages, plan.grid)
+
+    def exposed_s(device, backward_s):
+        return data_parallel_s(plan, held, device, RAYMEGA, backward_s=backward_s)
+
+    ends = 1 / BUCKETS
+    hidden, bare = exposed_s(H100, 1e9), exposed_s(H100, 0.0)
+    assert hidden == pytest.approx(bare * (ends + CONTENTION * (1 - ends)))
+    cpu = replace(CATALOGUE["cpu"], link_bytes_per_s=1e9)
+    assert exposed_s(cpu, 1e9) == pytest.approx(exposed_s(cpu, 0.0) * ends)
