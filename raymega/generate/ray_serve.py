@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.serve import Application
@@ -60,7 +60,9 @@ class Model:
                 rule=f"it is an object with prompt, a text, and any of {', '.join(sorted(FIELDS))}",
                 remedy='send {"prompt": "Once upon a time"}',
             )
-        given: dict[str, Any] = {name: FIELDS[name](request[name]) for name in request if name in FIELDS}
+        given: dict[str, Any] = {
+            name: FIELDS[name](request[name]) for name in request if name in FIELDS
+        }
         sampling = Sampling(**given)
         raise_faults(ConfigError, list(sampling_faults(sampling)))
         most = self._engine.model.config.max_position_embeddings
@@ -79,4 +81,5 @@ class Model:
 
 def build(args: dict[str, str]) -> Application:
     """Return the application for ``folder=DIR`` and, if given, ``device=cuda``."""
-    return serve.deployment(Model).bind(**args)
+    deployment: Any = serve.deployment(Model)  # ray declares the decorator's form alone
+    return cast(Application, deployment.bind(**args))

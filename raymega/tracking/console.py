@@ -220,8 +220,8 @@ def _news(event: RunEvent) -> str:
             return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
         case SamplesDrawn():
             pairs = zip(event.prompts, event.texts, strict=True)
-            samples = "".join(f"\n  {prompt!r} -> {text!r}" for prompt, text in pairs)
-            return f"Samples at step {event.step}:{samples}"
+            samples = "; ".join(f"{prompt!r} -> {text!r}" for prompt, text in pairs)
+            return f"Samples at step {event.step}: {samples}."
         case CheckpointCommitted():
             return (
                 f"Checkpoint of step {event.step}: {_size(event.num_bytes)}, training stalled "
