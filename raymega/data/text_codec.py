@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from raymega.config.data import DataSection
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.tokenizer_files import special_ids, tokenizer_of_dataset
-from raymega.errors import Fault
+from raymega.errors import ConfigError, Fault
 from raymega.plan.sampling import Sampling, before_stop
 
 
@@ -26,14 +26,18 @@ class TextCodec:
         end_ids: Tokens that end an answer.
 
     Raises:
-        ValueError: The content is no tokenizer of the `tokenizers` library.
+        ConfigError: The content is no tokenizer of the `tokenizers` library.
     """
 
     def __init__(self, tokenizer_json: bytes, end_ids: Collection[int] = ()) -> None:
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
         except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(str(error)) from error
+            raise ConfigError(
+                fact=f"the model's {TOKENIZER_FILE} cannot be read: {error}",
+                rule="it is a file of the `tokenizers` library",
+                remedy="put the one that came with the model in its place",
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.end_ids = frozenset(end_ids)
@@ -68,12 +72,17 @@ class TextCodec:
 
 
 def codec_of_dataset(path: str) -> TextCodec | None:
-    """Return the codec of the dataset at ``path``; None for one without a tokenizer.json."""
+    """Return the codec of the dataset at ``path``; None for one without a legible tokenizer.json."""
     files = tokenizer_of_dataset(path)
     if TOKENIZER_FILE not in files:
         return None
+    try:
+        codec = TextCodec(files[TOKENIZER_FILE])
+    except ConfigError:
+        return None
     end = special_ids(files).eos
-    return TextCodec(files[TOKENIZER_FILE], () if end is None else (end,))
+    codec.end_ids = frozenset(() if end is None else (end,))
+    return codec
 
 
 def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
@@ -93,7 +102,7 @@ def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     codec = codec_of_dataset(path)
     if codec is None:
         yield Fault(
-            fact=f"{field}={path!r} has no {TOKENIZER_FILE}",
+            fact=f"{field}={path!r} has no legible {TOKENIZER_FILE}",
             rule="run.samples_every cuts run.sample_prompts into the model's tokens by it",
             remedy="set run.samples_every=0, or train on a dataset of `raymega data prepare`",
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.serve import Application
@@ -81,4 +81,5 @@ class Model:
 
 def build(args: dict[str, str]) -> Application:
     """Return the application for ``folder=DIR`` and, if given, ``device=cuda``."""
-    return serve.deployment(Model).bind(**args)
+    deployment: Any = serve.deployment(Model)  # ray declares the decorator's form alone
+    return cast(Application, deployment.bind(**args))

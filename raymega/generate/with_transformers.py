@@ -112,7 +112,7 @@ def _generate_batch(
     }
 
 
-class _Choice(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
+class _Choice(LogitsProcessor):
     """Choose each row's next token, and leave it alone with a logit."""
 
     def __init__(self, numbers: Sequence[int], start: int, sampling: Sampling) -> None:
@@ -127,7 +127,7 @@ class _Choice(LogitsProcessor):  # type: ignore[misc]  # transformers has no typ
         return alone.scatter_(-1, chosen[:, None].to(scores.device), 0.0)
 
 
-class _Ends(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+class _Ends(StoppingCriteria):
     """End each row where its answer ends, and keep the length; the batch ends with the last row."""
 
     def __init__(

@@ -254,8 +254,8 @@ def _news(event: RunEvent) -> str:
             return f"Validation at step {event.step}: {_evaluation(event.metrics)}."
         case SamplesDrawn():
             pairs = zip(event.prompts, event.texts, strict=True)
-            samples = "".join(f"\n  {prompt!r} -> {text!r}" for prompt, text in pairs)
-            return f"Samples at step {event.step}:{samples}"
+            samples = "; ".join(f"{prompt!r} -> {text!r}" for prompt, text in pairs)
+            return f"Samples at step {event.step}: {samples}."
         case TasksEvaluated():
             return f"Tasks at step {event.step}: {_tasks(event.metrics)}."
         case _:

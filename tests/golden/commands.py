@@ -23,6 +23,7 @@ from raymega.cli.main import run
 from raymega.cli.plan import notes
 from raymega.planner.calibration.published_runs import COLUMNS
 from raymega.prepare.tokenizer.trained import byte_tokenizer
+from tests.golden.scenery import WORDS
 from tests.golden.scratch import placed, plain
 from tests.support.jobs import VERIFY
 
@@ -37,15 +38,7 @@ TEXTS = {
     ),
     "FREE_JOB": VERIFY.read_text().replace("parallel: {tp: 1, pp: 2, dp: 1}", "parallel: {}"),
     "BYTES": byte_tokenizer(),
-    "WORDS": json.dumps(
-        {
-            "version": "1.0",
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
-            **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
-            "added_tokens": [],
-        }
-    ),
+    "WORDS": WORDS,
     "OTHER_JOB": VERIFY.read_text().replace("num_layers: 4", "num_layers: 3"),
 }
 """Files that cases name by a word."""

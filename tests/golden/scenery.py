@@ -28,6 +28,7 @@ from raymega.messages import SavedBox
 from raymega.orchestrate.run_store.journal import RECORD_KEY, open_record, write_record
 from raymega.plan.tensor_table import model_tensors
 from raymega.planner.calibration.measured_run import METRICS_FILE
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from raymega.storage.local import LocalStore
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY
@@ -36,6 +37,16 @@ from tests.unit.data.datasets import write_dataset
 
 SMALL_DEVICE = "name: small\nlike: h100\nmemory_bytes: 1000000\n"
 EXPERTS = {"num_experts": 2, "top_k": 2}
+WORDS = json.dumps(
+    {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+        "added_tokens": [],
+    }
+)
+"""A tokenizer.json of three words."""
 
 
 def furnish(folder: Path) -> None:
@@ -91,6 +102,8 @@ def _put_datasets(folder: Path) -> None:
         (folder / name).mkdir()
         write_dataset(folder / name, train=(20 + len(name),), valid=())
         (folder / name / TOKENIZER_FILE).write_text(name)
+    shutil.copytree(folder / "tokens", folder / "spelled-tokens")
+    (folder / "spelled-tokens" / TOKENIZER_FILE).write_text(byte_tokenizer())
     _put_megatron(folder / "theirs-bin")
     (shard,) = (folder / "torn" / "train").iterdir()
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -148,6 +161,9 @@ def _put_checkpoints(folder: Path) -> None:
         "scaled/verify": {"job": manifest.job | trained},
         "routed/verify": {"job": manifest.job | trained, "boxes": _boxes_of(manifest, EXPERTS)},
     }
+    for name, tokenizer in {"spoken": WORDS, "spelled": byte_tokenizer(), "mumbled": "{}"}.items():
+        shutil.copytree(folder / "ours", folder / name)
+        (folder / name / "hf" / TOKENIZER_FILE).write_text(tokenizer)
     for name, change in changes.items():
         shutil.copytree(folder / "ours", folder / name)
         (folder / name / manifest.key).unlink()

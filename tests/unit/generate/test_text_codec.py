@@ -3,6 +3,7 @@
 import pytest
 
 from raymega.data.text_codec import TextCodec
+from raymega.errors import ConfigError
 from raymega.plan.sampling import Sampling
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 
@@ -42,5 +43,5 @@ def test_prompt_that_spells_a_special_token_is_that_token(codec):
 
 
 def test_text_that_is_no_tokenizer_is_an_error():
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError, match="json cannot be read"):
         TextCodec(b"{}")

@@ -33,7 +33,7 @@ def test_lines_tell_the_whole_run_in_order():
     lines = lines_of(whole_run())
     names = [line["event"] for line in lines]
     assert names[:3] == ["run", "attempt", "workers"]
-    assert names[-5:] == ["memory", "straggler", "checkpoint", "artefact", "finished"]
+    assert names[-6:] == ["memory", "straggler", "samples", "checkpoint", "artefact", "finished"]
     tasks = lines[names.index("tasks")]
     assert (tasks["step"], tasks["task/lambada/accuracy"]) == (2, 0.25)
     assert {"evaluation", "save_failed", "failure", "recovered", "bad_step"} <= set(names)

@@ -90,7 +90,9 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert parent.data.tags["raymega.checkpoint"].endswith("step-00000004")
     assert parent.data.metrics["system/run/goodput"] == 0.93
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
-    assert files == {"environment.yaml", "job.yaml", "loss.svg"}
+    assert files == {"environment.yaml", "job.yaml", "loss.svg", "samples"}
+    (text,) = client.list_artifacts(parent.info.run_id, "samples")
+    assert text.path == "samples/step-00000004.txt"
 
 
 def test_replayed_step_is_in_its_attempt_but_once_in_the_parent(client, uri, experiment):
