@@ -27,8 +27,8 @@ from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
 from raymega.evaluate.run import evaluate_each as evaluate_each
-from raymega.evaluate.tasks_beside import plan_beside, tasks_beside
-from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
+from raymega.evaluate.tasks_beside import open_run_tasks, tasks_beside
+from raymega.evaluate.training_tasks import TrainingTasks
 from raymega.events import RunFinished
 from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
 from raymega.orchestrate.core.clock import SystemClock
@@ -119,7 +119,10 @@ def load_chosen(
     if is_for_training:
         faults += _outside_faults(parsed.values)
     raise_faults(ConfigError, faults)
-    return parsed.job(), choice
+    job = parsed.job()
+    if is_for_training:
+        open_run_tasks(job)
+    return job, choice
 
 
 def plan(job: Job) -> RunPlan:
@@ -171,10 +174,8 @@ def train(
         RaymegaError: Another error ended the run; its class has the exit code.
     """
     plan, clock = make_plan(job), SystemClock()
-    tasks = open_tasks(job)
-    if tasks is not None and job.run.eval_tasks_on == "beside":
-        plan_beside(job)  # refuses a wrong grid before Ray starts
-    elif tasks is not None and entry == TRAIN_ENTRY:
+    tasks = open_run_tasks(job)
+    if tasks is not None and job.run.eval_tasks_on == "grid" and entry == TRAIN_ENTRY:
         entry = TASKS_ENTRY
     store = RetryingStore(open_store(job.run_uri))
     open_record(store, job, now=clock.timestamp())  # refuses another model before Ray starts
