@@ -111,7 +111,12 @@ def load_chosen(
     if is_for_training:
         faults += _outside_faults(parsed.values)
     raise_faults(ConfigError, faults)
-    return parsed.job(), choice
+    job = parsed.job()
+    if is_for_training and job.run.eval_tasks:
+        from raymega.evaluate.tasks_beside import open_run_tasks
+
+        open_run_tasks(job)
+    return job, choice
 
 
 def plan(job: Job) -> RunPlan:

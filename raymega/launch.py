@@ -46,14 +46,11 @@ def run_driver(
     job: Job, *, address: str, sinks: Sequence[Sink], choice: Choice | None, entry: str
 ) -> RunFinished:
     """Run the driver until the run ends; see :func:`raymega.api.train`."""
-    from raymega.evaluate.tasks_beside import plan_beside
-    from raymega.evaluate.training_tasks import open_tasks
+    from raymega.evaluate.tasks_beside import open_run_tasks
 
     plan, clock = make_plan(job), SystemClock()
-    tasks = open_tasks(job)
-    if tasks is not None and job.run.eval_tasks_on == "beside":
-        plan_beside(job)  # refuses a wrong grid before Ray starts
-    elif tasks is not None and entry == TRAIN_ENTRY:
+    tasks = open_run_tasks(job)
+    if tasks is not None and job.run.eval_tasks_on == "grid" and entry == TRAIN_ENTRY:
         entry = TASKS_ENTRY
     store = RetryingStore(open_store(job.run_uri))
     # refuses another model, and answers for a run without work, before Ray starts

@@ -90,7 +90,7 @@ class RunSection(Section):
     """Steps between evaluations on run.eval_tasks; 0 evaluates at the end only."""
     eval_tasks_on: Literal["grid", "beside"] = "grid"
     """Workers that evaluate run.eval_tasks. grid: those that train, between two steps. beside: workers of
-    their own, which load the newest checkpoint while training goes on."""
+    their own, which load the newest checkpoint while the others train."""
     eval_tasks_grid: str = "tp=1"
     """beside only: degrees of the grid of these workers, such as `tp=2,pp=2`."""
     # Kernels.

@@ -17,7 +17,7 @@ from raymega.config.schema import Job
 from raymega.errors import CapacityError, one_line
 from raymega.evaluate.requests import Scores
 from raymega.evaluate.scoring import EvalOptions, ScoringWorkers, plan_on
-from raymega.evaluate.training_tasks import TrainingTasks
+from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import CheckpointCommitted, RunEvent, RunFinished, TasksEvaluated
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import Sink
@@ -35,6 +35,18 @@ class Workers(Protocol):
 
     def close(self) -> None:
         """End the workers."""
+
+
+def open_run_tasks(job: Job) -> TrainingTasks | None:
+    """Return the tasks of a run, None for none, after a look at all that they need.
+
+    Raises:
+        ConfigError: A file, the tokenizer or ``run.eval_tasks_grid`` is wrong.
+    """
+    tasks = open_tasks(job)
+    if tasks is not None and job.run.eval_tasks_on == "beside":
+        plan_beside(job)
+    return tasks
 
 
 def plan_beside(job: Job) -> RunPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -60,9 +60,9 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
 
 def tokenizer_in(files: Mapping[str, bytes], source: str) -> ModelTokenizer:
     """Return the tokenizer of files of a model or a dataset, among them tokenizer.json, from ``source``."""
+    loaded = _load(files[TOKENIZER_FILE].decode(), None, source)
     eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
-    text = files[TOKENIZER_FILE].decode()
-    return _load(text, eod_id if isinstance(eod_id, int) else None, source)
+    return replace(loaded, eod_id=eod_id if isinstance(eod_id, int) else None)
 
 
 def model_files(checkpoint: Checkpoint) -> dict[str, bytes]:

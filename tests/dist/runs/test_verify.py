@@ -13,7 +13,7 @@ from raymega.verify.launch import LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
 from tests.unit.verify.jobs import JOBS, make_job
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--set", "model.num_layers=2", "--set", "data.global_batch_size=6"]
@@ -24,8 +24,14 @@ def _verify(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess:
     code = "from raymega.cli.main import run; run()"
     command = [sys.executable, "-P", "-c", code, "verify", *words]
     env = os.environ | {"PYTHONPATH": str(package)}
+    # A layout that compiles takes minutes where much else runs.
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=500, check=False, env=env
+        [*command, "--timeout", "1500"],
+        capture_output=True,
+        text=True,
+        timeout=2000,
+        check=False,
+        env=env,
     )
 
 

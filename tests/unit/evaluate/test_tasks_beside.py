@@ -5,7 +5,9 @@ from threading import Event
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from raymega.cli.main import app
 from raymega.config.load import parse_job
 from raymega.errors import CapacityError, ConfigError
 from raymega.evaluate.requests import Scores, pack_scores, unpack_requests
@@ -118,6 +120,38 @@ def test_rules_of_the_job_file(more, told, files):
     parsed = parse_job(VERIFY, _settings(files, *more))
     faults = [*parsed.faults, *job_faults(parsed.values)]
     assert [fault for fault in faults if told in str(fault)], faults
+
+
+@pytest.mark.parametrize(
+    ("on", "told"),
+    [("grid", "% of training time"), ("beside", "workers beside the run, which does not wait")],
+)
+def test_a_plan_says_what_an_evaluation_reads_and_takes(on, told, files, monkeypatch):
+    _with_tokenizer(monkeypatch)
+    settings = _settings(files, "run.eval_tasks_every=10", f"run.eval_tasks_on={on}")
+    words = [
+        "plan",
+        str(VERIFY),
+        "--gpu",
+        "h100",
+        *[w for each in settings for w in ("--set", each)],
+    ]
+    text = CliRunner().invoke(app, words, catch_exceptions=False).output
+    assert "evaluation tasks every 10 steps and at the end: last, perplexity" in text
+    tokens = open_tasks(_job(files)).num_tokens
+    assert f"one evaluation reads {tokens:,} tokens in " in text and told in text
+    costs = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["eval_tasks"]
+    assert (
+        costs["tokens"] == tokens and costs["seconds"] > 0 and ("share" in costs) == (on == "grid")
+    )
+
+
+def test_a_plan_without_the_files_says_so(files):
+    words = ["plan", str(VERIFY), *[w for each in _settings(files) for w in ("--set", each)]]
+    text = CliRunner().invoke(app, words, catch_exceptions=False).output
+    assert (
+        "what they read is not known here (run.eval_tasks, and the dataset synthetic has no" in text
+    )
 
 
 class _Workers:
