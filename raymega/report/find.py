@@ -10,7 +10,7 @@ from raymega.config.schema import CheckpointSection
 from raymega.errors import ConfigError, Fault
 from raymega.orchestrate.run_store.journal import RECORD_KEY
 from raymega.storage.registry import driver_folder, local_path, open_store
-from raymega.tracking.run_sinks import METRICS_FILE
+from raymega.tracking.history import METRICS_FILE
 
 MOST_NAMED = 5
 """Most runs that a message names."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+METRICS_FILE = "metrics.jsonl"
 Record = dict[str, Any]  # Any: a line of JSON
 PLACE = frozenset({"event", "step", "attempt", "grid"})
 """Fields of a step's line that are no metrics."""

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from raymega.config.schema import Job
+from raymega.tracking.history import METRICS_FILE
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
 from raymega.tracking.mlflow import MlflowSink, tracking_uri
@@ -17,7 +18,6 @@ from raymega.tracking.sink import SINK_CLOSE_S, CompositeSink, Sink
 
 MLFLOW_PATIENCE_S = 20.0
 """Longest seconds for which records of a starting run wait for its first step."""
-METRICS_FILE = "metrics.jsonl"
 
 
 @contextmanager
