@@ -13,18 +13,14 @@ from raymega.planner.cost.step_time import step_time
 
 
 def tasks_object(plan: RunPlan, device: Accelerator | None) -> dict[str, object]:
-    """Return the cost of run.eval_tasks as a JSON object; empty without tasks."""
-    if not plan.job.run.eval_tasks:
-        return {}
+    """Return the cost of run.eval_tasks as a JSON object."""
     tasks, why = _look_at_tasks(plan.job)
     return {"eval_tasks": _costs(plan, tasks, device) if tasks else {"unknown": why}}
 
 
 def show_tasks(plan: RunPlan, device: Accelerator | None) -> None:
-    """Print the cost of run.eval_tasks; nothing without tasks."""
+    """Print the cost of run.eval_tasks."""
     run = plan.job.run
-    if not run.eval_tasks:
-        return
     names = ", ".join(entry.title for entry in run.eval_tasks)
     when = (
         f"every {run.eval_tasks_every} steps and at the end"

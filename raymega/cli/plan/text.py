@@ -12,7 +12,6 @@ from raymega.cli.plan.datasets import datasets_object, show_datasets
 from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_memory
 from raymega.cli.plan.notes import notes
 from raymega.cli.plan.ranks import rank_sizes, show_ranks
-from raymega.cli.plan.tasks import show_tasks, tasks_object
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
@@ -38,7 +37,10 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     found = predictions.prediction(plan, device) if device else None
     if as_json:
         shown = {**_plan_object(plan), **datasets_object(plan.job), **_packing_object(plan)}
-        shown |= tasks_object(plan, device)
+        if plan.job.run.eval_tasks:  # they load Ray
+            from raymega.cli.plan.tasks import tasks_object
+
+            shown |= tasks_object(plan, device)
         shown["fallbacks"] = _fallback_objects(plan, device)
         if found and device:
             shown["prediction"] = {
@@ -53,7 +55,10 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     _show_context(plan)
     show_datasets(plan.job)
     _show_packing(plan)
-    show_tasks(plan, device)
+    if plan.job.run.eval_tasks:
+        from raymega.cli.plan.tasks import show_tasks
+
+        show_tasks(plan, device)
     _show_saves(plan)
     _show_snapshots(plan)
     show_host_memory(plan)

@@ -39,7 +39,7 @@ def test_broken_query_does_not_parse():
 def test_queries_choose_runs_but_for_what_belongs_to_machines():
     for title, expr in dashboard_queries(run="chosen"):
         names = metric_names(expr)
-        assert all(map(RAYS_OWN, names)) or expr.count('{run=~"chosen"}') == len(names), title
+        assert all(map(RAYS_OWN, names)) or expr.count('run=~"chosen"}') == len(names), title
 
 
 def test_every_metric_of_the_models_parts_has_a_panel_with_a_line_a_part():

@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from raymega import api
+from raymega.cli import evaluate as command
 from raymega.cli.main import app
 from raymega.errors import ConfigError
 from raymega.evaluate.recording import find_mlflow_run, recorded
@@ -84,7 +84,7 @@ def test_several_checkpoints_make_one_table_that_says_what_cannot_be_compared(
         REPORT, checkpoint="runs/other/step-8", step=8, tokens=13, metrics={"accuracy": 0.5}
     )
     reports = [REPORT, other]
-    monkeypatch.setattr(api, "evaluate_each", lambda uris, *_, **__: reports[: len(uris)])
+    monkeypatch.setattr(command, "evaluate_each", lambda uris, *_, **__: reports[: len(uris)])
     words = ["eval", "a", "b", "--task", "lambada", "--data", "x", "--samples", str(tmp_path / "s")]
     text = CliRunner().invoke(app, words, catch_exceptions=False).output
     assert [line.split() for line in text.splitlines()[2:4]] == [

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raymega.api import serving_line
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
 from raymega.generate.exported import exported, keep_export
 from raymega.generate.prompts import Prompts
 from raymega.generate.run import GenerateOptions, generate, prepare_generation
+from raymega.generate.serving import serving_line
 from raymega.plan.sampling import Sampling
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.support.references import hf_models

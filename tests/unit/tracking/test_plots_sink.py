@@ -33,7 +33,16 @@ def drawn(tmp_path):
 
 def test_every_picture_is_written_and_announced(drawn):
     folder, told = drawn
-    written = [folder / name for name in ("timeline.svg", "trace.json", "loss.svg")]
+    written = [
+        folder / name
+        for name in (
+            "timeline.svg",
+            "trace.json",
+            "loss.svg",
+            "task_accuracy.svg",
+            "task_perplexity.svg",
+        )
+    ]
     assert [event.path for event in told] == [str(path) for path in written]
     assert all(isinstance(event, ArtefactWritten) for event in told)
     for path in written[::2]:

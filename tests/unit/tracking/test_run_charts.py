@@ -58,7 +58,7 @@ def test_every_evaluation_metric_has_a_chart(tmp_path):
     history.evaluations["further/metric"] = history.evaluations["loss"]
     accuracy, perplexity, further = evaluation_charts(history)
     assert "Accuracy by task" in accuracy and "race/accuracy" in accuracy
-    assert "Perplexity and loss by task" in perplexity and "lambada/target_perplexity" in perplexity
+    assert "Perplexity and loss by task" in perplexity and "lambada" in perplexity
     assert "Further" in further
 
 
