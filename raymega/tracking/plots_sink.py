@@ -99,8 +99,8 @@ class PlotsSink:
             title = f"run {self._name}: loss, nats per token"
             picture = loss_chart(history, title=title, levels=self._references, alone=True)
             self._write(LOSS_FILE, picture, "Loss curve")
-        for chart in task_charts(history):
-            self._write(TASK_FILES[chart.title], draw_chart(chart, alone=True), chart.title)
+        for kind, chart in task_charts(history):
+            self._write(TASK_FILES[kind], draw_chart(chart, alone=True), kind)
         if picture := expert_map(history, title=f"run {self._name}: load of experts", alone=True):
             self._write(EXPERTS_FILE, picture, "Expert load")
 

@@ -105,7 +105,7 @@ def charts_of(history: RunHistory, table: Sequence[Shown]) -> Iterator[str]:
 
 def evaluation_charts(history: RunHistory) -> Iterator[str]:
     """Yield a chart of each further evaluation metric, such as the accuracy of a task."""
-    yield from (draw_chart(chart) for chart in task_charts(history))
+    yield from (draw_chart(chart) for _, chart in task_charts(history))
     names = dict.fromkeys(name.partition("/")[0] for name in history.evaluations)
     table = [
         Shown(title=name.replace("_", " ").capitalize(), names=(name,), kind="evaluations",
@@ -116,8 +116,8 @@ def evaluation_charts(history: RunHistory) -> Iterator[str]:
     yield from charts_of(history, table)
 
 
-def task_charts(history: RunHistory) -> Iterator[Chart]:
-    """Yield the charts of evaluation tasks: the accuracies, then perplexities and losses."""
+def task_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
+    """Yield the charts of evaluation tasks by kind, ACCURACY and then PERPLEXITY."""
     tasks = {
         name.removeprefix(TASK): series
         for name, series in history.evaluations.items()
@@ -129,12 +129,17 @@ def task_charts(history: RunHistory) -> Iterator[Chart]:
             _curve(name, tasks[name]) for name in sorted(tasks) if is_share(name) == are_shares
         ]
         if found:
-            yield Chart(
-                title=title,
-                curves=found,
-                marks=_marks(history),
-                is_log=not are_shares,
-                starts_at_zero=are_shares,
+            # One curve has no legend.
+            name = f": {found[0].label}" if len(found) == 1 else ""
+            yield (
+                title,
+                Chart(
+                    title=f"{title}{name}",
+                    curves=found,
+                    marks=_marks(history),
+                    is_log=not are_shares,
+                    starts_at_zero=are_shares,
+                ),
             )
 
 

@@ -66,10 +66,7 @@ def test_of_a_step_that_was_evaluated_again_the_last_value_counts(tmp_path):
     again = replace(
         TASKS, metrics={"eval/task/race/accuracy": 0.75, "eval/task/race/acc_stderr": 0.1}
     )
-    charts = {
-        chart.title: chart
-        for chart in task_charts(history_of(tmp_path, again, replace(TASKS, step=4)))
-    }
+    charts = dict(task_charts(history_of(tmp_path, again, replace(TASKS, step=4))))
     found = {
         curve.label: dict(zip(curve.xs, curve.ys, strict=True)) for curve in charts[ACCURACY].curves
     }
