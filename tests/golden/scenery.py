@@ -161,7 +161,7 @@ def _put_checkpoints(folder: Path) -> None:
         "scaled/verify": {"job": manifest.job | trained},
         "routed/verify": {"job": manifest.job | trained, "boxes": _boxes_of(manifest, EXPERTS)},
     }
-    for name, tokenizer in {"spoken": WORDS, "spelled": byte_tokenizer(), "mumbled": "{}"}.items():
+    for name, tokenizer in {"spoken": WORDS, "spelled": byte_tokenizer()}.items():
         shutil.copytree(folder / "ours", folder / name)
         (folder / name / "hf" / TOKENIZER_FILE).write_text(tokenizer)
     for name, change in changes.items():

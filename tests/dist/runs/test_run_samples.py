@@ -42,7 +42,7 @@ LAYOUTS = {
     "ep2": ("parallel.dp=2", "parallel.ep=2", *EXPERTS, "model.moe.expert_bias=true",
             "model.moe.router_score_function=sigmoid", "model.moe.expert_bias_update_rate=0.1"),
     "fp8": ("precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
-    "dynamic cp": ("parallel.dp=2", "parallel.dynamic_cp=true", "data.packing=best_fit",
+    "dynamic cp": ("parallel.dp=2", "parallel.dynamic_cp=true", "data.packing=best_fit", "schedule.micro_batch_size=1",
                    "data.packing_window=64", "data.document_multiple=4"),
 }  # fmt: skip
 
