@@ -29,7 +29,8 @@ class Series:
 
     def put(self, step: int, value: float) -> None:
         """Add a value; those of this step and of later ones are dropped, for they are done again."""
-        self.cut(step - 1)
+        if self.steps and self.steps[-1] >= step:
+            self.cut(step - 1)
         self.steps.append(step)
         self.values.append(value)
 
