@@ -104,7 +104,7 @@ def _serve(listener: socket.socket) -> list[str] | None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     core: list[str | None] = []
     while True:
-        readable, _, _ = select.select([listener, 0], [], [])
+        readable, _, _ = select.select([listener.fileno(), 0], [], [])
         if 0 in readable:
             return None
         client, _ = listener.accept()
@@ -159,7 +159,7 @@ def _become(request: Request, files: Sequence[int]) -> None:
     os.chdir(request["folder"])
     _set_environment(request["environment"])
     sys.argv[:] = request["command"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
     os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
     with suppress(OSError):  # a raised score is refused in some sandboxes
         Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"], encoding="ascii")

@@ -53,6 +53,7 @@ def test_a_home_that_cannot_be_written_costs_only_time(tmp_path):
     assert _names(own) == ["Default"]
 
 
+@pytest.mark.wide  # MLflow's migrations, two seconds of CPU time
 def test_mlflow_uses_the_copy_and_gives_it_a_default_experiment_of_its_own(tmp_path, monkeypatch):
     kept, clients = tmp_path / "kept.db", {}
     for name in ("first", "second"):

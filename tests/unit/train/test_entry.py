@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from raymega.errors import CommunicationError, NumericsError
 from raymega.messages import Working
@@ -51,3 +52,22 @@ def test_what_fails_after_an_abort_is_a_lost_connection(cause, error, monkeypatc
     with pytest.raises(error) as caught:
         run_worker(start, _Channel(), None)
     assert cause in str(caught.value)
+
+
+@pytest.mark.parametrize("restore", ["", "checkpoints/step-00000010/manifest-a0001.json"])
+def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monkeypatch):
+    """On a large model they would take longer than the checkpoint that overwrites them."""
+
+    class BuiltError(Exception):
+        pass
+
+    def build(*_, has_initial_values, **more):
+        assert has_initial_values == (not restore)
+        raise BuiltError
+
+    monkeypatch.setattr(entry, "groups_of_plan", lambda *_, **more: None)
+    monkeypatch.setattr(entry, "build_parts", build)
+    start = SimpleNamespace(rank=0, restore=restore)
+    phases = entry._Phases(_Channel(), 0)
+    with pytest.raises(BuiltError):
+        entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases)

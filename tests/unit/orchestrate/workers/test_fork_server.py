@@ -34,12 +34,18 @@ while not (folder / "end").exists():
 LIMIT_S = 120.0
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = ForkServer("wave", log_dir=tmp_path / "logs")
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory):
+    server = ForkServer("wave", log_dir=tmp_path_factory.mktemp("logs"))
     yield server
-    (tmp_path / "end").touch()
     server.close()
+
+
+@pytest.fixture
+def server(shared_server, tmp_path):
+    """A server of job 01, whose workers of this test end with the test."""
+    yield shared_server
+    (tmp_path / "end").touch()
 
 
 def wait_for(condition):
@@ -103,19 +109,22 @@ def test_rays_setup_program_is_left_out_where_it_has_nothing_to_do(server, tmp_p
 
 
 def test_a_worker_of_another_job_loads_for_itself(server, tmp_path):
-    start(server, tmp_path, "a")
+    start(server, tmp_path, "a")  # whoever comes first decides
     client, facts = start(server, tmp_path, "b", job="02")
     assert facts["pid"] == client.pid
     assert facts["environment"]["RAY_JOB_ID"] == "02"
 
 
-def test_workers_outlive_the_server_and_later_ones_load_for_themselves(server, tmp_path):
+def test_workers_outlive_the_server_and_later_ones_load_for_themselves(tmp_path):
+    server = ForkServer("wave", log_dir=tmp_path / "logs")
     _, first = start(server, tmp_path, "a")
     os.kill(server._process.pid, signal.SIGKILL)
     server._process.wait(LIMIT_S)
     client, second = start(server, tmp_path, "b")
     assert second["pid"] == client.pid
-    os.kill(first["pid"], 0)
+    assert is_alive(first["pid"])
+    (tmp_path / "end").touch()
+    server.close()
 
 
 def test_a_server_that_cannot_load_the_entry_is_done_without(tmp_path):
