@@ -161,12 +161,12 @@ def bill_lines(bill: Bill, device: Accelerator) -> Iterator[str]:
         return
     if spot.seconds == float("inf"):
         yield (
-            f"spot: no progress: an interruption costs {duration(spot.lost_s)}, and they come as fast; "
+            f"on spot nodes: no progress: an interruption costs {duration(spot.lost_s)}, and they come as fast; "
             "try --set elastic.snapshot_every=1"
         )
         return
     yield (
-        f"spot: ${dollars(spot.dollars)} at ${spot.price_per_hour:g} an hour, {duration(spot.seconds)} with "
+        f"on spot nodes: ${dollars(spot.dollars)} at ${spot.price_per_hour:g} an hour, {duration(spot.seconds)} with "
         f"{_digits(spot.interruptions)} interruptions of {duration(spot.lost_s)} "
         f"({spot.interruptions_per_day:g} expected of a node in a day)"
     )

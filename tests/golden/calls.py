@@ -119,7 +119,7 @@ def _no_room(_folder: Path) -> None:
 
 def _no_gpu(_folder: Path) -> None:
     node = NodeSlots(node_id="n", address="", num_slots=0, cpus=8.0, needs_gpu=True)
-    place_ranks((node,), make_test_plan("parallel.pp=2").grid, block=1)
+    place_ranks((node, node), make_test_plan("parallel.pp=2").grid, block=1)
 
 
 def _too_few_cpus(_folder: Path) -> None:

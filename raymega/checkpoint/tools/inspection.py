@@ -64,7 +64,8 @@ def list_checkpoints(uri: str) -> list[CheckpointSummary]:
     store, keys = _locate(uri)
     # A run that has not saved yet is an empty list, no error; its first driver has left a lease.
     if not keys and not newest_epoch(store):
-        raise_faults(ConfigError, [*absence_faults(uri), _nothing_at(uri)][:1])
+        absent = [] if hub_name(uri) else list(absence_faults(uri))
+        raise_faults(ConfigError, absent or [_nothing_at(uri)])
     return [_summarise(store, key, is_deep=False) for key in keys]
 
 

@@ -104,8 +104,7 @@ def show_bill(found: RankedLayout, device: Accelerator) -> None:
     """Print what binds the step and what to try, and the cost of the whole run."""
     print(advice_line(advise(found, device), found, device))
     bill = make_bill(found.plan, device, found.time.total_s)
-    for line in bill_lines(bill, device):
-        print(f"whole run: {line}")
+    print("whole run: " + "\n".join(bill_lines(bill, device)))
 
 
 def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:

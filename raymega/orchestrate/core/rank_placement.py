@@ -222,9 +222,8 @@ def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
     needs_gpu = any(node.needs_gpu for node in nodes)
     fact = f"the cluster has {_count(len(nodes), 'node')} with {shown or 'no'} worker slots"
     if needs_gpu and not any(node.gpus >= 1 for node in nodes):
-        fact = (
-            f"cluster.device=cuda, and none of the cluster's {_count(len(nodes), 'node')} has a GPU"
-        )
+        many = f"none of the cluster's {len(nodes)} nodes has a GPU"
+        fact = f"cluster.device=cuda, and {many if len(nodes) > 1 else 'no node has a GPU'}"
     return Fault(
         fact=fact,
         rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}"

@@ -112,6 +112,7 @@ RECOMMENDED = sorted(path.name for path in JOBS.glob("*gpu.yaml"))
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(3600)  # 200 s of an idle core for the largest
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_shipped_layout_is_within_5_percent_of_the_one_that_the_planner_finds(name):
     """A file that is slower for a reason says so in a comment with the word `slower`, and why."""

@@ -76,7 +76,7 @@ def test_lines_say_time_hours_and_dollars():
         "1,000 steps, 512,000 tokens: 41 days 16 h; 2,000 GPU-hours; $5,000 at $2.5 an hour"
         in whole
     )
-    assert spot.startswith("spot: $") and "1 expected of a node in a day" in spot
+    assert spot.startswith("on spot nodes: $") and "1 expected of a node in a day" in spot
     (alone,) = bill_lines(make_bill(plan_of(), H100, 1.0), H100)
     assert "--price" in alone
 
