@@ -2,6 +2,7 @@
 
 Ranks also wait for each micro-batch as they would for an accelerator (benchmarks/waiting_entry.py), so that the cores
 are free for the workers beside. A pair is one run with an evaluation every few steps, and one without; both save.
+CPU seconds are those of the training ranks; on a machine that others use, trust them rather than the wall time.
 
     python benchmarks/tasks_beside.py [--pairs 3] [--steps 24] [--every 4]
 """
@@ -17,8 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.snapshots import cpu_s
 from raymega import api
 from raymega.config.schema import Job
+from raymega.events import RunEvent, StepFinished, TasksEvaluated, WorkersStarted
 
 VERIFY = Path(__file__).parents[1] / "jobs" / "verify.yaml"
 ENTRY = "benchmarks.waiting_entry"
@@ -81,13 +84,36 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, *, has_tasks: b
     return api.load_job(VERIFY, settings, is_for_training=True)
 
 
-def run(job: Job) -> tuple[float, int]:
-    """The median step in seconds, and the number of evaluations."""
-    api.train(job, address="local", entry=ENTRY)
-    lines = (api.local_folder(job) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    steps = [record["step_time_s"] for record in records if record["event"] == "step"]
-    return statistics.median(steps[FIRST_STEPS:]), sum(r["event"] == "tasks" for r in records)
+class Watcher:
+    """Sink that samples the training ranks' CPU seconds at each step, and counts evaluations."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self.walls_s: list[float] = []
+        self.cpus_s: list[float] = []
+        self.evaluations = 0
+
+    def emit(self, event: RunEvent) -> None:
+        match event:
+            case WorkersStarted():
+                self.pids = list(event.pids.values())
+            case StepFinished():
+                self.walls_s.append(event.metrics["train/step_time_s"])
+                self.cpus_s.append(sum(map(cpu_s, self.pids)))
+            case TasksEvaluated():
+                self.evaluations += 1
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing is open."""
+
+
+def run(job: Job) -> tuple[float, float, int]:
+    """The median step in seconds, CPU seconds of the ranks a step, and the number of evaluations."""
+    watcher = Watcher()
+    api.train(job, address="local", entry=ENTRY, sinks=(watcher,))
+    counted = watcher.cpus_s[FIRST_STEPS:]
+    cpu_step_s = (counted[-1] - counted[0]) / (len(counted) - 1)
+    return statistics.median(watcher.walls_s[FIRST_STEPS:]), cpu_step_s, watcher.evaluations
 
 
 def main() -> None:
@@ -96,17 +122,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=4)
     options = parser.parse_args()
-    ratios = []
+    walls, cpus = [], []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data_in(folder)
         for number in range(options.pairs):
-            plain_s, _ = run(job_of(folder, f"plain-{number}", options, has_tasks=False))
-            beside_s, count = run(job_of(folder, f"beside-{number}", options, has_tasks=True))
-            ratios.append(beside_s / plain_s)
-            pair = {"plain_step_s": plain_s, "beside_step_s": beside_s, "evaluations": count}
-            print(json.dumps(pair), flush=True)
-    print(json.dumps({"overhead_percent": 100 * (statistics.median(ratios) - 1)}))
+            plain = run(job_of(folder, f"plain-{number}", options, has_tasks=False))
+            beside = run(job_of(folder, f"beside-{number}", options, has_tasks=True))
+            walls.append(beside[0] / plain[0])
+            cpus.append(beside[1] / plain[1])
+            print(json.dumps({"plain": plain, "beside": beside}), flush=True)
+    facts = {"wall": statistics.median(walls), "cpu": statistics.median(cpus)}
+    print(
+        json.dumps({f"overhead_{name}_percent": 100 * (each - 1) for name, each in facts.items()})
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +103,11 @@ def training_tokenizer(job: Job) -> ModelTokenizer:
     """
     path = next(iter(job.data.datasets))
     files = tokenizer_of_dataset(path)
-    if TOKENIZER_FILE in files:
-        found = tokenizer_in(files, f"the dataset {path}")
-    else:
-        found = _tokenizer_of_start(job, path)
+    found = (
+        _tokenizer_of_data(files, path)
+        if TOKENIZER_FILE in files
+        else _tokenizer_of_start(job, path)
+    )
     if found.vocab_size > job.model.vocab_size:
         raise ConfigError(
             Fault(
@@ -116,6 +117,19 @@ def training_tokenizer(job: Job) -> ModelTokenizer:
             )
         )
     return found
+
+
+def _tokenizer_of_data(files: Mapping[str, bytes], path: str) -> ModelTokenizer:
+    try:
+        return tokenizer_in(files, f"the dataset {path}")
+    except ConfigError as error:
+        raise ConfigError(
+            Fault(
+                fact=f"run.eval_tasks, and {error.faults[0].fact}",
+                rule="a task's text is cut by the tokenizer.json of the run's dataset",
+                remedy="prepare the dataset anew, or leave run.eval_tasks out",
+            )
+        ) from error
 
 
 def _tokenizer_of_start(job: Job, path: str) -> ModelTokenizer:
