@@ -15,13 +15,17 @@ from raymega.cli.output import print_json, table
 from raymega.cli.progress import OnProgress, phase_bars
 from raymega.verify.compare import Deviation
 from raymega.verify.layout import DEGREES, OPTIONS
+from raymega.verify.rounding import LIMIT_OF_SPREAD, Precision
 from raymega.verify.run import Options, Outcome, Report, Watcher
 from raymega.verify.shrink import Shrunk
 
 HEADERS = (
-    "layout", "schedule", "micro-batch", "options", "loss", "eval loss", "gradient norm", "worst tensor",
+    "layout", "schedule", "micro-batch", "options", "loss", "eval loss", "gradient norm", "other", "worst tensor",
     "off by", "seconds",
 )  # fmt: skip
+
+DEEP_S = 3600.0
+"""Seconds of a verification with --deep."""
 
 
 def verify(
@@ -33,13 +37,16 @@ def verify(
     steps: Annotated[int, typer.Option(min=1)] = 3,
     max_params: Annotated[int, typer.Option(min=1)] = 2_000_000,
     timeout_s: Annotated[float, typer.Option(min=1, max=86400)] = 120.0,
+    precision: Annotated[Precision, typer.Option()] = "float64",
+    deep: Annotated[bool, typer.Option("--deep")] = False,
     as_json: AsJsonLines = False,
 ) -> None:
     """Check that this job trains the same on random parallel layouts as on one rank.
 
-    Trains it in float64 over CPU processes, and compares loss, gradient norm and every parameter
-    after every step, and the held-out loss, with the run on one rank. A deviation above 1e-9 is exit 1, with the smallest
-    layout that reproduces it. A large model is shrunk, its features kept.
+    Trains it in float64 over CPU processes, and compares losses, gradient norm, learning rate, tokens, expert loads,
+    every parameter and the optimizer state after every step with the run on one rank. A run is saved on one layout and
+    resumed on another. A deviation above 1e-9 is exit 1, with the smallest layout that reproduces it. A large model
+    is shrunk, its features kept.
 
     Options:
         layouts: Number of random layouts.
@@ -48,6 +55,8 @@ def verify(
         steps: Optimizer steps on each layout.
         max_params: Maximum number of parameters, to which a larger model is shrunk.
         timeout_s: Maximum time of one layout, in seconds.
+        precision: Dtype of the layouts; below float64 they are compared with the spread of roundings on one rank.
+        deep: Draw and train layouts for an hour.
 
     Example: raymega verify jobs/verify.yaml --layouts 16 --seed 7
     """
@@ -58,6 +67,8 @@ def verify(
         steps=steps,
         max_params=max_params,
         timeout_s=timeout_s,
+        budget_s=DEEP_S if deep else 0.0,
+        precision=precision,
     )
     job = api.load_job(job_file, overrides or ())
     out = sys.stdout
@@ -80,8 +91,8 @@ class _Screen(Watcher):
         self._total = self._done = self._tried = 0
 
     def on_start(self, shrunk: Shrunk, num_layouts: int) -> None:
-        # The run on one rank counts as one.
-        self._total = num_layouts + 1
+        # The run on one rank counts as one, and so does the resumed one.
+        self._total = num_layouts + 2
         if not self._as_json:
             self._print(_shrunk_text(shrunk))
         self._on_progress("layouts", 0, self._total)
@@ -104,7 +115,7 @@ class _Screen(Watcher):
 
     def _advance(self) -> None:
         self._done += 1
-        self._on_progress("layouts", self._done, self._total)
+        self._on_progress("layouts", self._done, max(self._done, self._total))
 
 
 def _shrunk_text(shrunk: Shrunk) -> str:
@@ -117,6 +128,9 @@ def _shrunk_text(shrunk: Shrunk) -> str:
 def _show_report(report: Report) -> None:
     print(table(HEADERS, [_row(outcome) for outcome in report.outcomes]))
     print()
+    if report.left_out:
+        print(f"possible and not drawn: {'; '.join(report.left_out)}")
+    print(f"pairs of options and degrees drawn: {report.num_pairs}")
     # what limits the comparison: near ties of routers, undetermined weights, fp8 rounding
     if isfinite(report.router_margin):
         print(
@@ -137,9 +151,9 @@ def _show_report(report: Report) -> None:
         # passed: the largest deviation
         worst = _worst(report)
         print(
-            f"same run on all {len(report.outcomes)} layouts over {report.options.steps} steps: "
+            f"same run on all {_num_layouts(report)} layouts over {report.options.steps} steps: "
             f"largest deviation {worst.value:.1e} ({worst.quantity}, step {worst.step}), limit "
-            f"{report.options.limit:g}; {report.seconds:.1f} s"
+            f"{_limit(report.options)}; {report.seconds:.1f} s"
         )
         return
     assert report.smallest, "a layout failed, so there is a smallest one"
@@ -147,33 +161,54 @@ def _show_report(report: Report) -> None:
     failed = sum(not outcome.is_same for outcome in report.outcomes)
     print(f"NOT the same run on {failed} of {len(report.outcomes)} layouts; {report.seconds:.1f} s")
     print(f"smallest layout that reproduces it: {report.smallest.layout.describe()}")
-    print(_explain(report.smallest, report.options.limit))
+    if report.smallest.resumed_from:
+        print(f"resumed from a checkpoint of {report.smallest.resumed_from.describe()}")
+    print(_explain(report.smallest, report.options))
     print("train it with " + " ".join(f"--set {o}" for o in report.smallest.layout.overrides()))
 
 
-def _explain(outcome: Outcome, limit: float) -> str:
+def _limit(options: Options) -> str:
+    """Return the limit of deviations in words."""
+    if options.precision == "float64":
+        return f"{options.limit:g}"
+    return f"{LIMIT_OF_SPREAD:g} times the spread of {options.precision} on one rank"
+
+
+def _num_layouts(report: Report) -> int:
+    """Return the number of layouts of several ranks that trained from the first step."""
+    return sum(
+        outcome.resumed_from is None and outcome.layout.world_size > 1
+        for outcome in report.outcomes
+    )
+
+
+def _explain(outcome: Outcome, options: Options) -> str:
     if outcome.comparison is None:
         return f"its ranks failed: {outcome.failure}"
     first = outcome.comparison.first
     assert first, "the layout failed"
     return (
         f"first at step {first.step}: {first.quantity} deviates by {first.value:.3g}, "
-        f"limit {limit:g}"
+        f"limit {_limit(options)}"
     )
 
 
 def _row(outcome: Outcome) -> tuple[object, ...]:
     layout, found = outcome.layout, outcome.comparison
     # Ranks that raised have no deviations: show the error in their place.
-    head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), layout.extras())
+    extras = layout.extras()
+    if outcome.resumed_from:
+        extras = ", ".join(filter(None, (f"resumed from {outcome.resumed_from.grid()}", extras)))
+    head = (layout.grid(), layout.schedule, str(layout.micro_batch_size), extras)
     seconds = f"{outcome.seconds:.1f}"
     if found is None:
-        return (*head, "failed", "-", "-", outcome.failure, "-", seconds)
+        return (*head, "failed", "-", "-", "-", outcome.failure, "-", seconds)
     return (
         *head,
         f"{found.loss.value:.1e}",
         f"{found.eval_loss.value:.1e}" if found.eval_loss else "-",
         f"{found.grad_norm.value:.1e}",
+        f"{found.other.value:.1e}",
         found.tensor.quantity,
         f"{found.tensor.value:.1e}",
         seconds,
@@ -193,6 +228,7 @@ def _outcome_object(outcome: Outcome) -> dict[str, object]:
         "grid": {axis: layout.degree(axis) for axis in DEGREES},
         "micro_batch_size": layout.micro_batch_size,
         **{option.name: layout.value(option) for option in OPTIONS},
+        "resumed_from": outcome.resumed_from.describe() if outcome.resumed_from else None,
         "passed": outcome.is_same,
         "seconds": outcome.seconds,
     }
@@ -202,6 +238,7 @@ def _outcome_object(outcome: Outcome) -> dict[str, object]:
         "loss": _deviation_object(found.loss),
         "eval_loss": _deviation_object(found.eval_loss) if found.eval_loss else None,
         "grad_norm": _deviation_object(found.grad_norm),
+        "other": _deviation_object(found.other),
         "tensor": _deviation_object(found.tensor),
         "first_above_limit": _deviation_object(found.first) if found.first else None,
     }
@@ -218,9 +255,12 @@ def _verdict_object(report: Report) -> dict[str, object]:
     return {
         "event": "verdict",
         "passed": report.is_same,
-        "layouts": len(report.outcomes),
+        "layouts": _num_layouts(report),
         "steps": report.options.steps,
-        "limit": report.options.limit,
+        "precision": report.options.precision,
+        "limit": report.options.limit if report.options.precision == "float64" else LIMIT_OF_SPREAD,
+        "not_drawn": list(report.left_out),
+        "pairs_drawn": report.num_pairs,
         "router_margin": report.router_margin if isfinite(report.router_margin) else None,
         "undecided": list(report.undecided),
         "fp8_margin": report.fp8_margin if isfinite(report.fp8_margin) else None,

@@ -1,6 +1,6 @@
 """Deviations of a layout's run from the reference run, and the first one above the limit.
 
-Loss, held-out loss and gradient norm deviate relatively. A weight deviates by max|a - b| / (max|b| + sum of
+Losses, gradient norm, learning rate, tokens and the load of experts deviate relatively. A weight deviates by max|a - b| / (max|b| + sum of
 its learning rates so far), because a weight that starts at zero is only as large as its updates. Optimizer
 state (``kind/weight``) deviates by max|a - b| / max|b over all weights|, because the moments of a zero
 gradient are rounding noise.
@@ -20,6 +20,10 @@ from raymega.messages import Box
 
 Array = npt.NDArray[np.float64]
 LIMIT = 1e-9
+MAIN_SCALARS = ("loss", "grad_norm")
+"""Scalars of a step that the report has a column for; the others share one."""
+EVAL_LOSS = "eval_loss"
+"""Name of the run's held-out loss; that of a named validation set is followed by `/` and its name."""
 SIZELESS_KINDS = frozenset({"lion.exp_avg", "adam.exp_avg"})
 """Kinds of state whose size an update divides away, so that rounding noise moves a weight too."""
 NOISE = 1e-12
@@ -28,11 +32,31 @@ NOISE = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepValues:
-    """Loss, gradient norm and learning rate of one step on one rank."""
+    """Scalars of one step on one rank.
+
+    Attributes:
+        loss: Mean loss in nats per token.
+        grad_norm: Global gradient norm before clipping.
+        lr: Learning rate of the update.
+        tokens: Number of unmasked tokens of the batch.
+        mtp_loss: Loss of multi-token prediction; None without it.
+        loads: Sums of each layer's routing by its number: choices by expert, then the rest of a load.
+    """
 
     loss: float
     grad_norm: float
     lr: float
+    tokens: int = 0
+    mtp_loss: float | None = None
+    loads: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, Sequence[float]]:
+        """Return the compared numbers by name; an absent one is NaN, which differs from any number."""
+        found: dict[str, Sequence[float]] = {
+            name: (getattr(self, name),) for name in (*MAIN_SCALARS, "lr", "tokens")
+        }
+        found["mtp_loss"] = (nan if self.mtp_loss is None else self.mtp_loss,)
+        return found | {f"expert load of layer {layer}": sums for layer, sums in self.loads.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +74,12 @@ class RankResult:
     """Result of one rank.
 
     Attributes:
-        curve: Scalars by step.
+        curve: Scalars by step, from ``first_step`` on.
         blocks: Parts of tensors that the rank holds.
-        eval_loss: Held-out loss after the last step; None where the job does not evaluate.
-        plain_eval_loss: The same computed a second way (`plain_evaluation.py`), on one rank only.
+        first_step: Number of the first step, which is more than 1 after a restore.
+        manifest: Manifest, as JSON, of what the rank alone saved; empty where nothing was saved.
+        eval_losses: Held-out losses after the last step by name; empty where the job does not evaluate.
+        plain_eval_losses: The same computed a second way (`plain_evaluation.py`), on one rank only.
         lr_scales: Factor of each weight's learning rate on the step's; 1 for weights left out.
         router_margin: Least margin of a routing decision; infinite without experts.
         fp8_margin: Least distance of a number to another fp8 rounding; infinite without fp8.
@@ -61,8 +87,10 @@ class RankResult:
 
     curve: tuple[StepValues, ...]
     blocks: Iterable[ComparedBlock]
-    eval_loss: float | None = None
-    plain_eval_loss: float | None = None
+    first_step: int = 1
+    manifest: str = ""
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
+    plain_eval_losses: Mapping[str, float] = field(default_factory=dict)
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     router_margin: float = inf
     fp8_margin: float = inf
@@ -72,7 +100,7 @@ class RankResult:
 class Reference:
     """Result of the run on one rank, which all layouts are compared with.
 
-    ``eval_loss`` is computed the plain way where the job allows it, and None where it does not evaluate.
+    ``eval_losses`` are computed the plain way where the job allows it.
     ``tensors`` are by (step, name); ``state_sizes`` has the largest value of each kind of optimizer state.
     ``undecided`` weights have a gradient of rounding noise, because the loss does not depend on them, so
     they may differ by as much as noise can move them.
@@ -82,7 +110,7 @@ class Reference:
     tensors: Mapping[tuple[int, str], Array]
     state_sizes: Mapping[str, float]
     lr_scales: Mapping[str, float]
-    eval_loss: float | None = None
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
     router_margin: float = inf
     undecided: frozenset[str] = frozenset()
     fp8_margin: float = inf
@@ -102,7 +130,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """Deviation of ``quantity`` (``loss``, ``grad_norm``, ``eval_loss`` or a tensor's name) after ``step``."""
+    """Deviation of ``quantity`` (a scalar's name or a tensor's) after ``step``."""
 
     step: int
     quantity: str
@@ -113,11 +141,13 @@ class Deviation:
 class LayoutComparison:
     """Largest deviation of each kind, and the first one above the limit, if any.
 
+    ``other`` is that of learning rate, tokens, expert loads and the loss of multi-token prediction.
     ``eval_loss`` is None where the job does not evaluate.
     """
 
     loss: Deviation
     grad_norm: Deviation
+    other: Deviation
     tensor: Deviation
     first: Deviation | None
     eval_loss: Deviation | None = None
@@ -125,7 +155,7 @@ class LayoutComparison:
     @property
     def largest(self) -> Deviation:
         """Largest deviation of all kinds."""
-        found = (self.loss, self.grad_norm, self.tensor, self.eval_loss)
+        found = (self.loss, self.grad_norm, self.other, self.tensor, self.eval_loss)
         return max(filter(None, found), key=lambda deviation: deviation.value)
 
 
@@ -141,7 +171,7 @@ def make_reference(result: RankResult) -> Reference:
     return Reference(
         curve=result.curve, tensors=tensors, state_sizes=dict(sizes), lr_scales=result.lr_scales,
         router_margin=result.router_margin, fp8_margin=result.fp8_margin,
-        eval_loss=result.eval_loss if result.plain_eval_loss is None else result.plain_eval_loss,
+        eval_losses={**result.eval_losses, **result.plain_eval_losses},
         undecided=_undecided(tensors, sizes),
     )  # fmt: skip
 
@@ -152,12 +182,12 @@ def compare(
     """Compare every rank's scalars and blocks, replicas included, with the reference."""
     # scalars on every rank, tensors over all ranks
     curves = [deviation for result in results for deviation in _curve_deviations(result, reference)]
-    evaluations = [_eval_deviation(result, reference) for result in results]
-    evaluated = [deviation for deviation in evaluations if deviation]
+    evaluated = [found for result in results for found in _eval_deviations(result, reference)]
     tensors = _tensor_deviations(results, reference)
     return LayoutComparison(
         loss=_worst(found for found in curves if found.quantity == "loss"),
         grad_norm=_worst(found for found in curves if found.quantity == "grad_norm"),
+        other=_worst(found for found in curves if found.quantity not in MAIN_SCALARS),
         tensor=_worst(tensors),
         first=_first([*curves, *tensors, *evaluated], limit),
         eval_loss=_worst(evaluated) if evaluated else None,
@@ -167,12 +197,17 @@ def compare(
 def _undecided(
     tensors: Mapping[tuple[int, str], Array], state_sizes: Mapping[str, float]
 ) -> frozenset[str]:
-    # A weight is undecided if its moment is rounding noise.
-    kinds = {key: key[1].partition("/") for key in tensors}
+    """Return the weights whose moment is rounding noise after every step.
+
+    One step does not tell: an expert that no token has chosen yet has a moment of zero.
+    """
+    largest: dict[tuple[str, str], float] = defaultdict(float)
+    for (_, key), values in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind in SIZELESS_KINDS:
+            largest[kind, name] = max(largest[kind, name], float(np.abs(values).max()))
     return frozenset(
-        name
-        for key, (kind, _, name) in kinds.items()
-        if kind in SIZELESS_KINDS and float(np.abs(tensors[key]).max()) <= NOISE * state_sizes[kind]
+        name for (kind, name), size in largest.items() if size <= NOISE * state_sizes[kind]
     )
 
 
@@ -183,31 +218,42 @@ def relative(value: float, wanted: float) -> float:
 
 def _curve_deviations(result: RankResult, reference: Reference) -> list[Deviation]:
     return [
-        Deviation(
-            step=step,
-            quantity=quantity,
-            value=relative(getattr(values, quantity), getattr(wanted, quantity)),
+        Deviation(step=step, quantity=name, value=_furthest(values.scalars().get(name, ()), wanted))
+        for step, (values, others) in enumerate(
+            zip(result.curve, reference.curve[result.first_step - 1 :], strict=True),
+            start=result.first_step,
         )
-        for step, (values, wanted) in enumerate(
-            zip(result.curve, reference.curve, strict=True), start=1
-        )
-        for quantity in ("loss", "grad_norm")
+        for name, wanted in others.scalars().items()
     ]
 
 
-def _eval_deviation(result: RankResult, reference: Reference) -> Deviation | None:
-    if reference.eval_loss is None:
-        return None
-    loss = nan if result.eval_loss is None else result.eval_loss
-    off = relative(loss, reference.eval_loss)
-    return Deviation(step=len(reference.curve), quantity="eval_loss", value=off)
+def _furthest(values: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return the largest relative deviation of any number; infinite if there are others or fewer."""
+    if len(values) != len(wanted):
+        return inf
+    pairs = zip(values, wanted, strict=True)
+    # a quantity that neither run has is NaN in both
+    return max((relative(a, b) for a, b in pairs if not (isnan(a) and isnan(b))), default=0.0)
+
+
+def _eval_deviations(result: RankResult, reference: Reference) -> list[Deviation]:
+    return [
+        Deviation(
+            step=len(reference.curve),
+            quantity=name,
+            value=relative(result.eval_losses.get(name, nan), wanted),
+        )
+        for name, wanted in reference.eval_losses.items()
+    ]
 
 
 def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> list[Deviation]:
     """Return the worst block's deviation of each step and tensor; infinite if an element is missing."""
     # each tensor must be covered: a layout that loses a shard must not pass
-    worst = dict.fromkeys(reference.tensors, 0.0)
-    is_held = {key: np.zeros(values.shape, dtype=bool) for key, values in reference.tensors.items()}
+    first_step = results[0].first_step
+    wanted = {key: values for key, values in reference.tensors.items() if key[0] >= first_step}
+    worst = dict.fromkeys(wanted, 0.0)
+    is_held = {key: np.zeros(values.shape, dtype=bool) for key, values in wanted.items()}
     for block in (block for result in results for block in result.blocks):
         key, place = (block.step, block.name), _slices(block.box)
         off = np.abs(block.values - reference.tensors[key][place]).max(initial=0.0)

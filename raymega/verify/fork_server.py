@@ -90,6 +90,8 @@ def _fork(rank: int, request: Mapping[str, Any]) -> int:
             folder,
             steps=request["steps"],
             timeout_s=request["timeout_s"] * COLLECTIVE_SHARE,
+            checkpoints=request["checkpoints"],
+            restore=request["restore"],
         )
         code = 0
     except BaseException as error:  # noqa: BLE001  # the edge of the process: it becomes a text

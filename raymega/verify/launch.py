@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,29 +44,35 @@ class ForkServer:
         return self._process.pid
 
     @contextmanager
-    def run(self, job: Job, layout: Layout, *, steps: int) -> Iterator[list[RankResult]]:
-        """Train ``steps`` steps on ``layout``; yield the results by rank, readable in the body only.
+    def run(
+        self, job: Job, layout: Layout, *, steps: int, checkpoints: str = "", restore: str = ""
+    ) -> Iterator[list[RankResult]]:
+        """Train to step ``steps`` on ``layout``; yield the results by rank, readable in the body only.
+
+        With a store of ``checkpoints`` the ranks save after the last step, or begin from its ``restore``.
 
         Raises:
             LayoutFailedError: A rank raised, died or took longer than the timeout.
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            late = self._ask(job, layout, folder, steps)
+            request = {
+                "plan": make_plan(with_layout(job, layout)).to_json(),
+                "folder": str(folder),
+                "world_size": layout.world_size,
+                "steps": steps,
+                "timeout_s": self._timeout_s,
+                "checkpoints": checkpoints,
+                "restore": restore,
+            }
+            late = self._ask(request)
             _raise_failures(folder, layout.world_size, late, self._timeout_s)
             yield [read_result(folder, rank) for rank in range(layout.world_size)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _ask(self, job: Job, layout: Layout, folder: Path, steps: int) -> list[int]:
+    def _ask(self, request: Mapping[str, object]) -> list[int]:
         assert self._process.stdin and self._process.stdout, "both are pipes"
-        request = {
-            "plan": make_plan(with_layout(job, layout)).to_json(),
-            "folder": str(folder),
-            "world_size": layout.world_size,
-            "steps": steps,
-            "timeout_s": self._timeout_s,
-        }
         wait_s = self._timeout_s + START_TIMEOUT_S
         # A server that died shows below, as a missing answer.
         with contextlib.suppress(BrokenPipeError):

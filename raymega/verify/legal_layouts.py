@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,13 @@ from raymega.config.schema import Job
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.run_plan import job_values
 from raymega.plan.validation.registry import job_faults
-from raymega.verify.layout import DEGREES, PATHS, Layout
+from raymega.schedule.table import SCHEDULES
+from raymega.verify.layout import DEGREES, OPTIONS, PATHS, Layout
+
+BY_HAND = ("stages", "first_stage_layers", "last_stage_layers")
+"""Options that place layers by hand."""
+MOST_CHANGES = 3
+"""Largest number of options that are changed so that a layout with a wanted value is legal."""
 
 
 def layout_of(job: Job) -> Layout:
@@ -48,20 +55,72 @@ def is_legal(job: Job, layout: Layout) -> bool:
 
 def legality(job: Job) -> Callable[[Layout], bool]:
     """Return :func:`is_legal` as a function of the layout, fast for many layouts of one job."""
+    count = fault_counter(job)
+    return lambda layout: count(layout) == 0
+
+
+def fault_counter(job: Job) -> Callable[[Layout], int]:
+    """Return a function of a layout to the number of rules that the job breaks on it."""
     values, size = job_values(job), fixed_size(job)
 
-    def can_run(layout: Layout) -> bool:
-        if layout.dp > job.data.global_batch_size or size not in (0, layout.micro_batch_size):
-            return False
-        return not job_faults(values | layout.values())
+    def count(layout: Layout) -> int:
+        own = (layout.dp > job.data.global_batch_size) + (size not in (0, layout.micro_batch_size))
+        return own + len(job_faults(values | layout.values()))
 
-    return can_run
+    return count
 
 
 def legal_shapes(job: Job, max_ranks: int) -> Iterator[Layout]:
-    """Yield each legal choice of degrees with 2 to ``max_ranks`` ranks, all options simplest."""
-    can_run = legality(job)
+    """Yield each legal choice of degrees with 2 to ``max_ranks`` ranks.
+
+    All options are the simplest, except those that the job needs on these degrees, such as
+    ``cp_method=all_to_all`` where attention weights are dropped.
+    """
+    count = fault_counter(job)
     for tp, cp, pp, dp in product(range(1, max_ranks + 1), repeat=len(DEGREES)):
         shape = Layout(tp=tp, cp=cp, pp=pp, dp=dp, micro_batch_size=fixed_size(job) or 1)
-        if 1 < shape.world_size <= max_ranks and can_run(shape):
-            yield shape
+        if not 1 < shape.world_size <= max_ranks:
+            continue
+        # stages by hand could hold any number of them, with nothing inside
+        legal = shape if not count(shape) else mend(job, shape, count, keep=BY_HAND, most=1)
+        if legal is not None:
+            yield legal
+
+
+def mend(
+    job: Job,
+    layout: Layout,
+    count: Callable[[Layout], int],
+    *,
+    keep: Collection[str] = (),
+    most: int = MOST_CHANGES,
+) -> Layout | None:
+    """Return a legal layout with at most ``most`` other options than ``layout``; None if none is found.
+
+    Each change is the one that leaves the fewest broken rules. Options named in ``keep`` are not changed.
+    """
+    for _ in range(most):
+        faults = count(layout)
+        if not faults:
+            return layout
+        candidates = list(_changed(job, layout, keep))
+        layout = min(candidates, key=count, default=layout)
+        if count(layout) >= faults:
+            return None
+    return layout if not count(layout) else None
+
+
+def _changed(job: Job, layout: Layout, keep: Collection[str]) -> Iterator[Layout]:
+    """Yield the layout with one other option value, except rank orders, which no rule asks for."""
+    for option in OPTIONS:
+        if option.name == "order" or option.name in keep:
+            continue
+        for value in (*option.values, *option.others(job, layout)):
+            if value == layout.value(option):
+                continue
+            # not with_value: it would reset what only matters after a further change
+            change = {option.name: value}
+            if option.name == "schedule":
+                kind = SCHEDULES[value]
+                change["chunks"] = min(max(layout.chunks, kind.least_chunks), kind.most_chunks)
+            yield replace(layout, **change)

@@ -30,10 +30,12 @@ def read_result(folder: Path, rank: int) -> RankResult:
     with np.load(path) as arrays:
         index: dict[str, Any] = json.loads(str(arrays["index"]))
     return RankResult(
+        first_step=index["first_step"],
+        manifest=index.get("manifest", ""),
         curve=tuple(StepValues(**values) for values in index["curve"]),
         blocks=_Blocks(path=path, index=index["blocks"]),
-        eval_loss=index["eval_loss"],
-        plain_eval_loss=index["plain_eval_loss"],
+        eval_losses=index["eval_losses"],
+        plain_eval_losses=index["plain_eval_losses"],
         lr_scales=index["lr_scales"],
         router_margin=index["router_margin"],
         fp8_margin=index["fp8_margin"],

@@ -6,19 +6,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from math import inf
 
 from raymega.config.schema import Job
 from raymega.data.checks import training_faults
 from raymega.errors import ConfigError, WorkerError
 from raymega.plan.run_plan import job_values
-from raymega.verify.compare import LIMIT, LayoutComparison, Reference, compare, make_reference
+from raymega.verify.compare import (
+    LIMIT,
+    LayoutComparison,
+    RankResult,
+    Reference,
+    compare,
+    make_reference,
+)
 from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
 from raymega.verify.layout import Layout
-from raymega.verify.layout_sampling import draw_layouts
+from raymega.verify.layout_sampling import draw_layouts, left_out
 from raymega.verify.legal_layouts import layout_of, reference_layout
 from raymega.verify.minimise import minimise
+from raymega.verify.resume import resuming_pair, run_resumed
+from raymega.verify.rounding import (
+    Precision,
+    Spread,
+    compare_with_spread,
+    in_precision,
+    measure_spread,
+)
 from raymega.verify.shrink import Shrunk, shrink_job
 
 
@@ -34,6 +53,9 @@ class Options:
         max_params: Largest number of parameters of the shrunk model.
         limit: Largest deviation that passes.
         timeout_s: Longest time of one layout in seconds.
+        budget_s: Seconds after which no further layout starts; further sets of ``layouts`` are drawn until
+            then. 0 draws one set.
+        precision: Dtype of the layouts; below float64 they are compared with the spread of roundings.
     """
 
     layouts: int = 8
@@ -43,16 +65,23 @@ class Options:
     max_params: int = 2_000_000
     limit: float = LIMIT
     timeout_s: float = 120.0
+    budget_s: float = 0.0
+    precision: Precision = "float64"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Outcome of one layout; ``comparison`` is None where its ranks failed."""
+    """Outcome of one layout.
+
+    ``comparison`` is None where its ranks failed. ``resumed_from`` is the layout that saved the checkpoint from
+    which this one trained the last step.
+    """
 
     layout: Layout
     comparison: LayoutComparison | None
     failure: str
     seconds: float
+    resumed_from: Layout | None = None
 
     @property
     def is_same(self) -> bool:
@@ -64,7 +93,8 @@ class Outcome:
 class Report:
     """Verdict of a verification, with its evidence.
 
-    ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
+    ``left_out`` are option values and degrees that are possible and were not drawn, ``num_pairs`` the pairs
+    that were. ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
     decision on one rank, infinite without experts: if it is below rounding errors, a layout may choose
     another expert. ``fp8_margin`` is the same for roundings to fp8. ``undecided`` weights may differ by
     noise, see Reference.
@@ -73,6 +103,8 @@ class Report:
     shrunk: Shrunk
     options: Options
     outcomes: tuple[Outcome, ...]
+    left_out: tuple[str, ...]
+    num_pairs: int
     smallest: Outcome | None
     router_margin: float
     undecided: tuple[str, ...]
@@ -118,39 +150,42 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         is_data_there=_is_data_there(job),
         seed=options.seed,
     )
-    layouts = draw_layouts(
-        shrunk.job,
-        # The shrunk job has a grid of one rank and a smaller micro-batch: take the grid from ``job``.
-        own=replace(layout_of(job), micro_batch_size=shrunk.job.schedule.micro_batch_size),
-        count=options.layouts,
-        max_ranks=options.max_ranks,
-        seed=options.seed,
+    # The shrunk job has a grid of one rank and a smaller micro-batch: take the grid from ``job``.
+    own = replace(layout_of(job), micro_batch_size=shrunk.job.schedule.micro_batch_size)
+    draw = partial(
+        draw_layouts, shrunk.job, own=own, count=options.layouts, max_ranks=options.max_ranks
     )
-    if not layouts:
+    first = draw(seed=options.seed)
+    if not first.layouts:
         raise ConfigError(
             fact=f"no layout of 2 to {options.max_ranks} ranks could be drawn",
             rule="a proof compares at least one layout with one rank",
             remedy="use --layouts 1 or more and --max-ranks 2 or more",
         )
-    watcher.on_start(shrunk, len(layouts))
+    watcher.on_start(shrunk, len(first.layouts))
     # train the reference, then each layout, and compare
     with open_fork_server(timeout_s=options.timeout_s) as fork_server:
-        reference = _train_reference(fork_server, shrunk.job, options.steps)
+        trial = _make_trial(fork_server, shrunk.job, options)
         watcher.on_reference()
-        trial = _Trial(
-            fork_server=fork_server, job=shrunk.job, reference=reference, options=options
-        )
-        outcomes = []
-        for layout in layouts:
-            outcomes.append(trial.run(layout))
-            watcher.on_layout(outcomes[-1])
+        outcomes = [*_alone(trial, watcher), *_outcomes(trial, first.layouts, watcher)]
+        # further draws, until the time is over
+        for seed in count(options.seed + 1):
+            if time.monotonic() - began >= options.budget_s:
+                break
+            drawn = [each for each in draw(seed=seed).layouts if not _has(outcomes, each)]
+            outcomes += _outcomes(trial, drawn, watcher, until_s=began + options.budget_s)
         # minimise a failure
         failed = [outcome for outcome in outcomes if not outcome.is_same]
         smallest = _find_smallest(trial, failed, watcher.on_shrinking) if failed else None
+    reference = trial.reference
     return Report(
         shrunk=shrunk,
         options=options,
         outcomes=tuple(outcomes),
+        left_out=left_out(
+            shrunk.job, (outcome.layout for outcome in outcomes), max_ranks=options.max_ranks
+        ),
+        num_pairs=first.num_pairs,
         smallest=smallest,
         router_margin=reference.router_margin,
         undecided=tuple(sorted(reference.undecided)),
@@ -161,17 +196,32 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
+    """Runs of layouts with what they are compared with; ``spread`` is None in float64."""
+
     fork_server: ForkServer
     job: Job
     reference: Reference
+    spread: Spread | None
     options: Options
 
     def run(self, layout: Layout) -> Outcome:
         """Train a layout and compare it; a failure of its ranks is part of the outcome."""
+        return self._judge(layout, self.fork_server.run(self.job, layout, steps=self.options.steps))
+
+    def resume(self, saved: Layout, resumed: Layout) -> Outcome:
+        """Save a run on one layout, resume it on the other, and compare the step after that."""
+        steps = self.options.steps
+        results = run_resumed(self.fork_server, self.job, saved, resumed, steps=steps)
+        return replace(self._judge(resumed, results), resumed_from=saved)
+
+    def _judge(self, layout: Layout, results: AbstractContextManager[list[RankResult]]) -> Outcome:
         began, comparison, failure = time.monotonic(), None, ""
         try:
-            with self.fork_server.run(self.job, layout, steps=self.options.steps) as results:
-                comparison = compare(results, self.reference, limit=self.options.limit)
+            with results as found:
+                if self.spread is None:
+                    comparison = compare(found, self.reference, limit=self.options.limit)
+                else:
+                    comparison = compare_with_spread(found, self.reference, self.spread)
         except LayoutFailedError as error:
             failure = str(error)
         return Outcome(
@@ -180,6 +230,53 @@ class _Trial:
             failure=failure,
             seconds=time.monotonic() - began,
         )
+
+
+def _make_trial(fork_server: ForkServer, job: Job, options: Options) -> _Trial:
+    """Train the reference, and below float64 the runs on one rank that show the spread of roundings."""
+    reference, spread = _train_reference(fork_server, job, options.steps), None
+    if options.precision != "float64":
+        job = in_precision(job, options.precision)
+        spread = measure_spread(fork_server, job, reference, steps=options.steps)
+    return _Trial(
+        fork_server=fork_server, job=job, reference=reference, spread=spread, options=options
+    )
+
+
+def _outcomes(
+    trial: _Trial, layouts: Sequence[Layout], watcher: Watcher, *, until_s: float = inf
+) -> Iterator[Outcome]:
+    """Yield the outcome of each layout, then that of a run saved on one and resumed on another grid."""
+    for layout in layouts:
+        if time.monotonic() >= until_s:
+            return
+        outcome = trial.run(layout)
+        watcher.on_layout(outcome)
+        yield outcome
+    pair = resuming_pair(layouts, trial.options.steps)
+    if pair is not None and time.monotonic() < until_s:
+        outcome = trial.resume(*pair)
+        watcher.on_layout(outcome)
+        yield outcome
+
+
+def _alone(trial: _Trial, watcher: Watcher) -> Iterator[Outcome]:
+    """Yield the outcome of the runs on one rank that show the spread, below float64."""
+    if trial.spread is None:
+        return
+    found = trial.spread.judge(trial.options.precision, step=trial.options.steps)
+    outcome = Outcome(
+        layout=reference_layout(trial.job),
+        comparison=found,
+        failure="",
+        seconds=trial.spread.seconds,
+    )
+    watcher.on_layout(outcome)
+    yield outcome
+
+
+def _has(outcomes: Sequence[Outcome], layout: Layout) -> bool:
+    return any(outcome.layout == layout for outcome in outcomes)
 
 
 def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference:
@@ -197,8 +294,11 @@ def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference
 def _find_smallest(
     trial: _Trial, failed: list[Outcome], on_shrinking: Callable[[], None]
 ) -> Outcome:
-    """Minimise the failed layout that has the fewest ranks."""
-    start = min(failed, key=lambda outcome: outcome.layout.world_size)
+    """Minimise the failed layout that has the fewest ranks; a resumed run only if nothing else failed."""
+    plain = [outcome for outcome in failed if outcome.resumed_from is None]
+    start = min(plain or failed, key=lambda outcome: outcome.layout.world_size)
+    if start.resumed_from is not None or start.layout.world_size == 1:
+        return start
     seen = {start.layout: start}
 
     def is_failing(layout: Layout) -> bool:

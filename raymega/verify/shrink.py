@@ -87,7 +87,6 @@ def _shorten(draft: Draft, steps: int) -> None:
     draft.set("optimizer.lr_warmup_steps", min(optimizer.lr_warmup_steps, MAX_WARMUP_STEPS))
     draft.set("optimizer.lr_cooldown_steps", min(optimizer.lr_cooldown_steps, MAX_COOLDOWN_STEPS))
     draft.set("optimizer.lr_decay_steps", "steps")
-    draft.set("data.validation", ())
     draft.values["run"] |= {
         "steps": max(steps, MAX_WARMUP_STEPS + 1),
         "eval_samples": min(job.run.eval_samples, MAX_EVAL_SAMPLES),
@@ -130,7 +129,9 @@ def _small_batch(size: int) -> int:
 
 
 def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:
-    gaps = ["checkpoints and restarts: only training steps and evaluations are compared"]
+    gaps = [
+        "restarts after failures, and snapshots: of checkpoints one is saved and resumed on another grid"
+    ]
     if not job.run.eval_samples:
         gaps.append("evaluation: run.eval_samples=0 turns it off")
     if job.precision.dtype != "float64":

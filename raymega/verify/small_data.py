@@ -21,7 +21,8 @@ def small_datasets(
 
     Synthetic tokens take the place of datasets that it cannot read; a blend stays a blend.
     """
-    is_real = not all(map(is_synthetic, job.data.datasets))
+    named = [each.path for each in job.data.validation]
+    is_real = not all(map(is_synthetic, (*job.data.datasets, *named)))
     vocab_size, why = small.model.vocab_size, ""
     if is_real and not is_data_there:
         why = "it cannot be read from here"
@@ -41,6 +42,11 @@ def small_datasets(
             yield f"data.{field}", _with_paths(entries, paths), why
     if why and is_data_there and job.data.loss_on == "auto" and any(map(_has_answers, paths)):
         yield "data.loss_on", "assistant", "synthetic conversations take their place"
+    # named sets stay as many, each with tokens of its own
+    sets = small.model_dump()["data"]["validation"]
+    if why and sets:
+        own = {each["path"]: f"{SYNTHETIC_PATH}:valid-{number}" for number, each in enumerate(sets)}
+        yield "data.validation", _with_paths(sets, own), why
     if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
         yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
 

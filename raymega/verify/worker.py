@@ -14,22 +14,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from raymega.messages import Box, Requests
+from raymega.checkpoint.format.manifest import Manifest, read_manifest
+from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.errors import CheckpointError
+from raymega.messages import Box, Requests, ShardSaved
 from raymega.optim.param_groups import rates_of
 from raymega.parallel.comm.process_groups import groups_of_plan
 from raymega.parallel.comm.world import close_world, file_store, open_world
 from raymega.plan.run_plan import read_plan
+from raymega.storage.registry import open_store
+from raymega.storage.store import Store
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.forward_backward import evaluate
-from raymega.train.state import TrainState
-from raymega.train.step import train_step
-from raymega.verify.compare import StepValues
-from raymega.verify.plain_evaluation import plain_eval_loss
+from raymega.train.state import TrainState, first_state, state_from
+from raymega.train.step import StepOutcome, train_step
+from raymega.verify.compare import EVAL_LOSS, StepValues
+from raymega.verify.plain_evaluation import plain_eval_losses
 from raymega.verify.results import result_path
 
 
-def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s: float) -> None:
-    """Train rank ``rank`` of the plan in a world of its own, and save its numbers."""
+def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls it
+    rank: int,
+    plan_json: str,
+    folder: Path,
+    *,
+    steps: int,
+    timeout_s: float,
+    checkpoints: str = "",
+    restore: str = "",
+) -> None:
+    """Train rank ``rank`` of the plan in a world of its own to step ``steps``, and save its numbers.
+
+    Args:
+        rank: Global rank.
+        plan_json: Plan of the run.
+        folder: Folder of the results.
+        steps: Number of steps, those before the checkpoint included.
+        timeout_s: Longest wait for other ranks in seconds.
+        checkpoints: Store to which the state after the last step is saved, or from which it is restored.
+        restore: Key of the checkpoint to start from; the last step is then not saved.
+    """
     # All ranks share this machine's cores.
     torch.set_num_threads(1)
     plan, cpu = read_plan(plan_json), torch.device("cpu")
@@ -44,35 +69,45 @@ def train_rank(rank: int, plan_json: str, folder: Path, *, steps: int, timeout_s
             device=cpu,
         )
     groups = groups_of_plan(plan, rank, timeout_s=timeout_s)
-    # build, train, save
+    # build, restore, train, save
     parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
     for module in parts.modules:
         # Margins of fp8 roundings matter for the reference alone.
         module.fp8.margin.is_watched = world_size == 1
-    _train(parts, steps, folder, rank)
+    state = first_state(plan.job.precision)
+    if restore:
+        state = _restore(parts, open_store(checkpoints), restore)
+    state, index, arrays = _train(parts, state, steps)
+    if checkpoints and not restore:
+        index["manifest"] = _save(parts, state, checkpoints, rank)
+    with result_path(folder, rank).open("wb") as file:
+        np.savez(file, index=np.array(json.dumps(index)), **arrays)
     parts.weights.wait_for_all()
     close_world()
 
 
-def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> None:
-    job, state, curve = parts.plan.job, TrainState(), []
+def _train(
+    parts: TrainingComponents, state: TrainState, steps: int
+) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
+    """Train to step ``steps`` and evaluate; return the state, scalars as JSON, and arrays by number."""
+    job, curve, first_step = parts.plan.job, [], state.step + 1
     arrays: dict[str, Any] = {}
     blocks: list[dict[str, object]] = []
-    for step in range(1, steps + 1):
+    for step in range(first_step, steps + 1):
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
-        curve.append(StepValues(loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr))
-        # Weights after every step find the first deviation; state after the last is enough.
-        for name, box, values in _blocks(parts, with_state=step == steps):
+        curve.append(_values(outcome))
+        # weights and optimizer state after every step, to find the first deviation
+        for name, box, values in _blocks(parts):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
     # evaluation of the trained weights; on one rank also a second way
-    eval_loss = evaluate(parts).get("eval/loss")
     is_reference = parts.plan.grid.world_size == 1
     index = {
+        "first_step": first_step,
         "curve": [asdict(values) for values in curve],
-        "eval_loss": eval_loss,
-        "plain_eval_loss": plain_eval_loss(parts) if is_reference else None,
+        "eval_losses": _eval_losses(parts),
+        "plain_eval_losses": plain_eval_losses(parts) if is_reference else {},
         "blocks": blocks,
         "lr_scales": {
             block.tensor.name: rates_of(block.tensor, job.optimizer, job.model).lr_scale
@@ -82,18 +117,66 @@ def _train(parts: TrainingComponents, steps: int, folder: Path, rank: int) -> No
         "router_margin": parts.routers.smallest_margin,
         "fp8_margin": min(module.fp8.margin.smallest for module in parts.modules),
     }
-    with result_path(folder, rank).open("wb") as file:
-        np.savez(file, index=np.array(json.dumps(index)), **arrays)
+    return state, index, arrays
 
 
-def _blocks(parts: TrainingComponents, *, with_state: bool) -> list[tuple[str, Box, np.ndarray]]:
-    """Return this rank's masters, and ``with_state`` its optimizer state too, by name."""
+def _values(outcome: StepOutcome) -> StepValues:
+    return StepValues(
+        loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr, tokens=outcome.tokens,
+        mtp_loss=outcome.mtp_loss,
+        loads={
+            str(layer): [*load.counts.tolist(), load.tokens, load.kept, load.entropy, load.balance, load.z]
+            for layer, load in outcome.loads.items()
+        },
+    )  # fmt: skip
+
+
+def _eval_losses(parts: TrainingComponents) -> dict[str, float]:
+    """Return the held-out losses by their names in a comparison."""
+    metrics, prefix = evaluate(parts), "eval/set_loss/"
+    losses = {EVAL_LOSS: metrics["eval/loss"]} if metrics else {}
+    return losses | {
+        f"{EVAL_LOSS}/{name.removeprefix(prefix)}": loss
+        for name, loss in metrics.items()
+        if name.startswith(prefix)
+    }
+
+
+def _save(parts: TrainingComponents, state: TrainState, uri: str, rank: int) -> str:
+    """Write this rank's share of a checkpoint; return a manifest of it alone, which no store has."""
+    shards: list[ShardSaved] = []
+    writer = CheckpointWriter(
+        open_store(uri), rank=rank, attempt=1,
+        report=lambda told: shards.append(told) if isinstance(told, ShardSaved) else None,
+    )  # fmt: skip
+    writer.save(state.step, list(parts.optimizer.blocks()), state.scalars())
+    if not writer.wait() or shards[-1].error:
+        raise CheckpointError(
+            f"rank {rank} saved nothing: {shards[-1].error if shards else 'late'}"
+        )
+    plan = parts.plan
+    mine = Manifest(
+        step=state.step, attempt=1, created="", state=shards[-1].state,
+        job=plan.job.model_dump(mode="json"), grid=asdict(plan.grid), metrics={}, boxes=shards[-1].boxes,
+    )  # fmt: skip
+    return mine.to_json()
+
+
+def _restore(parts: TrainingComponents, store: Store, key: str) -> TrainState:
+    """Load a checkpoint of any grid, and return the state of its run."""
+    manifest = read_manifest(store, key)
+    load(store, manifest, list(parts.optimizer.blocks()))
+    parts.optimizer.sync_weights()
+    return state_from(manifest.state, parts.plan.job.precision)
+
+
+def _blocks(parts: TrainingComponents) -> list[tuple[str, Box, np.ndarray]]:
+    """Return this rank's masters and optimizer state by name."""
     return [
-        (block.name if block.kind != "model" else block.tensor.name, block.box, _copy(block.values))
+        (
+            block.name if block.kind != "model" else block.tensor.name,
+            block.box,
+            block.values.numpy().copy(),
+        )
         for block in parts.optimizer.values()
-        if with_state or block.kind == "model"
     ]
-
-
-def _copy(values: torch.Tensor) -> np.ndarray:
-    return values.numpy().copy()

@@ -83,7 +83,7 @@ class Tree:
             # the ranks too, which are of its session
             _kill_session(process.pid)
         process.wait()
-        end = "\n".join(said.strip().splitlines()[-5:])
+        end = "\n".join(said.strip().splitlines()[-8:])
         if process.returncode in (0, *NEVER_PASSED):
             return NEVER_PASSED.get(process.returncode, "passed"), end
         raise RuntimeError(f"pytest ended with {process.returncode}: {' '.join(command)}\n{said}")

@@ -59,7 +59,9 @@ def test_tiny_job_passes_and_says_so_in_json():
     )
     assert done.returncode == 0, done.stderr
     *layouts, verdict = _lines(done)
-    assert [line["event"] for line in layouts] == ["layout"] * 3 and verdict["event"] == "verdict"
+    # the last one is resumed from a checkpoint of the first
+    assert [line["event"] for line in layouts] == ["layout"] * 4 and verdict["event"] == "verdict"
+    assert [line["resumed_from"] for line in layouts] == [None] * 3 + [layouts[0]["layout"]]
     assert layouts[0]["layout"] == "pp2, 1f1b, micro-batch 2"  # the job's own
     assert verdict["passed"] and all(line["passed"] for line in layouts)
     assert verdict["largest"]["deviation"] < 1e-9 and verdict["smallest_failing"] is None
@@ -109,6 +111,39 @@ def test_planted_mistake_is_told_to_people_too(broken):
     assert done.returncode == 1
     for part in ("NOT the same run on 1 of 1", "shows it: tp2, gpipe", "first at step 1:", "1e-09"):
         assert part in done.stdout
+
+
+@pytest.mark.wide
+def test_mistake_that_float64_never_meets_is_found_in_the_runs_own_dtype(tmp_path):
+    """Of gradients in float32 the fused update takes a divisor; float64's are scaled before."""
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    file = package / "raymega" / "optim" / "optimizer.py"
+    text = file.read_text()
+    assert text.count("torch.full((), 1 / factor,") == 1
+    file.write_text(text.replace("torch.full((), 1 / factor,", "torch.full((), 2 / factor,"))
+    words = [str(JOBS / "verify.yaml"), *SMALL, "--layouts", "1", "--max-ranks", "2"]
+    assert _verify(*words, package=package).returncode == 0
+    for precision in ("float32", "bfloat16"):
+        assert _verify(*words, "--precision", precision).returncode == 0
+        found = _verify(*words, "--precision", precision, package=package)
+        assert found.returncode == 1 and "NOT the same run" in found.stdout, found.stderr
+
+
+@pytest.mark.wide
+def test_what_a_checkpoint_lacks_is_found_by_the_run_that_is_resumed(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    file = package / "raymega" / "train" / "state.py"
+    text = file.read_text()
+    assert text.count("        samples=samples,\n") == 1
+    file.write_text(text.replace("        samples=samples,\n", "        samples=samples - 1,\n"))
+    words = [str(JOBS / "verify.yaml"), *SMALL, "--layouts", "2", "--max-ranks", "2"]
+    found = _verify(*words, package=package)
+    assert found.returncode == 1 and "resumed from a checkpoint of pp2" in found.stdout, (
+        found.stderr
+    )
+    assert "NOT the same run on 1 of 3" in found.stdout
 
 
 def test_mistake_of_the_user_is_exit_2():

@@ -71,11 +71,11 @@ def test_nan_is_infinitely_off():
 
 def test_held_out_loss_is_compared_on_every_rank_with_the_plain_one():
     values = [[1.0, -3.0], [2.0, 0.0]]
-    mine = replace(_result(values), eval_loss=4.0)
+    mine = replace(_result(values), eval_losses={"eval_loss": 4.0})
     by_itself = make_reference(mine)
-    plain = make_reference(replace(mine, plain_eval_loss=5.0))
+    plain = make_reference(replace(mine, plain_eval_losses={"eval_loss": 5.0}))
     assert compare([mine], by_itself, limit=LIMIT).first is None
-    found = compare([mine, replace(mine, eval_loss=5.0)], plain, limit=LIMIT)
+    found = compare([mine, replace(mine, eval_losses={"eval_loss": 5.0})], plain, limit=LIMIT)
     assert found.first.quantity == "eval_loss" and found.first.step == 2
     assert found.largest.value == found.eval_loss.value == pytest.approx(0.2)
     # a rank that did not evaluate must not pass, and a job without evaluation has nothing to compare
@@ -138,3 +138,69 @@ def test_a_weight_that_noise_moves_is_named_and_may_differ_by_so_much(moment):
     assert compare([result(-0.6)], reference, limit=LIMIT).first.quantity == "bias"
     others = make_reference(result(0.5, moment="sgd.momentum"))
     assert others.undecided == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("change", "quantity"),
+    [
+        ({"lr": 0.25}, "lr"),
+        ({"tokens": 7}, "tokens"),
+        ({"mtp_loss": 3.0}, "mtp_loss"),
+        ({"mtp_loss": None}, "mtp_loss"),
+        ({"loads": {"1": (3.0, 6.0, 0.5)}}, "expert load of layer 1"),
+        ({"loads": {}}, "expert load of layer 1"),
+    ],
+    ids=str,
+)
+def test_each_scalar_of_a_step_is_compared(change, quantity):
+    step = StepValues(
+        loss=4.0, grad_norm=1.0, lr=0.5, tokens=8, mtp_loss=2.0, loads={"1": (4.0, 5.0, 0.5)}
+    )
+    whole = replace(_result([[1.0], [1.0]]), curve=(step, step))
+    reference = make_reference(whole)
+    assert compare([whole], reference, limit=LIMIT).first is None
+    found = compare(
+        [whole, replace(whole, curve=(step, replace(step, **change)))], reference, limit=LIMIT
+    )
+    assert (found.first.step, found.first.quantity) == (2, quantity)
+    assert found.other == found.largest
+
+
+def test_named_sets_are_compared_by_name():
+    losses = {"eval_loss": 4.0, "eval_loss/code": 4.0, "eval_loss/web": 5.0}
+    mine = replace(_result([[1.0, -3.0]], loss=(4.0,)), eval_losses=losses)
+    reference = make_reference(mine)
+    other = replace(mine, eval_losses=losses | {"eval_loss/web": 5.5})
+    assert compare([other], reference, limit=LIMIT).first.quantity == "eval_loss/web"
+
+
+def test_a_run_that_was_resumed_is_compared_from_its_first_step_on():
+    resumed = RankResult(
+        curve=REFERENCE.curve[1:],
+        blocks=[
+            ComparedBlock(step=2, name="w", box=Box(offset=(0,), shape=(2,)), values=np.array(row))
+            for row in ([2.0, 0.0],)
+        ],
+        first_step=2,
+    )
+    found = compare([resumed], REFERENCE, limit=LIMIT)
+    assert found.first is None and found.loss.step == 2
+
+
+def test_a_weight_that_no_gradient_has_reached_yet_is_not_taken_for_undecided():
+    """An expert that no token chose in the first step has moments of exactly zero after it."""
+
+    def result(weight):
+        blocks = [
+            ComparedBlock(step=step, name=name, box=Box(offset=(0,), shape=(1,)), values=np.array([value]))
+            for step, moment in ((1, 0.0), (2, 1.0))
+            for name, value in (
+                ("w", 1.0), ("expert", weight), ("adam.exp_avg/w", 2.0), ("adam.exp_avg/expert", moment),
+            )
+        ]  # fmt: skip
+        curve = (StepValues(loss=1.0, grad_norm=1.0, lr=0.5),) * 2
+        return RankResult(curve=curve, blocks=blocks)
+
+    reference = make_reference(result(1.0))
+    assert reference.undecided == frozenset()
+    assert compare([result(1.1)], reference, limit=LIMIT).first.quantity == "expert"

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.verify import layout_sampling
 from raymega.verify.layout import DEGREES, OPTIONS, Layout
-from raymega.verify.layout_sampling import draw_layouts, features
+from raymega.verify.layout_sampling import features
 from raymega.verify.legal_layouts import (
     is_legal,
     layout_of,
@@ -18,6 +19,11 @@ from raymega.verify.legal_layouts import (
 )
 from raymega.verify.shrink import shrink_job
 from tests.unit.verify.jobs import make_job
+
+
+def draw_layouts(job, **options):
+    return layout_sampling.draw_layouts(job, **options).layouts
+
 
 JOB = make_job()
 OWN = layout_of(JOB)
@@ -229,3 +235,44 @@ def test_experts_are_folded_in_every_way_and_micro_batches_stay_where_routing_go
     assert reference_layout(job).micro_batch_size == job.schedule.micro_batch_size
     free = make_job("model.moe.num_experts=4")
     assert reference_layout(free).micro_batch_size == free.data.global_batch_size
+
+
+EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ((), [("degree", "tp", 4)]),
+        (("model.attention_dropout=0.1",), [("cp_method", "all_to_all"), ("axis", "cp"), ("axis", "tp")]),
+        (EXPERTS, [("overlap_moe_expert_parallel_comm", True), ("moe_token_dispatcher_type", "all_gather")]),
+        (
+            ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8"),
+            [("dynamic_cp", True), ("cp_method", "all_gather")],
+        ),
+    ],
+    ids=["dense", "attention-dropout", "experts", "packed"],
+)  # fmt: skip
+def test_ten_layouts_meet_what_the_jobs_own_features_run_through(overrides, wanted, seed):
+    job = make_job(*overrides)
+    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=seed))
+    assert set(wanted) <= met
+
+
+def test_what_is_possible_and_was_not_drawn_is_told():
+    text = "; ".join(layout_sampling.left_out(JOB, [OWN], max_ranks=4))
+    for part in ("tp 2, 4", "cp method", "sharding", "zb_h1", "dp 2, 3, 4"):
+        assert part in text
+    # no job without experts has these, and no layout of 4 ranks that
+    for part in ("; ep", "etp", "overlap", "dispatcher", "tp 8"):
+        assert part not in text
+    more = draw_layouts(JOB, own=OWN, count=6, max_ranks=4, seed=0)
+    assert len("; ".join(layout_sampling.left_out(JOB, more, max_ranks=4))) < len(text)
+
+
+def test_shapes_have_the_options_that_the_job_needs_on_them():
+    job = make_job("model.attention_dropout=0.1")
+    shapes = {shape for shape in legal_shapes(job, 4) if shape.cp > 1}
+    assert shapes and {shape.cp_method for shape in shapes} == {"all_to_all"}
+    assert all(is_legal(job, shape) for shape in shapes)

@@ -243,3 +243,20 @@ def test_blend_and_stage_are_drawn_for_synthetic_tokens(seed):
     assert (
         _shrink(make_job("data.path=/web"), is_data_there=True, seed=seed).job.data.path == "/web"
     )
+
+
+def test_named_validation_sets_stay_and_have_tokens_of_their_own_where_theirs_cannot_be_read():
+    words = (
+        "data.path=/web",
+        "data.validation=[{name: web, path: /web}, {name: code, path: /code, split: train}]",
+    )
+    small = _shrink(make_job(*words)).job
+    assert not job_faults(job_values(small))
+    assert [(each.name, each.split) for each in small.data.validation] == [
+        ("web", "valid"),
+        ("code", "train"),
+    ]
+    assert len({each.path for each in small.data.validation}) == 2
+    assert all(each.path.startswith("synthetic:") for each in small.data.validation)
+    there = _shrink(make_job(*words, "model.vocab_size=512"), is_data_there=True).job
+    assert [each.path for each in there.data.validation] == ["/web", "/code"]

@@ -1,0 +1,134 @@
+"""`make mutate`: draw mistakes, plant each in a copy of the repository, run the nearest tests, and list survivors.
+
+A mistake that no test sees is a survivor: it shows a missing test, or it changes nothing. The list of what was tried
+(``.mutate/SEED.jsonl``) is appended to as each ends, and read first: the same command continues where it ended, and
+``SHARD=2/5`` tries every fifth mistake from the second on. A file that has changed since is drawn from anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutate.nearest import nearest_tests
+from tests.mutate.operators import OPERATORS, places, plant
+from tests.mutations.tree import ROOT, Tree
+
+PACKAGE = ROOT / "raymega"
+FOLDERS = ("model", "parallel", "optim", "train", "data", "schedule", "checkpoint")
+HEALTHY: dict[str, bool] = {}
+"""Whether a test passes in the copy without a mistake, by its id."""
+TIMEOUT_S = 900.0
+"""Longest time of a mistake's tests: one that hangs is seen."""
+
+
+def draw(num: int, seed: int) -> list[dict]:
+    """Draw mistakes: an operator first, then a file that it can change, then a place, none twice."""
+    found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in OPERATORS}
+    for path in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
+        file = str(path.relative_to(PACKAGE))
+        if not nearest_tests(file):
+            continue
+        for operator, number, line in places(path.read_text()):
+            found[operator].setdefault(file, []).append((number, line))
+    source, drawn = random.Random(seed), {}
+    while len(drawn) < min(
+        num, sum(len(some) for files in found.values() for some in files.values())
+    ):
+        operator = source.choice(list(OPERATORS))
+        file = source.choice(sorted(found[operator]))
+        number, line = source.choice(found[operator][file])
+        key = f"{operator}/{file}/{number}"
+        drawn.setdefault(
+            key, {"key": key, "operator": operator, "file": file, "number": number, "line": line}
+        )
+    return list(drawn.values())
+
+
+def attempt(tree: Tree, mistake: dict) -> dict:
+    """Plant one mistake, run the tests nearest to its file, and return what they said."""
+    source = (PACKAGE / mistake["file"]).read_text()
+    changed, text = plant(source, mistake["operator"], mistake["number"])
+    tests, began = nearest_tests(mistake["file"]), time.monotonic()
+    with tree.planted(mistake["file"], changed):
+        verdict, said = tree.verdict(tests, "--sample-seed=0", timeout_s=TIMEOUT_S)
+    seconds = round(time.monotonic() - began, 1)
+    if verdict == "failed" and not _is_sound(tree, said):
+        verdict = "unsound"
+    verdict = {"passed": "survived", "failed": "killed", "late": "killed"}.get(verdict, verdict)
+    return {
+        **mistake,
+        "change": text,
+        "verdict": verdict,
+        "tests": list(tests),
+        "seconds": seconds,
+        "said": said[-300:],
+    }
+
+
+def _is_sound(tree: Tree, said: str) -> bool:
+    """Return whether the test that failed passes where nothing is planted; each is asked once."""
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    if not found:
+        return True
+    if found[1] not in HEALTHY:
+        HEALTHY[found[1]] = (
+            tree.verdict([found[1]], "--sample-seed=0", timeout_s=TIMEOUT_S)[0] == "passed"
+        )
+    return HEALTHY[found[1]]
+
+
+def main() -> None:
+    """Try the mistakes of a seed that are not in its list yet, and print the survivors of the whole list."""
+    parser = argparse.ArgumentParser(prog="make mutate")
+    parser.add_argument("--num", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", default="1/1", help="K/N: every N-th mistake from the K-th on")
+    parser.add_argument(
+        "--list", action="store_true", help="print what would be tried, and try nothing"
+    )
+    options = parser.parse_args()
+    first, of = map(int, options.shard.split("/"))
+    mistakes = draw(options.num, options.seed)[first - 1 :: of]
+    if options.list:
+        for each in mistakes:
+            print(f"{each['file']}:{each['line']}: {each['operator']}")
+        return
+    results = _results(ROOT / ".mutate" / f"{options.seed}.jsonl", mistakes)
+    _report([each for each in results if each["key"] in {mistake["key"] for mistake in mistakes}])
+
+
+def _results(path: Path, mistakes: list[dict]) -> list[dict]:
+    """Return results of earlier runs, and those of the mistakes that had none."""
+    path.parent.mkdir(exist_ok=True)
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    tried = {each["key"] for each in done}
+    with tempfile.TemporaryDirectory(prefix="raymega-mutate-") as folder, path.open("a") as file:
+        tree = Tree(Path(folder))
+        for mistake in (each for each in mistakes if each["key"] not in tried):
+            done.append(attempt(tree, mistake))
+            file.write(json.dumps(done[-1]) + "\n")
+            file.flush()
+            told = done[-1]
+            print(
+                f"{told['verdict']} {told['file']}:{told['line']} {told['change']} {told['seconds']} s",
+                flush=True,
+            )
+    return done
+
+
+def _report(results: list[dict]) -> None:
+    survivors = [each for each in results if each["verdict"] == "survived"]
+    killed = sum(each["verdict"] == "killed" for each in results)
+    print(f"\n{killed} of {len(results)} mistakes were seen; survivors:")
+    for each in survivors:
+        print(f"{each['file']}:{each['line']} ({each['operator']}): {each['change']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The tests nearest to a file of the package: those of its name, and those that plant mistakes in it or import it."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+from tests.mutations.proofs import PROOFS
+from tests.mutations.tree import ROOT
+
+SEARCHED = ("tests/unit", "tests/dist")
+MOST_TESTS = 6
+"""Largest number of test files of a mistake: those that import the fewest other modules of the package come first."""
+
+
+def nearest_tests(file: str) -> tuple[str, ...]:
+    """Return test files for ``file``, a path in the package, nearest first; empty where none is."""
+    module = "raymega." + file.removesuffix(".py").replace("/", ".")
+    named = {name: None for name in _by_name().get(_stem(file), ()) if _is_of(name, file)}
+    proofs = {
+        test.partition("::")[0]: None for row in PROOFS if row.file == file for test in row.tests
+    }
+    # those without ranks first, as a mistake is seen by the first that fails
+    importing = sorted(
+        ("dist" in name, len(seen), name) for name, seen in _imports().items() if module in seen
+    )
+    near = named | proofs | {name: None for *_, name in importing}
+    # a part of a layer that no test imports is run by those of the folder's other modules
+    if not near:
+        folder = module.rpartition(".")[0] + "."
+        near = {
+            name: None
+            for name, seen in _imports().items()
+            if any(m.startswith(folder) for m in seen)
+        }
+    return tuple(near)[:MOST_TESTS]
+
+
+def _stem(file: str) -> str:
+    return f"test_{Path(file).stem}.py"
+
+
+def _is_of(test: str, file: str) -> bool:
+    """Return whether a test file of the right name stands in the folder that mirrors the package's."""
+    return file.split("/")[0] in Path(test).parts
+
+
+@cache
+def _by_name() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in _imports():
+        found.setdefault(Path(name).name, []).append(name)
+    return found
+
+
+@cache
+def _imports() -> dict[str, frozenset[str]]:
+    """Return the modules of the package that each test file imports, by its path from the root."""
+    found = {}
+    for path in sorted(path for folder in SEARCHED for path in (ROOT / folder).rglob("test_*.py")):
+        tree, seen = ast.parse(path.read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raymega"):
+                seen.add(node.module)
+                seen |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                seen |= {alias.name for alias in node.names}
+        found[str(path.relative_to(ROOT))] = frozenset(seen)
+    return found

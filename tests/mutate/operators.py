@@ -1,0 +1,266 @@
+"""Operators that draw a mistake: each finds places in a module's syntax tree, and changes one of them.
+
+A place is given by its number, so that an operator's name, a file and a number say a mistake for ever, as long as the
+file does not change. What is only written for people is left alone: docstrings, messages of errors and of logs.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+Change = Callable[[], None]
+NARROWER = {"float64": "float32", "float32": "bfloat16", "int64": "int32"}
+OTHER_AXIS = {0: 1, 1: 0, -1: 0, 2: 1}
+ALIKE = {
+    "tp": "cp", "cp": "tp", "dp": "cp", "pp": "dp", "ep": "etp", "etp": "ep", "edp": "dp", "replicas": "dp",
+    "sharers": "copies", "copies": "sharers", "micro": "tp", "inner": "outer", "outer": "inner",
+}  # fmt: skip
+"""Groups and axes that are easily mistaken for one another."""
+SUMS = ("all_reduce", "start_all_reduce", "reduce_scatter")
+SPOKEN = ("fact", "rule", "remedy", "description", "log", "logger", "warning", "info", "debug")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A place where an operator can change a tree: its line, the change, and what it says."""
+
+    line: int
+    change: Change
+    text: str
+
+
+Operator = Callable[[ast.AST], Iterator[Place]]
+
+
+def drop_a_factor(tree: ast.AST) -> Iterator[Place]:
+    """Change a * b or a / b to a; a minus b to a; drop a call such as .mul_(x)."""
+    for node in _nodes(tree):
+        is_sum = isinstance(node, ast.BinOp) and not _has_text(node)
+        if is_sum and isinstance(node.op, ast.Mult | ast.Div | ast.Sub | ast.Add):
+            yield _replaced(tree, node, node.left)
+        is_scaling = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_scaling and node.func.attr in (
+            "mul_",
+            "mul",
+            "div_",
+            "div",
+            "add_",
+            "sub_",
+            "clamp",
+            "square",
+        ):
+            yield _replaced(tree, node, node.func.value)
+
+
+def swap_axes(tree: ast.AST) -> Iterator[Place]:
+    """Take another dim, another index, or a group that is easily mistaken for the right one."""
+    for node in _nodes(tree):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "dim"
+            and _number(node.value) in OTHER_AXIS
+        ):
+            yield _set(node, "value", ast.Constant(OTHER_AXIS[_number(node.value)]))
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ALIKE
+            and isinstance(node.ctx, ast.Load)
+        ):
+            yield _set(node, "attr", ALIKE[node.attr])
+        if isinstance(node, ast.Subscript) and _number(node.slice) in (0, 1, -1):
+            yield _set(node, "slice", ast.Constant({0: 1, 1: 0, -1: 0}[_number(node.slice)]))
+
+
+def skip_a_group(tree: ast.AST) -> Iterator[Place]:
+    """Leave out a sum over ranks, one branch of a condition, or the last turn of a loop."""
+    for node in _nodes(tree):
+        if isinstance(node, ast.Call) and _called(node) in SUMS and node.args:
+            yield _replaced(tree, node, node.args[0])
+        if isinstance(node, ast.If):
+            yield _set(node, "test", ast.Constant(False))
+            yield _set(node, "test", ast.Constant(True))
+        if isinstance(node, ast.IfExp):
+            yield _set(node, "test", ast.UnaryOp(ast.Not(), node.test))
+        if isinstance(node, ast.For) and not isinstance(node.iter, ast.Constant):
+            last = ast.Subscript(
+                ast.Call(ast.Name("list", ast.Load()), [node.iter], []),
+                ast.Slice(None, ast.Constant(-1), None), ast.Load(),
+            )  # fmt: skip
+            yield _set(node, "iter", last)
+
+
+def off_by_one(tree: ast.AST) -> Iterator[Place]:
+    """Take a number one more, or a comparison that also holds or no longer holds at its limit."""
+    other = {
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+    }
+    for node in _nodes(tree):
+        if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10:
+            yield _set(node, "value", node.value + 1)
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in other:
+            yield _set(node, "ops", [other[type(node.ops[0])](), *node.ops[1:]])
+
+
+def stale_value(tree: ast.AST) -> Iterator[Place]:
+    """Leave out an assignment to a name that has a value already, or a call that is made for its effect."""
+    for function in (node for node in _nodes(tree) if isinstance(node, ast.FunctionDef)):
+        known = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for block in (
+            body
+            for node in ast.walk(function)
+            if isinstance(body := getattr(node, "body", None), list)
+        ):
+            for statement in block:
+                if isinstance(statement, ast.AugAssign):
+                    yield _left_out(block, statement)
+                elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                    if _called(statement.value) not in SPOKEN:
+                        yield _left_out(block, statement)
+                elif isinstance(statement, ast.Assign):
+                    names = {
+                        n.id
+                        for t in statement.targets
+                        for n in ast.walk(t)
+                        if isinstance(n, ast.Name)
+                    }
+                    is_attribute = any(
+                        isinstance(t, ast.Attribute | ast.Subscript) for t in statement.targets
+                    )
+                    if (names and names <= known) or (is_attribute and function.name != "__init__"):
+                        yield _left_out(block, statement)
+                    known |= names
+
+
+def wrong_dtype(tree: ast.AST) -> Iterator[Place]:
+    """Take a narrower dtype, or leave out a cast."""
+    for node in _nodes(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in NARROWER
+            and getattr(node.value, "id", "") == "torch"
+        ):
+            yield _set(node, "attr", NARROWER[node.attr])
+        is_cast = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if (
+            is_cast
+            and node.func.attr in ("to", "float", "double")
+            and len(node.args) <= 1
+            and not node.keywords
+        ):
+            yield _replaced(tree, node, node.func.value)
+
+
+OPERATORS: dict[str, Operator] = {
+    "drop a factor": drop_a_factor, "swap axes": swap_axes, "skip a group": skip_a_group, "off by one": off_by_one,
+    "stale value": stale_value, "wrong dtype": wrong_dtype,
+}  # fmt: skip
+
+
+def places(source: str) -> list[tuple[str, int, int]]:
+    """Return (operator, number, line) of every mistake that can be planted in a module."""
+    tree = ast.parse(source)
+    return [
+        (name, number, place.line)
+        for name, operator in OPERATORS.items()
+        for number, place in enumerate(operator(tree))
+    ]
+
+
+def plant(source: str, operator: str, number: int) -> tuple[str, str]:
+    """Return the module with one mistake, and the statement before and after, in a line each."""
+    tree = ast.parse(source)
+    place = list(OPERATORS[operator](tree))[number]
+    before = ast.unparse(tree).splitlines()
+    place.change()
+    changed = ast.unparse(ast.fix_missing_locations(tree))
+    after = changed.splitlines()
+    gone = next(
+        (line for line, other in zip(before, [*after, ""], strict=False) if line != other), ""
+    )
+    come = next((line for line, other in zip(after, before, strict=False) if line != other), "")
+    return changed + "\n", f"{gone.strip()} -> {come.strip()}"
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes in their order, without annotations, defaults of messages and docstrings."""
+    for child in ast.iter_child_nodes(tree):
+        if _is_spoken(child):
+            continue
+        yield child
+        yield from _nodes(child)
+
+
+def _is_spoken(node: ast.AST) -> bool:
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_text = isinstance(node, ast.keyword) and node.arg in SPOKEN
+    is_said = isinstance(node, ast.Call) and _called(node) in SPOKEN
+    is_type = isinstance(
+        node,
+        ast.AnnAssign
+        | ast.arg
+        | ast.Import
+        | ast.ImportFrom
+        | ast.JoinedStr
+        | ast.Assert
+        | ast.Raise,
+    )
+    return is_docstring or is_text or is_said or is_type or isinstance(node, ast.Global)
+
+
+def _has_text(node: ast.BinOp) -> bool:
+    """Return whether strings are joined, not numbers added."""
+    sides = (node.left, node.right)
+    texts = (s for s in sides if isinstance(s, ast.Constant) and isinstance(s.value, str))
+    return any(texts) or any(isinstance(side, ast.JoinedStr) for side in sides)
+
+
+def _called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _number(node: ast.AST | None) -> object:
+    """Return an integer literal's value, negative ones included; None otherwise."""
+    if (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(node.operand, ast.Constant)
+    ):
+        return -node.operand.value if isinstance(node.operand.value, int) else None
+    is_integer = isinstance(node, ast.Constant) and type(node.value) is int
+    return node.value if is_integer else None
+
+
+def _set(node: ast.AST, field: str, value: object) -> Place:
+    return Place(
+        line=getattr(node, "lineno", 0), change=lambda: setattr(node, field, value), text=field
+    )
+
+
+def _replaced(tree: ast.AST, node: ast.AST, other: ast.AST) -> Place:
+    def change() -> None:
+        for parent in ast.walk(tree):
+            for name, value in ast.iter_fields(parent):
+                if value is node:
+                    setattr(parent, name, copy.deepcopy(other))
+                    return
+                if isinstance(value, list) and any(each is node for each in value):
+                    value[[each is node for each in value].index(True)] = copy.deepcopy(other)
+                    return
+
+    return Place(line=node.lineno, change=change, text="")
+
+
+def _left_out(block: list[ast.stmt], statement: ast.stmt) -> Place:
+    def change() -> None:
+        place = [each is statement for each in block].index(True)
+        block[place] = ast.copy_location(ast.Pass(), statement)
+
+    return Place(line=statement.lineno, change=change, text="")
