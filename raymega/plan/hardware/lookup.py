@@ -10,7 +10,13 @@ from dataclasses import replace
 
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 
-CARD_16_BIT_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12}
+CARD_16_BIT_FLOPS = {
+    "V100-PCIE": 112e12,
+    "H100 PCIe": 756e12,
+    "H800 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+}
 """Peak FLOP/s of dense bfloat16 on cards for PCIe slots, which run at other clocks than the modules
 of the catalogue, by NVIDIA's data sheets."""
 _OTHERS = ("GH200",)
