@@ -30,25 +30,32 @@ def small_datasets(
         why = "its tokens need the whole vocabulary"
     elif job.data.packing != "none" and small.data.seq_len != job.data.seq_len:
         why = "its documents would fill every shorter row alone"
+    if why:
+        yield from _synthetic(job, small, why, is_data_there=is_data_there)
+    if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
+        yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
+
+
+def _synthetic(
+    job: Job, small: Job, why: str, *, is_data_there: bool
+) -> Iterator[tuple[str, object, str]]:
+    """Yield the changes that put synthetic tokens in the place of the job's datasets."""
     # the datasets of a blend stay different ones
     paths = {path: f"{SYNTHETIC_PATH}:{number}" for number, path in enumerate(job.data.datasets)}
     if len(paths) == 1:
         paths = dict.fromkeys(paths, SYNTHETIC_PATH)
-    if why and not job.data.sources:
+    if not job.data.sources:
         yield "data.path", paths[job.data.path], why
+    data = small.model_dump()["data"]
     for field in ("sources", "stages"):
-        entries = small.model_dump()["data"][field]
-        if why and entries:
-            yield f"data.{field}", _with_paths(entries, paths), why
-    if why and is_data_there and job.data.loss_on == "auto" and any(map(_has_answers, paths)):
-        yield "data.loss_on", "assistant", "synthetic conversations take their place"
+        if data[field]:
+            yield f"data.{field}", _with_paths(data[field], paths), why
     # named sets stay as many, each with tokens of its own
-    sets = small.model_dump()["data"]["validation"]
-    if why and sets:
+    if sets := data["validation"]:
         own = {each["path"]: f"{SYNTHETIC_PATH}:valid-{number}" for number, each in enumerate(sets)}
         yield "data.validation", _with_paths(sets, own), why
-    if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
-        yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
+    if is_data_there and job.data.loss_on == "auto" and any(map(_has_answers, paths)):
+        yield "data.loss_on", "assistant", "synthetic conversations take their place"
 
 
 def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
