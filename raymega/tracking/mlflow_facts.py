@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from raymega.config.fields import by_path
 from raymega.config.schema import Job
 from raymega.drawing.svg import short
 from raymega.plan.tensor_table import model_tensors
+
+log = logging.getLogger(__name__)
 
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """Tags with which MLflow opens an experiment as model training; without them it guesses GenAI."""
@@ -152,3 +155,15 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
+
+
+def changed_fields(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, object]:
+    """Return tags for the fields that differ from the run's params, which MLflow never rewrites."""
+    changed = {n: v for n, v in now.items() if n in before and before[n] != str(v)}
+    for name, value in changed.items():
+        # Layout and length may change with every driver.
+        level = logging.WARNING if name.startswith(FIXED_FIELDS) else logging.INFO
+        log.log(
+            level, "MLflow keeps the param %s=%s; the run now has %s", name, before[name], value
+        )
+    return {f"changed.{name}": value for name, value in changed.items()}

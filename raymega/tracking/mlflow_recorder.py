@@ -34,13 +34,11 @@ from raymega.events import (
     AttemptStarted,
     BadStep,
     CheckpointCommitted,
-    EvaluationFinished,
     RoutingCollapsed,
     RunFinished,
     RunStarted,
     SamplesDrawn,
     SaveFailed,
-    StepFinished,
     StragglerDetected,
     TasksEvaluated,
     WorkersStarted,
@@ -49,14 +47,20 @@ from raymega.tracking.expert_load import collapse_warning
 from raymega.tracking.mlflow_database import prepare_database
 from raymega.tracking.mlflow_facts import (
     EXPERIMENT_TAGS,
-    FIXED_FIELDS,
+    changed_fields,
     datasets_of,
     describe,
     environment,
     params_of,
     source_tags,
 )
-from raymega.tracking.sink import Stamped, metrics_of
+from raymega.tracking.mlflow_metrics import (
+    HIDDEN,
+    is_series,
+    may_be_constant,
+    metrics_in,
+)
+from raymega.tracking.sink import Stamped
 
 KEPT_FOLDER = ".raymega/mlflow"
 """Folder of empty databases, below the user's home."""
@@ -66,17 +70,6 @@ LAST_STEPS_TAG = "raymega.last_steps"
 MAX_METRICS_PER_BATCH = 900
 MAX_PAIRS_PER_BATCH = 100
 MAX_VALUE_CHARS = 5000
-NO_CURVE = frozenset(
-    {
-        "run/lease_age_s", "run/spares", "checkpoint/snapshot_step", "checkpoint/snapshot_lacking",
-        "checkpoint/written_share",
-    }
-)  # fmt: skip
-"""Metrics of the present moment, for alerts: over a run's life their curves say nothing."""
-FIRST_FAMILIES = ("train", "eval")
-"""Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
-OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
-HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
 STATUS = {
     "finished": "FINISHED",
     "failed": "FAILED",
@@ -84,8 +77,6 @@ STATUS = {
 }
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 def limit_client(*, timeout_s: int, max_retries: int) -> None:
@@ -195,7 +186,7 @@ class Recorder:
         mlflow_id = str(run.info.run_id)
         metrics = [
             metric
-            for metric in _metrics(Stamped(time_s=time_s, event=event))
+            for metric in metrics_in(Stamped(time_s=time_s, event=event))
             if (metric.step, metric.value)
             not in {
                 (m.step, m.value) for m in self._client.get_metric_history(mlflow_id, metric.key)
@@ -220,7 +211,7 @@ class Recorder:
     def _write_job(self, event: RunStarted, data: RunData) -> None:
         """Log the job as params, which MLflow never rewrites; what has changed since as tags."""
         params = params_of(event.job)
-        tags = _changed(params, data.params) | source_tags() | {"raymega.uri": event.uri}
+        tags = changed_fields(params, data.params) | source_tags() | {"raymega.uri": event.uri}
         if MLFLOW_RUN_NOTE not in data.tags:  # what a user wrote there stays
             tags[MLFLOW_RUN_NOTE] = describe(event.job)
         self._tag(self._parent, tags)
@@ -334,14 +325,14 @@ class Recorder:
         last_steps = dict(self._last_steps)
         first_values = dict(self._first_values)
         for item in batch:
-            for metric in _metrics(item):
+            for metric in metrics_in(item):
                 child.append(metric)
                 # The child run gets every value, the parent only those beyond its last step.
                 last = last_steps.get(metric.key, -1)
-                if metric.key in HIDDEN or (_is_series(item) and metric.step <= last):
+                if metric.key in HIDDEN or (is_series(item) and metric.step <= last):
                     continue
                 # A constant has no chart: its first value waits for one that differs.
-                if last < 0 and _may_be_constant(metric.key):
+                if last < 0 and may_be_constant(metric.key):
                     first = first_values.setdefault(metric.key, metric)
                     if first.value == metric.value:
                         continue
@@ -393,42 +384,8 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, local) or not isinstance(error, OSError)
 
 
-def _metrics(item: Stamped) -> Iterator[Metric]:
-    step = getattr(item.event, "step", 0)
-    for name, value in metrics_of(item.event).items():
-        yield Metric(mlflow_name(name), float(value), int(item.time_s * 1000), step)
-
-
-def mlflow_name(name: str) -> str:
-    """Return a metric's name in MLflow: all but loss, speed and results are system metrics."""
-    return name if name.partition("/")[0] in FIRST_FAMILIES else f"system/{name}"
-
-
-def _may_be_constant(key: str) -> bool:
-    """Return whether the metric's curve waits for a second value; loss, speed and results never do."""
-    is_of_machine = key.startswith("system/") and not key.startswith("system/run/")
-    return is_of_machine or key in OFTEN_CONSTANT
-
-
-def _is_series(item: Stamped) -> bool:
-    """Return whether the event is part of a per-step series, which a restart may repeat."""
-    return isinstance(item.event, StepFinished | EvaluationFinished | TasksEvaluated)
-
-
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _changed(now: Mapping[str, object], before: Mapping[str, str]) -> dict[str, object]:
-    """Return tags for the fields that differ from the run's params, which MLflow never rewrites."""
-    changed = {n: v for n, v in now.items() if n in before and before[n] != str(v)}
-    for name, value in changed.items():
-        # Layout and length may change with every driver.
-        level = logging.WARNING if name.startswith(FIXED_FIELDS) else logging.INFO
-        log.log(
-            level, "MLflow keeps the param %s=%s; the run now has %s", name, before[name], value
-        )
-    return {f"changed.{name}": value for name, value in changed.items()}
 
 
 def _artefact_location(uri: str) -> str | None:

@@ -16,7 +16,8 @@ from raymega.api import load_job
 from raymega.events import ArtefactWritten, AttemptFailed, TasksEvaluated
 from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
 from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
-from raymega.tracking.mlflow_recorder import Recorder, is_refusal, mlflow_name
+from raymega.tracking.mlflow_metrics import mlflow_name
+from raymega.tracking.mlflow_recorder import Recorder, is_refusal
 from raymega.tracking.names import METRICS
 from raymega.tracking.sink import Stamped
 from tests.unit.tracking.events import (

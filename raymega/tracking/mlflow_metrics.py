@@ -1,0 +1,45 @@
+"""Metrics as MLflow shows them: their names, which have a curve, and which may wait for a second value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlflow.entities import Metric
+
+from raymega.events import EvaluationFinished, StepFinished, TasksEvaluated
+from raymega.tracking.sink import Stamped, metrics_of
+
+NO_CURVE = frozenset(
+    {
+        "run/lease_age_s", "run/spares", "checkpoint/snapshot_step", "checkpoint/snapshot_lacking",
+        "checkpoint/written_share",
+    }
+)  # fmt: skip
+"""Metrics of the present moment, for alerts: over a run's life their curves say nothing."""
+FIRST_FAMILIES = ("train", "eval")
+"""Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
+OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
+HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
+
+
+def metrics_in(item: Stamped) -> Iterator[Metric]:
+    """Yield the metrics of an event, with the time at which it was stamped."""
+    step = getattr(item.event, "step", 0)
+    for name, value in metrics_of(item.event).items():
+        yield Metric(mlflow_name(name), float(value), int(item.time_s * 1000), step)
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name in MLflow: all but loss, speed and results are system metrics."""
+    return name if name.partition("/")[0] in FIRST_FAMILIES else f"system/{name}"
+
+
+def may_be_constant(key: str) -> bool:
+    """Return whether the metric's curve waits for a second value; loss, speed and results never do."""
+    is_of_machine = key.startswith("system/") and not key.startswith("system/run/")
+    return is_of_machine or key in OFTEN_CONSTANT
+
+
+def is_series(item: Stamped) -> bool:
+    """Return whether the event is part of a per-step series, which a restart may repeat."""
+    return isinstance(item.event, StepFinished | EvaluationFinished | TasksEvaluated)
