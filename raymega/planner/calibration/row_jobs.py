@@ -216,7 +216,8 @@ def _model(row: Row) -> dict[str, Any]:
         moe["intermediate_size"] = ffn if ffn != dense else width
         moe |= {
             "num_experts": int(number(row, "experts")),
-            "top_k": int(number(row, "topk", 1)),
+            "top_k": (top_k := int(number(row, "topk", 2))),
+            "norm_topk_prob": top_k > 1,  # a single score divided by itself says nothing
             "capacity_factor": CAPACITY_FACTOR,
         }
     name = words_of(row)

@@ -23,6 +23,8 @@ from raymega.planner.kernels.system_traits import Remakes, Software
 Row = Mapping[str, str]
 Format = Literal["16-bit", "8-bit", "4-bit"]
 GIGABIT_BYTES = 1e9 / 8
+BEFORE_FUSED_ATTENTION = ("v100", "a100")
+"""Devices that systems without fused attention were published on."""
 
 
 class Facts(Section):
@@ -93,10 +95,14 @@ def format_of(row: Row) -> Format:
 def is_late(row: Row) -> bool:
     """Return whether the system is of the years of fused attention.
 
-    bfloat16 and narrower formats came with it, and so did the models whose layers have gates.
+    bfloat16 and narrower formats came with it, and so did GPUs after the A100 and the models whose
+    layers have gates.
     """
     name = row["precision"].lower()
-    return format_of(row) != "16-bit" or "bf16" in name or "bfloat16" in name or is_gated(row)
+    is_new = (
+        gpu_of(row) not in ("", *BEFORE_FUSED_ATTENTION) or "bf16" in name or "bfloat16" in name
+    )
+    return is_new or format_of(row) != "16-bit" or is_gated(row)
 
 
 def is_fully_sharded(row: Row) -> bool:
@@ -116,7 +122,12 @@ def software_of(row: Row) -> Software:
     """
     # What a fact states counts, else the year that the format and the model tell.
     facts, late = facts_of(row), is_late(row)
-    has_fused = late if facts.attention == "by_format" else facts.attention != "unfused"
+    # FlashAttention needs an A100 or later.
+    has_fused = (
+        (late and gpu_of(row) != "v100")
+        if facts.attention == "by_format"
+        else facts.attention != "unfused"
+    )
     overlaps = late if facts.overlap == "by_format" else facts.overlap == "hidden"
     # DeepSpeed's ZeRO-3 gathers the tensors of each layer inside a block when they are used.
     gathers_tensors = facts.gathers == "tensors"

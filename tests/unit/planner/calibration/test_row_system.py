@@ -93,6 +93,19 @@ def test_fsdp_in_16_bits_is_taken_for_a_model_of_modules_unless_it_is_compiled()
     assert software_of(a_row(note="FSDP", precision="FP8")).fuses_kernels
 
 
+def test_the_device_tells_the_year_too():
+    assert is_late(a_row(gpu="H100", precision="fp16")) and not is_late(a_row(precision="fp16"))
+    assert not software_of(a_row(gpu="V100-32GB", model="Llama 7B")).has_fused_attention
+    assert software_of(a_row(gpu="H800", precision="")).has_fused_attention
+
+
+@pytest.mark.parametrize("top_k", ["", 1, 2])
+def test_rows_with_any_number_of_choices_have_a_plan(top_k):
+    run = published_run(a_row(experts=8, topk=top_k, ep=8, mbs=1))
+    assert not run.skipped
+    assert run.candidates[0].job.model.moe.top_k == (top_k or 2)
+
+
 def test_zero_3_gathers_tensor_by_tensor_and_fsdp_block_by_block():
     assert software_of(a_row(note="DeepSpeed ZeRO-3")).gathers_tensors
     assert not software_of(a_row(note="FSDP")).gathers_tensors
