@@ -25,6 +25,12 @@ UNREAD = {
     "model.rope_beta_slow": (2.0, ["model.rope_scaling=yarn"]),
     "model.rope_mscale": (0.5, ["model.rope_scaling=yarn"]),
     "model.rope_original_positions": (64, ["model.rope_scaling=llama3"]),
+    "run.sample_prompts": ("[a]", ["run.samples_every=2", "run.sample_tokens=8"]),
+    "run.sample_temperature": (
+        0.5,
+        ["run.samples_every=2", "run.sample_prompts=[a]", "run.sample_tokens=8"],
+    ),
+    "run.sample_tokens": (8, ["run.samples_every=2", "run.sample_prompts=[a]"]),
     "optimizer.beta1": (0.8, ["optimizer.name=adamw"]),
     "optimizer.beta2": (0.8, ["optimizer.name=adamw"]),
     "optimizer.eps": (1e-6, ["optimizer.name=adamw"]),
