@@ -36,7 +36,7 @@ def _copy(folder: Path) -> Path:
         ("guards", GUARD_MUTATIONS, "sound"),
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
-        ("task_scores", TASK_MUTATIONS, "sound"),
+        pytest.param("task_scores", TASK_MUTATIONS, "sound", marks=pytest.mark.wide),
     ],
     ids=["saves", "leases", "guards", "plans", "readers", "task scores"],
 )
