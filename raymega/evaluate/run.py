@@ -145,15 +145,15 @@ def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOpti
 
 def _prepare_yaml(uri: str, file: Path, data: Path | None, options: EvalOptions) -> Ready:
     """Return an evaluation on a task of lm-eval, which is imported here: it takes seconds, and is an extra."""
-    import_extra("lm_eval", extra="eval", purpose=f"--task {file}")
-    from raymega.evaluate.harness.yaml_task import prepare_yaml
-
     missing = (
         [] if file.is_file() else [_no_file(f"--task {file}", "a task of lm-eval is a YAML file")]
     )
     if data is not None and not data.is_file():
         missing.append(_no_file(f"--data {data}", "it takes the place of the task's dataset"))
     raise_faults(ConfigError, [*missing, *_unused_faults(file, options)])
+    import_extra("lm_eval", extra="eval", purpose=f"--task {file}")
+    from raymega.evaluate.harness.yaml_task import prepare_yaml
+
     checkpoint = open_checkpoint(uri)
     return prepare_yaml(file, data, checkpoint, plan_of(checkpoint.manifest, options), options)
 

@@ -40,7 +40,7 @@ def _copy(folder: Path) -> Path:
         ("readers", READER_MUTATIONS, "sound"),
         ("conversations", CONVERSATION_MUTATIONS, "sound"),
         pytest.param("generations", GENERATION_MUTATIONS, "sound", marks=pytest.mark.wide),
-        ("task_scores", TASK_MUTATIONS, "sound"),
+        pytest.param("task_scores", TASK_MUTATIONS, "sound", marks=pytest.mark.wide),
     ],
     ids=[
         "saves",

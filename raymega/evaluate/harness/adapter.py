@@ -33,7 +33,7 @@ Encoded = tuple[Any, list[int], list[int]]
 DEGREE = re.compile(r"([a-z]+)=?(\d+)")
 
 
-class RaymegaLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+class RaymegaLM(TemplateLM):
     """Checkpoint of raymega as a model of lm-eval.
 
     Args:
@@ -118,7 +118,7 @@ class RaymegaLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Return the tokens of a text as lm-eval's Hugging Face model cuts it."""
         if add_special_tokens is None:
             add_special_tokens = self._add_bos_token
-            if string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            if string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
                 add_special_tokens = False
         if add_special_tokens is None:
             return list(self.tokenizer.encode(string))

@@ -23,7 +23,7 @@ from tests.support.ranks import run_grid
 from tests.support.references import hf_models
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.wide]
 NOW = "2025-01-01T00:00:00+00:00"
 LIMIT = 1e-9
 PASSAGES = ["the cat sat on a mat", "she said that he had a hat", "no", "and a third one was there"]
@@ -104,7 +104,6 @@ def _instances(arguments):
     return [SimpleNamespace(args=each) for each in arguments]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("kind", [*hf_models.KINDS, *hf_models.EXPERTS])
 def test_log_likelihoods_are_those_of_the_hugging_face_model(kind, tmp_path, scored_by_ranks):
     _compare(tmp_path, kind, "")
@@ -129,7 +128,6 @@ def _compare(folder, kind, grid):
     np.testing.assert_allclose(mine, rolling, rtol=LIMIT)
 
 
-@pytest.mark.wide
 def test_generated_text_is_that_of_the_hugging_face_model(tmp_path, scored_by_ranks):
     from raymega.evaluate.harness.adapter import RaymegaLM
 
@@ -141,7 +139,6 @@ def test_generated_text_is_that_of_the_hugging_face_model(tmp_path, scored_by_ra
     assert all(found)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("text", [LAMBADA, CHOICES], ids=["last words", "four options"])
 def test_a_yaml_task_has_the_metrics_that_it_has_in_lm_eval(text, tmp_path, scored_by_ranks):
     from lm_eval.evaluator import simple_evaluate
@@ -172,7 +169,6 @@ def test_a_yaml_task_has_the_metrics_that_it_has_in_lm_eval(text, tmp_path, scor
     assert "--limit 3" in report.notes[1] and report.tokens > 0
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("text", "options", "told"),
     [
@@ -192,7 +188,6 @@ def test_a_wrong_yaml_task_is_refused_before_anything_starts(text, options, told
     assert "no.yaml is no file" in str(error.value)
 
 
-@pytest.mark.wide
 def test_the_command_lm_eval_knows_the_model(tmp_path):
     words = [
         "--model",

@@ -76,7 +76,7 @@ def on_one_rank():
     return _scores(_run("tp1", is_scoring=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_keeps_its_bits_and_every_layout_has_the_scores(layout, on_one_rank):
     scored = _run(layout, *LAYOUTS[layout], is_scoring=True)

@@ -16,8 +16,9 @@ def _without_lm_eval(monkeypatch):
 
 
 def test_a_yaml_task_without_the_extra_is_refused(tmp_path):
+    (tmp_path / "task.yaml").write_text("task: a")
     with pytest.raises(ConfigError) as error:
-        prepare_evaluation(str(tmp_path), "task.yaml", None, EvalOptions())
+        prepare_evaluation(str(tmp_path), str(tmp_path / "task.yaml"), None, EvalOptions())
     assert "run `pip install 'raymega[eval]'`" in str(error.value)
 
 
