@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raymega.config.schema import Job
 from raymega.events import RunEvent, RunStarted
-from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.bill import bill_lines, make_bill
@@ -51,6 +51,11 @@ def dollars_per_s(plan: RunPlan, price: float) -> float:
     return hour * plan.grid.world_size / 3600
 
 
+def _named(device: Accelerator) -> str:
+    """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
+    return "cpu of the catalogue" if device == CATALOGUE["cpu"] else device.name
+
+
 class BillSink:
     """Sink that prints, once the run has started, what its remaining steps are expected to cost."""
 
@@ -70,7 +75,9 @@ class BillSink:
         step_s = played_step(self._plan, self._device).total_s
         bill = make_bill(self._plan, self._device, step_s, first_step=event.step)
         for line in bill_lines(bill, self._device):
-            self._print(f"Expected on {self._plan.grid.world_size} x {self._device.name}: {line}")
+            self._print(
+                f"Expected on {self._plan.grid.world_size} x {_named(self._device)}: {line}"
+            )
 
     def close(self, timeout_s: float) -> None:
         """Return at once: nothing is buffered."""

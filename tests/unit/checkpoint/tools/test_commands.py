@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from raymega.cli.checkpoint import checkpoint_app
 from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
+from tests.support.fakes import FakeClock
+from tests.support.leases import take_lease
 from tests.unit.checkpoint.support import MODELS, STATE, make_grid, save_checkpoint
 
 
@@ -62,6 +64,7 @@ def test_show_describes_state_grid_and_tensors(run):
 
 
 def test_list_of_an_empty_run_is_empty(tmp_path):
+    take_lease(LocalStore(tmp_path), FakeClock())
     assert json.loads(_call("list", tmp_path, "--json").stdout)["checkpoints"] == []
     assert "no checkpoints" in _call("list", tmp_path).stdout
 
