@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ def priced(
     device: Accelerator, price: float = 0.0, spot_price: float = 0.0, interruptions: float = 0.0
 ) -> Accelerator:
     """Return the device with the prices of the command line in place of its own, where given."""
-    given = {
+    given: dict[str, Any] = {
         "price_per_hour": price,
         "spot_price_per_hour": spot_price,
         "interruptions_per_day": interruptions,
