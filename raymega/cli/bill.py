@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raymega.config.schema import Job
 from raymega.events import RunEvent, RunStarted
-from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
+from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.bill import bill_lines, make_bill
@@ -53,7 +53,7 @@ def dollars_per_s(plan: RunPlan, price: float) -> float:
 
 def _named(device: Accelerator) -> str:
     """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
-    return "cpu of the catalogue" if device == CATALOGUE["cpu"] else device.name
+    return "cpu of the catalogue" if device.name == "cpu" else device.name
 
 
 class BillSink:
