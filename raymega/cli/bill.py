@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ def priced(
     device: Accelerator, price: float = 0.0, spot_price: float = 0.0, interruptions: float = 0.0
 ) -> Accelerator:
     """Return the device with the prices of the command line in place of its own, where given."""
-    given = {
+    given: dict[str, Any] = {
         "price_per_hour": price,
         "spot_price_per_hour": spot_price,
         "interruptions_per_day": interruptions,
@@ -51,6 +51,11 @@ def dollars_per_s(plan: RunPlan, price: float) -> float:
     return hour * plan.grid.world_size / 3600
 
 
+def _named(device: Accelerator) -> str:
+    """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
+    return "cpu of the catalogue" if device.name == "cpu" else device.name
+
+
 class BillSink:
     """Sink that prints, once the run has started, what its remaining steps are expected to cost."""
 
@@ -70,7 +75,9 @@ class BillSink:
         step_s = played_step(self._plan, self._device).total_s
         bill = make_bill(self._plan, self._device, step_s, first_step=event.step)
         for line in bill_lines(bill, self._device):
-            self._print(f"Expected on {self._plan.grid.world_size} x {self._device.name}: {line}")
+            self._print(
+                f"Expected on {self._plan.grid.world_size} x {_named(self._device)}: {line}"
+            )
 
     def close(self, timeout_s: float) -> None:
         """Return at once: nothing is buffered."""

@@ -10,6 +10,8 @@ from raymega.checkpoint.tools.inspection import (
 )
 from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
+from tests.support.fakes import FakeClock
+from tests.support.leases import take_lease
 from tests.unit.checkpoint.support import MODELS, make_grid, save_checkpoint
 
 GRID, MODEL = make_grid("tp2-dp2"), MODELS["gpt2-tied"]
@@ -52,7 +54,10 @@ def test_run_opens_its_newest(run):
 
 
 def test_nothing_there_is_the_users_mistake(tmp_path, run):
-    assert list_checkpoints(str(tmp_path)) == []
+    with pytest.raises(ConfigError, match="there is no checkpoint at"):
+        list_checkpoints(str(tmp_path))
+    take_lease(LocalStore(tmp_path), FakeClock())
+    assert list_checkpoints(str(tmp_path)) == [], "a run that has not saved yet"
     with pytest.raises(ConfigError, match="there is nothing at"):
         list_checkpoints(str(tmp_path / "none"))
     for uri in (str(tmp_path / "none"), f"{run[0]}/checkpoints/step-00000300"):
@@ -95,7 +100,7 @@ def test_folder_of_runs_and_hugging_faces_folder_are_told(tmp_path, run):
     root = run[0].parent
     (root / "other" / "logs").mkdir(parents=True)
     assert runs_below(str(root)) == ["run"] and runs_below("s3://bucket/runs") == []
-    with pytest.raises(ConfigError, match=rf"give one of its runs, {root}/NAME: run$"):
+    with pytest.raises(ConfigError, match=rf"give one of its runs, such as {root}/run, of run; "):
         open_checkpoint(f"{root}/")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

@@ -65,8 +65,7 @@ def test_entrypoint_is_the_plain_command_with_absolute_paths(project):
     made = submit(project, "checkpoint.uri=my results", "run.steps=9")
     assert shlex.split(made.entrypoint) == [
         "python", "jobs/train.py", "jobs/verify.yaml",
-        "--set", "checkpoint.uri=my results", "--set", "run.steps=9",
-        "--set", f"checkpoint.uri={project}/my results",
+        "--set", "run.steps=9", "--set", f"checkpoint.uri={project}/my results",
     ]  # fmt: skip
 
 
