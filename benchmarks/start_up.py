@@ -49,6 +49,7 @@ class Start:
     first_s: float = 0.0
     done_s: float = 0.0
     cpu_s: Counter[str] = field(default_factory=Counter)
+    last_line: str = ""
 
     @property
     def all_cpu_s(self) -> float:
@@ -117,7 +118,7 @@ def measure(name: str, checkout: Path) -> Start:
                 start.cpu_s = meter.read()
             reader.join(LOOK_EVERY_S)
         if process.wait():
-            raise SystemExit(f"{name} in {checkout} ended with code {process.returncode}")
+            raise SystemExit(f"{name} in {checkout}: {process.returncode}, {start.last_line}")
     if name in SHORT:
         after = getrusage(RUSAGE_CHILDREN)
         start.done_s = time.perf_counter() - begun_s
@@ -130,6 +131,7 @@ def _read(process: subprocess.Popen[str], start: Start, begun_s: float) -> None:
     """Note when the first line and the first finished step come."""
     assert process.stdout
     for line in process.stdout:
+        start.last_line = line.strip()
         start.first_s = start.first_s or time.perf_counter() - begun_s
         if line.startswith('{"event": "step"'):
             start.done_s = start.done_s or time.perf_counter() - begun_s

@@ -52,7 +52,9 @@ def train(
         show_plan(api.dry_run(job, address=address), as_json=as_json)
         return
     # the first line comes at once; Ray and the workers take seconds
-    print(f"Starting run {job.run.name}", file=sys.stderr, flush=True)
+    print(
+        f"Checking run {job.run.name}; then Ray and its workers start.", file=sys.stderr, flush=True
+    )
     if not as_json:
         show_choice(choice)
         plan = api.plan(job)
