@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 
 from raymega.config.schema import Job
-from raymega.errors import WorkerError
 from raymega.verify.compare import (
     MAIN_SCALARS,
     Array,
@@ -28,7 +27,7 @@ from raymega.verify.compare import (
     Reference,
     relative,
 )
-from raymega.verify.launch import ForkServer, LayoutFailedError
+from raymega.verify.launch import ForkServer
 from raymega.verify.legal_layouts import fixed_size, is_legal, reference_layout
 
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
@@ -88,7 +87,7 @@ def measure_spread(
     """Train the job on one rank with several micro-batch sizes, and return how far the runs are.
 
     Raises:
-        WorkerError: The job does not train on one rank in its dtype.
+        LayoutFailedError: The job does not train on one rank in its dtype.
     """
     whole, began = reference_layout(job), time.monotonic()
     sizes = {fixed_size(job)} if fixed_size(job) else {1, 2, 3, whole.micro_batch_size}
@@ -96,16 +95,9 @@ def measure_spread(
     layouts += [replace(each, recompute="full") for each in layouts[:1]]
     distances: dict[str, float] = defaultdict(float)
     for layout in (each for each in layouts if is_legal(job, each)):
-        try:
-            with fork_server.run(job, layout, steps=steps) as results:
-                for (_, name), value in _distances(results, reference).items():
-                    distances[name] = max(distances[name], value)
-        except LayoutFailedError as error:
-            raise WorkerError(
-                fact=f"the run on one rank in {job.precision.dtype} failed: {error}",
-                rule="the spread of its roundings is what layouts are compared with",
-                remedy="make the job train on one rank first",
-            ) from error
+        with fork_server.run(job, layout, steps=steps) as results:
+            for (_, name), value in _distances(results, reference).items():
+                distances[name] = max(distances[name], value)
     rounding = 2.0 ** -NUM_BITS[job.precision.dtype]
     seconds = time.monotonic() - began
     return Spread(distances=dict(distances), rounding=rounding, seconds=seconds)

@@ -55,6 +55,7 @@ def test_operator_plants_what_it_says_and_leaves_texts_alone(operator):
         assert '"""Return 3 * x, summed."""' in changed and "'3 * %s', 4" in changed
 
 
+@pytest.mark.wide
 def test_a_draw_is_a_function_of_its_seed_and_a_longer_one_goes_on():
     few, more, other = draw(5, 3), draw(8, 3), draw(5, 4)
     assert more[:5] == few != other
