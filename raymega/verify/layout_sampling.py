@@ -200,7 +200,7 @@ class _CandidateMaker:
         """Return the option values and degrees that are not covered, in random order."""
         # degrees on which many options matter, so that further values show
         wide = max(self.shapes, key=lambda shape: len(_seen(shape).all), default=Layout())
-        found = {
+        found: set[Feature] = {
             ("degree", axis, n)
             for shape in self.shapes
             for axis in DEGREES

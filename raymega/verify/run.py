@@ -234,10 +234,19 @@ class _Trial:
 
 def _make_trial(fork_server: ForkServer, job: Job, options: Options) -> _Trial:
     """Train the reference, and below float64 the runs on one rank that show the spread of roundings."""
-    reference, spread = _train_reference(fork_server, job, options.steps), None
-    if options.precision != "float64":
-        job = in_precision(job, options.precision)
-        spread = measure_spread(fork_server, job, reference, steps=options.steps)
+    spread = None
+    try:
+        with fork_server.run(job, reference_layout(job), steps=options.steps) as results:
+            reference = make_reference(results[0])
+        if options.precision != "float64":
+            job = in_precision(job, options.precision)
+            spread = measure_spread(fork_server, job, reference, steps=options.steps)
+    except LayoutFailedError as error:
+        raise WorkerError(
+            fact=f"the run on one rank failed: {error}",
+            rule="every layout is compared with it",
+            remedy="make the job train on one rank first",
+        ) from error
     return _Trial(
         fork_server=fork_server, job=job, reference=reference, spread=spread, options=options
     )
@@ -277,18 +286,6 @@ def _alone(trial: _Trial, watcher: Watcher) -> Iterator[Outcome]:
 
 def _has(outcomes: Sequence[Outcome], layout: Layout) -> bool:
     return any(outcome.layout == layout for outcome in outcomes)
-
-
-def _train_reference(fork_server: ForkServer, job: Job, steps: int) -> Reference:
-    try:
-        with fork_server.run(job, reference_layout(job), steps=steps) as results:
-            return make_reference(results[0])
-    except LayoutFailedError as error:
-        raise WorkerError(
-            fact=f"the run on one rank failed: {error}",
-            rule="every layout is compared with it",
-            remedy="make the job train on one rank first",
-        ) from error
 
 
 def _find_smallest(

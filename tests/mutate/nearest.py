@@ -10,8 +10,8 @@ from tests.mutations.proofs import PROOFS
 from tests.mutations.tree import ROOT
 
 SEARCHED = ("tests/unit", "tests/dist")
-MOST_TESTS = 6
-"""Largest number of test files of a mistake: those that import the fewest other modules of the package come first."""
+MOST_TESTS = 8
+"""Largest number of test files of a mistake: the nearest come first."""
 
 
 def nearest_tests(file: str) -> tuple[str, ...]:
@@ -26,6 +26,13 @@ def nearest_tests(file: str) -> tuple[str, ...]:
         ("dist" in name, len(seen), name) for name, seen in _imports().items() if module in seen
     )
     near = named | proofs | {name: None for *_, name in importing}
+    # those named after modules of the package that import it
+    near |= {
+        name: None
+        for user in _users().get(module, ())
+        for name in _by_name().get(_stem(user), ())
+        if _is_of(name, user)
+    }
     # a part of a layer that no test imports is run by those of the folder's other modules
     if not near:
         folder = module.rpartition(".")[0] + "."
@@ -42,8 +49,8 @@ def _stem(file: str) -> str:
 
 
 def _is_of(test: str, file: str) -> bool:
-    """Return whether a test file of the right name stands in the folder that mirrors the package's."""
-    return file.split("/")[0] in Path(test).parts
+    """Return whether a test file of the right name is meant: the only one, or in the folder that mirrors."""
+    return len(_by_name()[Path(test).name]) == 1 or file.split("/")[0] in Path(test).parts
 
 
 @cache
@@ -55,16 +62,27 @@ def _by_name() -> dict[str, list[str]]:
 
 
 @cache
+def _users() -> dict[str, list[str]]:
+    """Return the files of the package that import each module, paths in the package."""
+    users: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "raymega").rglob("*.py")):
+        for module in _imported(path):
+            users.setdefault(module, []).append(str(path.relative_to(ROOT / "raymega")))
+    return users
+
+
+@cache
 def _imports() -> dict[str, frozenset[str]]:
     """Return the modules of the package that each test file imports, by its path from the root."""
-    found = {}
-    for path in sorted(path for folder in SEARCHED for path in (ROOT / folder).rglob("test_*.py")):
-        tree, seen = ast.parse(path.read_text()), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raymega"):
-                seen.add(node.module)
-                seen |= {f"{node.module}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Import):
-                seen |= {alias.name for alias in node.names}
-        found[str(path.relative_to(ROOT))] = frozenset(seen)
-    return found
+    paths = (path for folder in SEARCHED for path in (ROOT / folder).rglob("test_*.py"))
+    return {str(path.relative_to(ROOT)): _imported(path) for path in sorted(paths)}
+
+
+def _imported(path: Path) -> frozenset[str]:
+    seen = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raymega"):
+            seen |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            seen |= {alias.name for alias in node.names}
+    return frozenset(seen)

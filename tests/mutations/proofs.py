@@ -184,6 +184,35 @@ PROOFS: tuple[ProofMutation, ...] = (
         ),
     ),
     ProofMutation(
+        name="norms of groups of tensors are not summed",
+        file="optim/clip.py",
+        old="        sums[groups.index(tensor_group(tensor.name))] += _norm(values).square()\n",
+        new="        pass\n",
+        tests=(
+            "tests/unit/optim/test_clip.py::test_each_group_of_tensors_has_the_squares_of_its_own",
+        ),
+    ),
+    ProofMutation(
+        name="a schedule of several chunks takes one",
+        file="schedule/table.py",
+        old="and sizes.chunks >= 1:",
+        new="and sizes.chunks >= 2:",
+        tests=(
+            "tests/unit/schedule/test_schedules.py::"
+            "test_number_of_chunks_that_a_schedule_does_not_have_is_a_fault",
+        ),
+    ),
+    ProofMutation(
+        name="a picture is as wide as its times",
+        file="schedule/timeline_svg.py",
+        old="width_px = (last - first) / typical * BLOCK_PX",
+        new="width_px = (last - first) * BLOCK_PX",
+        tests=(
+            "tests/unit/schedule/test_timeline_svg.py::"
+            "test_width_follows_the_number_of_blocks_and_not_the_unit_of_time",
+        ),
+    ),
+    ProofMutation(
         name="labels further ahead cross the end of a piece whose document goes on",
         file="data/rows.py",
         old="row.mask & ~is_end & np.roll(masks[-1], -1)",

@@ -219,6 +219,7 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
         assert num_calls <= CALLS_A_MEMBER * (sum(map(len, asked)) + MEMBERS_OF_NO_GROUP)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("grid", "sharers"),
     [

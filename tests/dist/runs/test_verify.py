@@ -109,7 +109,12 @@ def test_planted_mistake_is_told_to_people_too(broken):
     words = [*SMALL, "--set", "parallel.tp=2", "--set", "parallel.pp=1", "--layouts", "1"]
     done = _verify(str(JOBS / "verify.yaml"), *words, package=broken)
     assert done.returncode == 1
-    for part in ("NOT the same run on 1 of 1", "shows it: tp2, gpipe", "first at step 1:", "1e-09"):
+    for part in (
+        "NOT the same run on 1 of 1",
+        "reproduces it: tp2, gpipe",
+        "first at step 1:",
+        "1e-09",
+    ):
         assert part in done.stdout
 
 

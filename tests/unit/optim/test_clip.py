@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.optim.clip import clip_factor, local_norm_sq
+from raymega.optim.clip import clip_factor, local_norm_sq, local_norm_sq_by_group
 from tests.support.params import make_buffer, make_param, make_tensor
 
 CPU = torch.device("cpu")
@@ -56,3 +56,19 @@ def test_a_gradient_that_is_no_number_shows():
 )
 def test_factor_shrinks_to_the_limit_and_never_grows(norm, max_grad_norm, expected):
     assert clip_factor(norm, max_grad_norm) == expected
+
+
+def test_each_group_of_tensors_has_the_squares_of_its_own():
+    names = (
+        "layers.0.mlp.up.weight",
+        "layers.1.mlp.up.weight",
+        "layers.1.attention.q.weight",
+        "head.weight",
+    )
+    params = [make_param(make_tensor(name, (4,))) for name in names]
+    buffer = make_buffer(params)
+    for param, value in zip(params, (1.0, 2.0, 3.0, 4.0), strict=True):
+        buffer.view(param).fill_(value)
+    groups = ("head", "attention.q", "mlp.up")
+    found = local_norm_sq_by_group(buffer.shares(), groups, CPU)
+    assert found.tolist() == pytest.approx([4 * 16, 4 * 9, 4 * (1 + 4)])

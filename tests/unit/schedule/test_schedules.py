@@ -15,7 +15,13 @@ from raymega.schedule.order import Sizes
 from raymega.schedule.schedules import interleaved, one_f_one_b, zero_bubble
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.stage_placement import Placement
-from raymega.schedule.table import SCHEDULES, make_forward_only, make_placement, make_schedule
+from raymega.schedule.table import (
+    SCHEDULES,
+    make_forward_only,
+    make_placement,
+    make_schedule,
+    schedule_faults,
+)
 from raymega.schedule.text import LETTERS, timetable
 from raymega.schedule.transfers import rounds
 
@@ -273,3 +279,13 @@ def test_paired_1f1b_of_one_rank_is_one_forward_ahead():
     assert check(program, num_micro_batches=4).peak_activations == (2,)
     texts = [_computes(tasks) for tasks in rounds(program.lists[0])]
     assert texts == ["F0", "F1 B0", "F2 B1", "F3 B2", "B3"]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_number_of_chunks_that_a_schedule_does_not_have_is_a_fault(name):
+    kind = SCHEDULES[name]
+    for chunks in range(1, 5):
+        sizes = Sizes(pp=2, num_micro_batches=4, chunks=chunks)
+        told = [fault.fact for fault in schedule_faults(name, sizes)]
+        is_legal = kind.least_chunks <= chunks <= kind.most_chunks
+        assert (f"schedule.chunks={chunks}" in told) != is_legal

@@ -160,3 +160,13 @@ def test_width_is_what_is_asked_for():
 def test_note_stands_behind_the_bubble():
     _, texts = _draw(_simulated(), note="simulated: 0.3")
     assert "bubble: 0.333 of ideal time, 25.0% of all time; simulated: 0.3" in texts
+
+
+def test_width_follows_the_number_of_blocks_and_not_the_unit_of_time():
+    """The paper is as wide as the blocks need, whether they take seconds or microseconds."""
+    rows = {
+        label: [(*event[:3], event[3] * 1e-3, event[4] * 1e-3, *event[5:]) for event in row]
+        for label, row in _simulated().items()
+    }
+    (seconds, _), (small, _) = _draw(_simulated()), _draw(rows)
+    assert float(small.get("width")) == pytest.approx(float(seconds.get("width")))

@@ -8,7 +8,7 @@ import torch
 
 from raymega.errors import ConfigError
 from raymega.plan.memory.state_bytes import WORKSPACE_BYTES
-from raymega.train.environment import prepare_process, refused_operation
+from raymega.train.environment import _own_address, prepare_process, refused_operation
 from tests.support.jobs import make_test_plan
 from tests.support.ranks import run_alone
 
@@ -91,3 +91,7 @@ def test_other_errors_are_not_taken_for_a_refusal():
     error = refused_operation(RuntimeError(text))
     assert isinstance(error, ConfigError) and error.exit_code == 2
     assert "scatter_add_cuda_kernel" in str(error)
+
+
+def test_own_address_is_that_of_the_route():
+    assert _own_address("127.0.0.1", 9) == "127.0.0.1"

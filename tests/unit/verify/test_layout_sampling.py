@@ -240,6 +240,7 @@ def test_experts_are_folded_in_every_way_and_micro_batches_stay_where_routing_go
 EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("overrides", "wanted"),

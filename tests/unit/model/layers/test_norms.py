@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.model.layers.norms import LayerNorm, RmsNorm
+from raymega.model.layers.norms import HeadNorms, LayerNorm, RmsNorm
 from tests.support.references import plain_models
 from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
@@ -34,3 +34,16 @@ def test_norm_statistics_are_wider_than_bfloat16(family):
     y, wanted = _norm_and_reference(family, x, dtype=torch.bfloat16)
     assert y.dtype == torch.bfloat16
     assert plain_models.difference(y, wanted) < BFLOAT16_ROUNDING
+
+
+def test_query_and_key_heads_have_weights_of_their_own():
+    model = plain_models.make_model("qwen3")
+    factory = make_model_factory(model)
+    norm = HeadNorms(factory, "layers.0.attention", model.norm_eps)
+    weights = plain_models.draw_weights(factory.table.values())
+    plain_models.fill(norm.parameters(), weights)
+    x = torch.randn(5, 2, 12, model.head_width).double()
+    y = norm(x, num_heads=8)
+    for heads, name in ((slice(0, 8), "q_norm"), (slice(8, 12), "k_norm")):
+        wanted = plain_models.norm(model, weights, f"layers.0.attention.{name}", x[:, :, heads])
+        assert plain_models.difference(y[:, :, heads], wanted) < FLOAT64_LAYER
