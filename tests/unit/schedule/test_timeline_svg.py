@@ -163,10 +163,10 @@ def test_note_stands_behind_the_bubble():
 
 
 def test_width_follows_the_number_of_blocks_and_not_the_unit_of_time():
-    """The paper is as wide as the blocks need, whether they take seconds or microseconds."""
+    """The paper is as wide as the blocks need, in seconds or in milliseconds."""
     rows = {
-        label: [(*event[:3], event[3] * 1e-3, event[4] * 1e-3, *event[5:]) for event in row]
+        label: [(*event[:3], event[3] * 1e3, event[4] * 1e3, *event[5:]) for event in row]
         for label, row in _simulated().items()
     }
-    (seconds, _), (small, _) = _draw(_simulated()), _draw(rows)
-    assert float(small.get("width")) == pytest.approx(float(seconds.get("width")))
+    (seconds, _), (milliseconds, _) = _draw(_simulated()), _draw(rows)
+    assert float(milliseconds.get("width")) == pytest.approx(float(seconds.get("width")))
