@@ -40,7 +40,7 @@ def prepare(
     parse_special_tokens: bool = False,
     format: Literal["text", "chat", "preference"] = "text",  # the option's name
     chat_template: str = "",
-    text_key: str = "",
+    text_key: str | None = None,
     max_bad_lines: int = 0,
     address: Address = "auto",
     as_json: AsJson = False,
@@ -83,7 +83,7 @@ def prepare(
         valid_fraction=valid_fraction,
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
-        text_key=text_key or DEFAULT_KEYS[format],
+        text_key=DEFAULT_KEYS[format] if text_key is None else text_key,
         row_format=format,
         chat_template=chat_template,
         max_bad_lines=max_bad_lines,
