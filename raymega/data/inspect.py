@@ -76,10 +76,8 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
 def _describe_labels(documents: StreamDocuments, seq_len: int) -> dict[str, float]:
     """Return how many conversations are truncated to S tokens, and how many have no label left then."""
     kept = np.minimum(documents.lengths, seq_len).tolist()
-    counts = [
-        int(np.count_nonzero(documents.counted(document, 0, length)))
-        for document, length in enumerate(kept)
-    ]
+    masks = (documents.counted(document, 0, length) for document, length in enumerate(kept))
+    counts = [int(mask.sum()) for mask in masks if mask is not None]
     return {
         "truncated": int((documents.lengths > seq_len).sum()),
         "without_labels": counts.count(0),
