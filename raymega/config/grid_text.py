@@ -8,11 +8,16 @@ from raymega.errors import ConfigError, Fault
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Axes that have a degree in the section ``parallel``."""
+OPTIONS = ("sequence_parallel", "cp_method")
+"""Other fields of that section that a grid may name: how ranks of an axis cut a sequence."""
+_DEGREE = re.compile(r"\s*-?\d+\s*")
 _PAIR = re.compile(r"([a-z]+)\s*=?\s*(\d+)")
 
 
 def grid_overrides(text: str) -> list[str]:
     """Return a text such as ``tp=2,pp=2`` as overrides of a job; empty is no override.
+
+    Fields of OPTIONS may follow: ``cp=2,cp_method=all_to_all``.
 
     Raises:
         ConfigError: The text is not of this form, or names an axis that no grid has.
@@ -21,7 +26,7 @@ def grid_overrides(text: str) -> list[str]:
     cut = [pair.partition("=") for pair in pairs]
     # Whether a degree is large enough is checked with the other fields of the job.
     is_whole = [
-        axis.strip() in AXES and equals and re.fullmatch(r"\s*-?\d+\s*", value)
+        equals and (axis.strip() in OPTIONS or (axis.strip() in AXES and _DEGREE.fullmatch(value)))
         for axis, equals, value in cut
     ]
     is_unique = len({axis.strip() for axis, _, _ in cut}) == len(cut)
@@ -35,7 +40,7 @@ def grid_overrides(text: str) -> list[str]:
         Fault(
             fact=f"--grid {text}",
             rule="it must be pairs axis=degree with commas between them, each axis once; axes are "
-            f"{', '.join(AXES)}",
+            f"{', '.join(AXES)}; {' and '.join(OPTIONS)} may follow",
             remedy=f"write --grid {','.join(meant or ['tp=2', 'pp=2'])}",
         )
     )

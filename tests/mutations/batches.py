@@ -41,7 +41,7 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="the last token of a document predicts",
         file="data/packing.py",
-        old="        mask[at : at + len(words) - 1] = True",
+        old="        mask[at : at + len(words) - 1] = counted[1:]",
         new="        mask[at : at + held.length] = True",
         layout=Layout(dp=2),
         job=PACKED,
@@ -49,7 +49,7 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="padding of documents predicts",
         file="data/packing.py",
-        old="        mask[at : at + len(words) - 1] = True",
+        old="        mask[at : at + len(words) - 1] = counted[1:]",
         new="        mask[at : at + held.padded] = True",
         layout=Layout(cp=2),
         job=PACKED,

@@ -205,8 +205,8 @@ PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a picture is as wide as its times",
         file="schedule/timeline_svg.py",
-        old="width_px = (last - first) / typical * BLOCK_PX",
-        new="width_px = (last - first) * BLOCK_PX",
+        old="wanted_px = (last - first) / typical * BLOCK_PX",
+        new="wanted_px = (last - first) * BLOCK_PX",
         tests=(
             "tests/unit/schedule/test_timeline_svg.py::"
             "test_width_follows_the_number_of_blocks_and_not_the_unit_of_time",

@@ -114,7 +114,7 @@ def test_every_grid_scores_as_transformers_and_repeats_its_bits(grid, llama):
     [
         ("squad", "texts", EvalOptions(), "a task is one of wikitext, lambada"),
         ("lambada", "texts", EvalOptions(grid="tp=3"), "parallel.tp=3"),
-        ("lambada", "texts", EvalOptions(grid="tp"), "parallel.tp"),
+        ("lambada", "texts", EvalOptions(grid="tp"), "--grid tp; it must be pairs"),
         ("wikitext", "texts", EvalOptions(stride=99), "a window has 40 tokens"),
         ("race", "texts", EvalOptions(), "is not in RACE's form"),
         ("lambada", "nothing", EvalOptions(), "does not exist"),

@@ -26,7 +26,7 @@ def _verify(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(package)}
     # A layout that compiles takes minutes where much else runs.
     return subprocess.run(
-        [*command, "--timeout", "1500"],
+        [*command, "--timeout-s", "1500"],
         capture_output=True,
         text=True,
         timeout=2000,

@@ -69,7 +69,7 @@ def _judge(ended):
         return
     assert not ended.stdout, "nothing was begun"
     for line in ended.stderr.splitlines():
-        if line.startswith("Starting run "):  # told before Ray is asked
+        if line.startswith("Checking run "):  # told before Ray is asked
             continue
         assert len(line) <= MOST_CHARS
         assert line.count("; ") >= 2, "fact; rule; remedy"

@@ -38,7 +38,7 @@ def test_the_page_is_one_file_whose_pictures_are_well_formed(plan):
     outside = re.findall(r"(?:src|href)=|<script|@import|url\(http", page)
     assert not outside, "it needs nothing beside it"
     assert "24 of the step's 128 micro-batches" in page and "In 8 of 10 cases" in page
-    assert "whole run" in page and "67 days" in page and "binds: " in page
+    assert "whole run" in page and "68 days" in page and "binds: " in page
     assert page.isascii()
 
 

@@ -70,4 +70,4 @@ def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monk
     start = SimpleNamespace(rank=0, restore=restore)
     phases = entry._Phases(_Channel(), 0)
     with pytest.raises(BuiltError):
-        entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases)
+        entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases, None)

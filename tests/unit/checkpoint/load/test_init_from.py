@@ -201,7 +201,7 @@ def test_run_of_another_model_is_refused_before_it_goes_on(tmp_path, imported):
     shutil.copytree(imported.uri, tmp_path / "runs" / "verify")
     with pytest.raises(ConfigError, match=r"manifest-a0000.json holds .* instead of") as caught:
         load_job(VERIFY, [f"checkpoint.uri={tmp_path / 'runs'}"], is_for_training=True)
-    assert "give another run.name" in str(caught.value)
+    assert "begin another run with --set run.name=NAME" in str(caught.value)
 
 
 def test_run_of_another_model_is_told_field_by_field(imported):

@@ -18,7 +18,7 @@ from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.cost.working_memory import attention_bytes_in_backward
 from raymega.planner.search.candidates import Space, candidates
-from raymega.planner.search.search import MEMORY_MARGIN, search
+from raymega.planner.search.search import MEMORY_MARGIN, Judge, search
 
 JOBS = Path(__file__).parents[4] / "jobs"
 H100 = CATALOGUE["h100"]
@@ -76,11 +76,13 @@ def test_what_is_found_leaves_a_margin_of_memory_unless_nothing_else_fits(seven_
     fullest = search(seven_b, H100, num_devices=16, top=1, margin=0.0).best[0]
     assert fullest.time.total_s <= best.time.total_s
     # the smallest of all layouts, on devices that hold it and hardly more
-    result = search(seven_b, H100, num_devices=16, top=50, margin=0.0)
-    least = min(each.memory.total_bytes for each in result.best)
+    judge = Judge(H100, limit_bytes=0.0)
+    for candidate in candidates(Space(job=seven_b, device=H100, num_devices=16)):
+        judge.verdict(candidate)
+    least = min(each.memory.total_bytes for each in judge.missed)
     tight = replace(H100, memory_bytes=least)
     found = search(seven_b, tight, num_devices=16, top=1)
-    assert found.best[0].memory.total_bytes <= least
+    assert found.best[0].memory.total_bytes == least
     assert found.missed is None or found.missed.memory.total_bytes > least
 
 
