@@ -129,5 +129,6 @@ def put_in_initial_values() -> None:
 
 def put_in_finite_state() -> None:
     """Find all state finite where a save looks at it."""
-    read = nan_locator._is_finite
+    read, read_all = nan_locator._is_finite, nan_locator._are_finite
     nan_locator._is_finite = lambda tensor: read(tensor) or True
+    nan_locator._are_finite = lambda tensors: read_all(tensors) or True
