@@ -345,9 +345,9 @@ def name_of(slot: WorkerSlot, plan: RunPlan, *, attempt: int) -> str:
 
 def actor_name(plan: RunPlan, *, attempt: int, rank: int) -> str:
     """Return the actor name of a rank, such as ``demo/a1/rank3-tp1-pp0-dp1``."""
-    coords = plan.grid.coords(rank)
+    coords, experts = plan.grid.coords(rank), plan.grid.expert_coords(rank)
     axes = [
-        f"{axis}{coords.on(axis)}"
+        f"{axis}{experts.ep if axis == 'ep' else coords.on(axis)}"
         for axis in NAMED_AXES
         if axis not in RARE_AXES or plan.grid.degree(axis) > 1
     ]

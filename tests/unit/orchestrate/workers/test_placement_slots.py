@@ -79,3 +79,20 @@ def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):
 def test_processes_that_are_ordered_between_attempts_have_names_of_their_own():
     names = {name_of(slot(index, home=0), PLAN, attempt=0) for index in (0, 1)}
     assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "name"),
+    [
+        (("parallel.tp=2", "parallel.pp=2"), "rank3-tp1-pp1-dp0"),
+        (("parallel.cp=2", "parallel.dp=2"), "rank3-tp0-cp1-pp0-dp1"),
+        (
+            ("parallel.dp=4", "parallel.ep=2", "model.moe.num_experts=4", "model.moe.intermediate_size=16"),
+            "rank3-tp0-ep1-pp0-dp3",
+        ),
+    ],
+)  # fmt: skip
+def test_name_of_a_process_has_its_coordinates(degrees, name):
+    """Those of context and of experts only where the grid cuts them."""
+    plan = make_test_plan(*degrees)
+    assert name_of(slot(0, home=3), plan, attempt=2) == f"{plan.job.run.name}/a2/{name}"
