@@ -151,6 +151,8 @@ def _load_ray(environment: dict[str, str]) -> None:
 
 def _become(request: Request, files: Sequence[int]) -> None:
     """Give this process what Ray gave the client: files, environment, folder, arguments, priorities."""
+    # As a worker that the raylet starts: it kills the process group of a worker that has died.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.enable()
     for number, file in zip(fork_client.OUTPUTS, files, strict=True):

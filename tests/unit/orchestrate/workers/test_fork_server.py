@@ -19,7 +19,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 facts = {
-    "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
+    "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "arguments": sys.argv[1:], "folder": os.getcwd(),
     "environment": dict(os.environ), "has_entry": "wave" in sys.modules, "has_ray": "ray" in sys.modules,
     "niceness": os.getpriority(os.PRIO_PROCESS, 0), "name": __name__,
     "sigchld": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
@@ -87,6 +87,7 @@ def test_workers_are_forked_and_have_what_their_clients_had(server, tmp_path):
         assert client.wait(LIMIT_S) == 0
         assert facts["parent"] == server._process.pid
         assert facts["pid"] != client.pid
+        assert facts["group"] == facts["pid"], "a raylet kills the group of a worker that has died"
         assert facts["has_entry"]
         assert facts["has_ray"]
         assert facts["arguments"] == [str(tmp_path), name]
