@@ -12,7 +12,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	test -z "$(TORCH_INDEX)" || $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
 	  --index-url $(TORCH_INDEX) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,eval]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,eval,trackers]'
 	@touch $@
 
 demo: setup
@@ -84,6 +84,8 @@ rehearse: setup
 # torch's CUDA build: 6.2 GB, kept in build/. Then it takes three minutes, the first time two more to compile kernels.
 BOOKS := build/cuda-books
 KEEP_BOOKS := $(BOOKS)/venv/bin/python -m tests.cuda_books --build $(BOOKS)
+ROOFLINE := $(BOOKS)/venv/bin/python -m tests.cuda_books.roofline --build $(BOOKS)
+GPU_DAY := $(BOOKS)/venv/bin/python -m tests.cuda_books.gpu_day --build $(BOOKS)
 LOSE_PEER := $(BOOKS)/venv/bin/python -m tests.cuda_books.lost_peer --build $(BOOKS)
 
 $(BOOKS)/.ok: pyproject.toml constraints.txt
@@ -94,11 +96,13 @@ $(BOOKS)/.ok: pyproject.toml constraints.txt
 
 cuda-books: $(BOOKS)/.ok
 	$(KEEP_BOOKS)
+	$(ROOFLINE)
+	$(GPU_DAY)
 	$(LOSE_PEER)
 
 # As a shard of test-all: without what has passed, and without failing where there is no CUDA build of torch.
 test-cuda-books: setup
 	@if $(MAKE) --no-print-directory $(BOOKS)/.ok; then \
 	  $(KEEP_BOOKS) --resume $$($(BIN)/python -c 'from tests.support.selection import passed_file; print(passed_file())') \
-	  && $(LOSE_PEER); \
+	  && $(ROOFLINE) && $(GPU_DAY) && $(LOSE_PEER); \
 	else echo "cuda-books: skipped, as torch's CUDA build could not be installed here: the lines above say why"; fi

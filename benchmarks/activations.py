@@ -67,6 +67,7 @@ def published(recomputed: str, sizes: Sizes, tp: int, *, is_cut: bool) -> float 
 
     Selective recompute there is of the attention core, whose output is kept.
     """
+    # equations 1, 2 and 4 over S*B*D: what lies between the products, then the scores of attention
     between = 10 / (tp if is_cut else 1) + 24 / tp
     scores = 5 * sizes.heads * sizes.seq_len / (sizes.width * tp)
     by_name = {"none": between + scores, "attention": between, "full": 2 / (tp if is_cut else 1)}
@@ -84,6 +85,7 @@ def kept_bytes(env: RankEnv, sizes: Sizes, *, is_cut: bool) -> dict[tuple[str, s
 
 
 def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, sp: SequenceParallel) -> int:
+    # the middle of three blocks: no embedding, no head
     _, stage, _ = make_stages((1, 1, 1))
     cpu = torch.device("cpu")
     module = StageModule(model, stage, sp=sp, dtype=torch.bfloat16, device=cpu, seed=1)
@@ -91,6 +93,7 @@ def _kept(model: ModelSection, memory: MemorySection, sizes: Sizes, sp: Sequence
     tokens = torch.zeros(sizes.batch, sizes.seq_len, dtype=torch.int64)
     shape = sizes.seq_len // sp.degree, sizes.batch, model.hidden_size
     hidden = torch.randn(shape).bfloat16().requires_grad_()
+    # parameters and buffers are state, not activations
     with SavedBytes([*module.parameters(), *module.buffers()]) as kept:
         module(tokens, tokens, tokens, hidden, torch.arange(sizes.batch))
     return kept.total
@@ -101,6 +104,7 @@ def show(sizes: Sizes, tp: int, *, is_cut: bool) -> None:
     ranks = run_grid(partial(kept_bytes, is_cut=is_cut), Grid(tp=tp), sizes, timeout=600)
     layout = f"tp{tp}{' + sp' if is_cut else ''}" if tp > 1 else "one rank"
     for name, recomputed in ranks[0]:
+        # the rank that keeps most decides whether a layout fits
         kept = max(rank[name, recomputed] for rank in ranks)
         wanted = published(recomputed, sizes, tp, is_cut=is_cut) if name == DROPPED else None
         found = kept / sizes.unit

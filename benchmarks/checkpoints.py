@@ -39,7 +39,7 @@ from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.messages import Box
 from raymega.parallel.comm.world import open_world
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.storage.local import LocalStore
 
 CPU = torch.device("cpu")
@@ -113,6 +113,7 @@ class State:
 
 
 def _part(shape: tuple[int, ...], ranks: int, rank: int, dim: int) -> Box:
+    # vectors are cut along their only dimension
     dim = min(dim, len(shape) - 1)
     extent = shape[dim] // ranks
     offset = tuple(extent * rank if at == dim else 0 for at in range(len(shape)))
@@ -146,6 +147,7 @@ class Rank:
         )
         # What async_save makes anew for each save; kept, it reuses its memory as ours does.
         self.stager = DefaultStager(StagingOptions(*[False] * 4))
+        # key of the newest manifest, which all ranks load
         self.key = ""
 
     @contextmanager
@@ -161,6 +163,7 @@ class Rank:
     def watched(self, name: str) -> Iterator[None]:
         """Peak memory beyond what the process has already."""
         dist.barrier()
+        # 5 resets VmHWM, the kernel's peak of this process
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         yield
@@ -176,12 +179,15 @@ class Rank:
         with self.timed("save: ours"):
             with self.timed("stall: ours"):
                 self.writer.save(number, self.state.blocks(), {"step": number})
+            # training would continue here: what follows is saved in the background
             self.writer.wait()
+            # the driver's part: collect what each rank wrote, and commit one manifest
             reports = [None] * self.setting.ranks if self.rank == 0 else None
             dist.gather_object(self.shards[-1], reports)
             if self.rank == 0:
                 self._commit(reports)
             dist.barrier()
+        # every rank needs the key to load the round's checkpoint
         key = [self.key]
         dist.broadcast_object_list(key)
         self.key = key[0]
@@ -196,6 +202,7 @@ class Rank:
         path = self.root / f"torch-{number}-{self.rank}.pt"
         with self.timed("stall: torch.save"):
             torch.save(self.state.tensors, path)
+        # torch.save leaves bytes in the page cache; ours and DCP's are on the disk
         _sync(path)
         path.unlink()
 
@@ -249,6 +256,7 @@ class Rank:
     def share(self) -> None:
         """Time the all-gather that replicas would need if each read only its part of the state."""
         whole = self.target
+        # one replica's part of the reads, then the exchange that would complete it
         part = whole.chunk(self.setting.ranks)[self.rank].clone()
         with self.timed("share: all-gather of as many bytes"):
             dist.all_gather_into_tensor(whole[: part.numel() * self.setting.ranks], part)
@@ -304,6 +312,7 @@ class Rank:
             self.save_async(0, "DCP async")
         with self.watched("save: DCP async, kept memory"):
             self.save_async(0, "DCP async, kept memory", async_stager=self.stager)
+        # the same tensors cut along the other dimension, as after a change of grid
         self.resharded = State(self.setting, self.rank, 1)
         self.memcpy(0)
         self.write_raw(0)
@@ -314,6 +323,7 @@ class Rank:
         self.fetched = self.load_ours(self.resharded, "reshard: ours")
         self.check()
         self.clear(0)
+        # the first round's times are reported apart, and not counted
         self.first_seconds = {name: values[0] for name, values in self.seconds.items()}
         self.memory |= {f"first {name}": s for name, s in self.first_seconds.items()}
         self.seconds.clear()
@@ -369,6 +379,7 @@ def measure(rank: int, setting: Setting, results) -> None:
 
 def spread(setting: Setting) -> list[dict]:
     """Results of all ranks, each a process of its own."""
+    # spawned, as forked processes would share the pages whose memory is measured
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
@@ -382,6 +393,7 @@ def spread(setting: Setting) -> list[dict]:
         with suppress(queue.Empty):
             rank, row = results.get(timeout=1.0)
             found[rank] = row
+        # a failed rank would leave the others in a barrier until the timeout
         if any(rank.exitcode for rank in ranks):
             for rank in ranks:
                 rank.kill()
@@ -397,6 +409,7 @@ class Report:
     def __init__(self, rows: list[dict], rounds: int) -> None:
         self.ranks = len(rows)
         self.total_mib = sum(row["num_bytes"] for row in rows) / MIB
+        # a round takes as long as its slowest rank; CPU seconds of all ranks add up
         self.seconds, self.cpu = (
             {
                 name: statistics.median(fold(row[clock][name][i] for row in rows) for i in range(rounds))
@@ -422,6 +435,7 @@ class Report:
     def bars(self) -> list[tuple[str, float, float, bool]]:
         """Name, value, bound, and whether the value may be larger than the bound."""
         s = self.seconds
+        # torch's better way is the one to beat
         fastest_async = min(s["stall: DCP async"], s["stall: DCP async, kept memory"])
         rows = [
             ("stall / memcpy", s["stall: ours"] / s["stall: memcpy"], 1.3, False),

@@ -84,26 +84,31 @@ class Watched:
 
 def _run(env: RankEnv, method: str, tokens: int, heads: int, rounds: int) -> dict[str, float]:
     groups, nobody = env.groups, alone(env.rank)
+    # ring and gathered keys cross the outer group, exchanged heads the inner one
     context = Context(inner=nobody, outer=groups.cp, is_gathered=method == "all_gather")
     if method == "all_to_all":
         context = Context(inner=groups.cp, outer=nobody)
     documents = ((tokens * context.degree,),)
     places = make_token_layout(Rows(held_positions(documents, context), documents), context)
     meter = Meter(context.degree)
+    # meter each transfer from outside, so that the measured code has no hooks
     for name in STARTS:
         call = getattr(transfers, name)
         setattr(transfers, name, meter.count(name, call))
     shape = (tokens, 1, heads, K)
     leaves = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)
+    # four tokens warm up, so that libraries' memory is taken before the peak is read
     small = make_token_layout(Rows(places.positions[:4].t(), ((4 * context.degree,),)), context)
     _step([t[:4].detach().requires_grad_() for t in leaves], grad[:4], small)
     before, seconds = _peak(), []
     for _ in range(rounds):
+        # bytes and shares are those of the last round; seconds are all rounds'
         meter.sent = meter.under_way = meter.waited = 0.0
         begin = time.perf_counter()
         _step(leaves, grad, places)
         seconds.append(time.perf_counter() - begin)
+    # a transfer is hidden for as long as it was under way without a rank that waited for it
     hidden = 1 - meter.waited / meter.under_way
     return {
         "s": statistics.median(seconds),
@@ -139,6 +144,7 @@ def main() -> None:
     print("cp  method      median step  sent MiB  share hidden  peak growth MiB")
     for cp in options.degrees:
         for method in METHODS:
+            # the grid's own split of cp into inner and outer must agree with the method
             inner = cp if method == "all_to_all" else 1
             work = method, options.tokens, options.heads, options.rounds
             found = run_grid(_run, Grid(cp=cp), *work, timeout=600, hierarchical_cp_size=inner)

@@ -52,6 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # the child process of one side
         if arguments.side:
             measure(arguments.side, arguments, folder)
             return
@@ -61,6 +62,7 @@ def main() -> None:
 
 def write_corpus(path: Path) -> Path:
     """Write the sources of Python and its installed packages as JSON lines, a file a document."""
+    # a dictionary keeps the order, and drops a folder that is both
     folders = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
     with path.open("w", encoding="utf-8") as file:
         for source in (source for folder in folders for source in sorted(folder.rglob("*.py"))):
@@ -106,6 +108,7 @@ def compare(arguments: argparse.Namespace, tokenizer: Path) -> None:
         side: median(float(row["tokens_per_cpu_s"]) for row in rows) for side, rows in found.items()
     }
     for side, rows in found.items():
+        # of this machine and this load alone: the ratio is what carries over
         ratio = speeds["ours"] / speeds[side]
         start = median(float(row["start_cpu_s"]) for row in rows)
         rate = median(float(row["mb_per_cpu_s"]) for row in rows)
@@ -126,6 +129,7 @@ def measure(side: str, arguments: argparse.Namespace, folder: Path) -> None:
     else:
         prepared = ours(corpus, tokenizer, folder, is_fast=side == "ours")
     engine, work = prepared
+    # what the process did until here is imports and the tokenizer
     start_cpu_s = time.process_time()
     counts = work()
     cpu_s = time.process_time() - start_cpu_s
@@ -152,9 +156,11 @@ def ours(corpus: Path, tokenizer: Path, folder: Path, *, is_fast: bool) -> tuple
     assert eod_id is not None, "every tokenizer of a dataset has an end"
     text, rules = files["tokenizer.json"].decode(), EncodingRules(eod_id=eod_id)
     encoder = open_encoder(text, rules, is_fast=is_fast)
+    # the first call builds tables, which is start-up
     encoder.encode_batch(["warm"])
     engine = encoder.engine
     if not is_fast:
+        # the task opens its own encoder, and would choose the fast one
         shards.open_encoder = lambda *_, **__: encoder
     groups = make_groups(list_files([str(corpus)], include=["*"], exclude=[]))
 
@@ -204,6 +210,7 @@ def fast(corpus: Path, tokenizer: Path, folder: Path) -> tuple[str, Work]:
     loaded = gigatoken.Tokenizer(str(tokenizer / "tokenizer.json"))
     dtype = np.uint16 if loaded.vocab_size < 65500 else np.int32
     builder = IndexedDatasetBuilder(str(folder / "fast.bin"), dtype=dtype)
+    # one thread, as the other sides: tokens a CPU second are compared
     loaded.encode_batch(["warm"], parallel=False)
 
     def work() -> np.typing.NDArray[np.int64]:

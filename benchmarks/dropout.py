@@ -35,6 +35,7 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 def show_element(seq_len: int, batch: int, width: int) -> None:
     samples = torch.arange(batch)
+    # a key a token: the mask does not depend on which rank draws it
     keys = row_keys(1, samples, torch.arange(seq_len)[:, None])
     x = torch.randn(seq_len, batch, width)
     per_element = 1e9 / x.numel()
@@ -58,6 +59,7 @@ def make_step(
         family="gpt2", num_layers=layers, hidden_size=width, num_heads=max(1, width // 64),
         ffn_hidden_size=4 * width, vocab_size=256, max_positions=seq_len, **rates,
     )  # fmt: skip
+    # one rank without tensor parallelism
     alone = Group(name="tp", ranks=(0,), index=0, timeout_s=60, handle=None)
     _, stage, _ = make_stages((layers, layers, layers))
     module = StageModule(
@@ -99,9 +101,11 @@ def main() -> None:
     }
     steps = {name: make_step(r, seq_len, batch, width, layers) for name, r in rates.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
+    # variants in turn, so that a busy moment slows all of them
     for _ in range(ROUNDS):
         for name, step in steps.items():
             times[name].append(cpu_s(step))
+    # the least of some rounds: other work on the machine only ever adds
     plain = min(times["no dropout"])
     for name, seconds in times.items():
         least = min(seconds)

@@ -21,7 +21,7 @@ from statistics import fmean
 import numpy as np
 
 from raymega.config.schema import ModelSection
-from raymega.data.packing import cut_documents, pack
+from raymega.data.packing import best_fit, cut_documents
 from raymega.plan.hardware.lookup import ROUND_H100
 from raymega.plan.packing.cost import PackCost, make_pack_cost, pairs_in
 from raymega.plan.packing.dynamic_cp import (
@@ -56,6 +56,7 @@ class Case:
 
 def _lognormal(random: Random) -> int:
     """Mean 1024 before the cut at 8192."""
+    # of the logarithm, so that the mean of the lengths is 1024
     mu = np.log(1024) - SIGMA**2 / 2
     return min(8192, max(16, int(random.lognormvariate(mu, SIGMA))))
 
@@ -67,6 +68,7 @@ def _code(random: Random) -> int:
 
 def _stdlib() -> Callable[[Random], int]:
     folder = Path(sysconfig.get_path("stdlib"))
+    # make demo trains on the same files
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     lengths = sorted(
         max(1, int(path.stat().st_size / BYTES_PER_TOKEN))
@@ -102,11 +104,15 @@ def _model(*, layers: int, width: int, heads: int) -> ModelSection:
 def batches(case: Case, num_rows: int, steps: int) -> list[list[list[int]]]:
     """Steps of rows of documents' lengths, packed as the data path does it."""
     random = Random(SEED)
+    # more documents than the rows need, so that packing finds a fit for each
     lengths = np.array([case.draw(random) for _ in range(40 * num_rows * steps)], dtype=np.int64)
     pieces = cut_documents(lengths, case.seq_len)
-    packing = pack(pieces.length, case.seq_len, window=4096)
-    order = Random(SEED).sample(range(packing.num_rows), packing.num_rows)
-    rows = ([int(pieces.length[i]) for i in packing.pieces(row)] for row in order)
+    lengths = pieces.length.tolist()
+    # best fit in windows, as the data path packs
+    windows = (lengths[first : first + 4096] for first in range(0, len(lengths), 4096))
+    packed = [[each[i] for i in row] for each in windows for row in best_fit(each, case.seq_len)]
+    # full rows come first from a window: shuffle, as a run does
+    rows = iter(Random(SEED).sample(packed, len(packed)))
     return [list(islice(rows, num_rows)) for _ in range(steps)]
 
 
@@ -129,6 +135,7 @@ def simulate(case: Case, num_ranks: int, *, rounds: int, steps: int) -> dict[str
     limits = PackLimits(num_ranks=num_ranks, max_tokens=case.max_tokens)
     static, alone, dynamic, balances, sizes = [], [], [], [], []
     for rows in batches(case, rounds * num_ranks // size, steps):
+        # the slowest group ends the step, on all sides
         static.append(max(static_seconds(rows, case, cost, size=size, num_ranks=num_ranks)))
         alone.append(max(static_seconds(rows, case, cost, size=1, num_ranks=num_ranks)))
         found = schedule_documents([n for row in rows for n in row], limits, cost)
@@ -157,6 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     for case in cases():
         for num_ranks in (8, 16) if args.quick else (4, 8, 16, 32, 64):
+            # too few ranks to hold the longest document
             if num_ranks * case.max_tokens < case.seq_len:
                 continue
             row = simulate(case, num_ranks, rounds=args.rounds, steps=1 if args.quick else 4)

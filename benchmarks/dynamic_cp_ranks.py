@@ -74,6 +74,7 @@ class Rank:
             for work in self._shift(0, RANKS, LARGE.max_tokens):
                 work.wait()
             trials.append(time.perf_counter() - began)
+        # the slowest rank's, and the same number on all, as schedules are made from it
         slowest = torch.tensor(median(trials).value, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
@@ -83,7 +84,9 @@ class Rank:
         dist.barrier()
         began = time.perf_counter()
         for packs in rounds:
+            # the pack that this rank is a member of
             own = next(p for p in packs if p[0] <= self.rank < p[0] + p[1])
+            # backward is twice the work of forward, with gradients beside the keys and values
             self._pass(own, share=1 / 3, messages=1)
             self._pass(own, share=2 / 3, messages=2)
         dist.barrier()
@@ -91,9 +94,11 @@ class Rank:
 
     def _pass(self, pack: tuple[int, int, int, int], *, share: float, messages: int) -> None:
         first, size, tokens, pairs = pack
+        # linear layers: nothing to overlap with
         time.sleep(share * self.cost.token_s * tokens)
         block = share * self.cost.pair_s * pairs / size / size
         for hop in range(size):
+            # the ring: pass on while attending, and wait when the block is done
             works = self._shift(first, size, tokens * messages) if hop < size - 1 else []
             time.sleep(block)
             for work in works:
@@ -129,6 +134,7 @@ def _work(rank: int, store: str, steps: int, rounds: int, out: str) -> None:
         lengths = [n for row in rows for n in row]
         schedule = schedule_documents(lengths, limits, me.cost)
         sides = {"static": _static(rows, case.seq_len), "dynamic": _dynamic(schedule, lengths)}
+        # sides in turn, each first in every second step
         names = sorted(sides, reverse=bool(number % 2))
         seconds = {name: me.run(sides[name]) for name in names}
         static = sum(

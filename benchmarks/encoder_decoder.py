@@ -50,9 +50,11 @@ class EncoderDecoder:
 
     def num_parameters(self) -> int:
         """Return the parameters of the whole model, a tied table counted once."""
+        # a layer: four matrices of attention (twice in the decoder), the feed-forward layer, a norm before each part
         encoder = 4 * self._projection + self._feed_forward + 2 * self.width
         decoder = 8 * self._projection + self._feed_forward + 3 * self.width
         table = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
+        # the last norm and the table of position biases, on each side
         ends = 2 * self.width + 2 * self.position_buckets * self.num_heads
         return self.encoder_layers * encoder + self.decoder_layers * decoder + table + ends
 
@@ -65,7 +67,9 @@ class EncoderDecoder:
         scores = 2 * self.num_heads * self.head_width  # of one product, a pair of positions
         encoder = 2 * source_tokens * (4 * self._projection + self._feed_forward)
         encoder += 2 * scores * source_tokens**2
+        # of target tokens: own attention's four projections, and queries and outputs of that to the encoder
         decoder = 2 * target_tokens * (6 * self._projection + self._feed_forward)
+        # of source tokens: its keys and values
         decoder += 2 * source_tokens * 2 * self._projection
         decoder += scores * target_tokens**2 + 2 * scores * target_tokens * source_tokens
         head = 2 * target_tokens * self.vocab_size * self.width

@@ -78,9 +78,11 @@ def _time_both(env: RankEnv, plans: list[str], rounds: int) -> list[list[Sample]
     torch.set_num_threads(1)
     sides = [Steps(env, read_plan(plan)) for plan in plans]
     samples: list[list[Sample]] = [[], []]
+    # the first round warms up; the side that goes first alternates
     for number in range(rounds + 1):
         losses = {}
         for side in (0, 1) if number % 2 else (1, 0):
+            # both ranks begin a step together, so that no side pays for the other's lag
             barrier(env.groups.world)
             wall, cpu = time.perf_counter(), time.process_time()
             losses[side] = sides[side]()
@@ -94,6 +96,7 @@ def _time_both(env: RankEnv, plans: list[str], rounds: int) -> list[list[Sample]
 def compare(mbit: int, rounds: int) -> dict[str, Any]:
     """Steps at one speed of the link; 0 is as fast as loopback is."""
     if mbit:
+        # a token bucket delays packets and takes no core, as a slow network does
         limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "10s"]
         subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
     plans = [make_overlap_plan(is_overlapped=each) for each in (True, False)]
@@ -121,6 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="one speed, three rounds")
     options = parser.parse_args()
+    # limits of the loopback must not reach this machine: start again in a namespace of its own
     if IS_INSIDE not in os.environ:
         command = [sys.executable, "-m", "benchmarks.expert_overlap", *sys.argv[1:]]
         inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]

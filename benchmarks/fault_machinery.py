@@ -53,6 +53,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
     steps = read_plan(
         start.plan_json
     ).job.run.eval_every  # how long a block is; nothing is evaluated
+    # the worker's process is this benchmark's alone: replace what saves
     entry.SaveScheduler = QuietSaving
     switch = Switch(channel, steps=steps)
     entry.run_worker(start, switch, rendezvous)
@@ -84,6 +85,7 @@ class Switch:
     def _next_block(self) -> None:
         now = time.perf_counter(), time.process_time()
         if self._since is not None:
+            # the block that ends here, by both clocks
             wall_s, cpu_s = (b - a for a, b in zip(self._since, now, strict=True))
             self.blocks.append([self.is_on, wall_s, cpu_s])
         self.settle()  # the end of a block's last snapshot belongs to neither block
@@ -118,6 +120,7 @@ class Meter:
         """See Sink."""
         if isinstance(event, StepFinished):
             now_s = time.process_time()
+            # count from the first step on: start-up is not the machinery's steady cost
             self._first_s = now_s if self._first_s is None else self._first_s
             self.steps, self.cpu_s = event.step, now_s - self._first_s
 
@@ -167,6 +170,7 @@ def measure(plan: RunPlan, folder: str) -> tuple[list[tuple[Sample, Sample]], Me
             RunContext(plan, lease=lease, group=group, sink=meter, clock=clock, executor=executor)
         ).run()
     blocks = json.loads((Path(folder) / plan.job.run.name / TIMES).read_text())
+    # two blocks make a pair; sorting puts the one without reports first
     halves = [blocks[at : at + 2] for at in range(2 * WARMUP, len(blocks) - 1, 2)]
     return [tuple(Sample(wall_s=w, cpu_s=c) for _, w, c in sorted(half)) for half in halves], meter
 
@@ -175,6 +179,7 @@ def show(plan: RunPlan, pairs: list[tuple[Sample, Sample]], meter: Meter) -> Non
     """The figures of one part."""
     steps = plan.job.run.eval_every
     every = plan.job.elastic.snapshot_every
+    # seconds of a step without the machinery, for scale
     wall_s = sorted(off.wall_s / steps for off, _ in pairs)
     row = report(
         f"steps without, theirs with (snapshot every {every})", pairs,

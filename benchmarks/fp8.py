@@ -76,6 +76,7 @@ class Setting:
 def make_bench_plan(recipe: str, setting: Setting) -> RunPlan:
     is_large = setting.is_large
     seq_len = SEQ_LEN["large" if is_large else "small"]
+    # the first three are the measures of what rounding alone does
     precision = {
         "none": {"dtype": "bfloat16"},
         "regrouped": {"dtype": "bfloat16"},
@@ -95,6 +96,7 @@ def make_bench_plan(recipe: str, setting: Setting) -> RunPlan:
         "precision": precision,
     }  # fmt: skip
     if is_large:
+        # casts to fp8 are worth their time only when they are fused
         values["run"]["kernels"] = "compile"
     return make_plan(parse_mapping(values).job())
 
@@ -104,6 +106,7 @@ def train(plan: RunPlan) -> Curve:
     parts = build_parts(
         plan, rank=0, groups=build_groups(plan.grid, 0, timeout_s=60.0), device=device
     )
+    # train as one rank does, without a driver
     state, curve = first_state(plan.job.precision), Curve()
     for _ in range(plan.job.run.steps):
         began = time.monotonic()
@@ -131,6 +134,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         steps = range(1, len(curve.losses) + 1)
         above.plot(steps, curve.losses, color=COLOURS[recipe], label=name, linewidth=1)
         if recipe != "none":
+            # the same samples step by step, so that the difference is rounding's
             gaps = [a - b for a, b in zip(curve.losses, plain, strict=True)]
             below.plot(steps, gaps, color=COLOURS[recipe], linewidth=1)
     above.set_ylabel("training loss, nats per token")

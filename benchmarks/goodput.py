@@ -84,11 +84,14 @@ def simulate(c: Constants, *, hours: float, seed: int = SEED) -> float:
     """Share of wall time in steps that count, over enough failures for three digits."""
     draw = np.random.default_rng(seed)
     number = max(2000, int(hours / c.mttf_h))
+    # failures without memory: exponential times between them
     up_s = draw.exponential(c.mttf_h * 3600, number)
     chance = draw.random((4, number))
+    # what kind of failure each is; independent of each other
     is_hang = chance[0] < min(1.0, c.hang_share)
     has_no_spare = chance[1] < min(1.0, c.no_spare_share)
     is_correlated = chance[2] < min(1.0, c.correlated_share)
+    # time without steps: detection, decision, communicators, a place, state
     down_s = np.where(is_hang, c.detect_hang_s, c.detect_crash_s) + c.control_s + c.init_s
     down_s = down_s + np.where(has_no_spare, c.acquire_s, c.spare_s)
     from_memory_s = c.bytes_per_gpu / (c.memory_gb_s * 1e9)
@@ -98,6 +101,7 @@ def simulate(c: Constants, *, hours: float, seed: int = SEED) -> float:
     since_snapshot_s = (1 + c.snapshot_every * chance[3]) * c.step_s
     since_checkpoint_s = c.checkpoint_every_s * chance[3]
     lost_s = np.minimum(up_s, np.where(is_correlated, since_checkpoint_s, since_snapshot_s))
+    # steady state: training waits for copies to the host
     copy_s = c.bytes_per_gpu / (c.host_gb_s * 1e9)
     overhead = copy_s / (c.snapshot_every * c.step_s) + copy_s / c.checkpoint_every_s
     good_s = (up_s - lost_s) * (1 - overhead)
@@ -123,9 +127,11 @@ def breaking(size: int, rows: dict[str, list[float]], *, hours: float) -> dict[s
     """Return, by constant, the factor at which goodput falls below the bar; constants that never cause it are left out."""
     base, bar, found = SIZES[size], BARS[size], {}
     for name, values in rows.items():
+        # no value of the sweep breaks the bar
         if min(values) >= bar:
             continue
         sign = 1 if values[-1] < values[0] else -1
+        # bisect on the logarithm of the factor, in the direction that hurts
         low, high = 0.0, math.log(3.4)
         for _ in range(30):
             middle = (low + high) / 2
@@ -146,6 +152,7 @@ def draw(rows: dict[int, dict[str, list[float]]], path: Path) -> None:
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (size, lines) in zip(figure.subplots(1, len(rows)), rows.items(), strict=True):
+        # the constants that move goodput most get a colour
         by_range = sorted(lines, key=lambda name: -np.ptp(lines[name]))
         for number, name in enumerate(by_range):
             is_shown = number < 7
@@ -197,6 +204,7 @@ def live(*, mtbf_s: float, seconds: float, batch: int, seed: int) -> None:
         ]  # fmt: skip
         done = subprocess.run(command, check=False)
         report = json.loads((Path(folder) / "report.json").read_text())
+    # an incident at the very end has no recovery
     recoveries = [each["recovery_s"] for each in report["incidents"] if each["recovery_s"]]
     print(
         f"{len(report['incidents'])} kills in {report['wall_s']:.0f} s: goodput {report['goodput']:.1%}, recovery "

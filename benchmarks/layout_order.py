@@ -110,6 +110,7 @@ def show(rounds: int, number: int = NUM_LAYOUTS) -> float:
 
 def prediction(plan: RunPlan, device: Accelerator) -> Timed:
     """Return the planner's prediction of wall and core time for a step."""
+    # of one rank in the middle; their sum is what cores do
     core_s = plan.grid.world_size * work_s(plan, device)
     return Timed(wall_s=step_time(plan, device).total_s, core_s=core_s)
 
@@ -118,6 +119,7 @@ def show_order(what: str, predicted: Sequence[float], measured: Sequence[float])
     """Print how the two orders agree, and return the rank correlation of pairs that are no ties."""
     order = float(spearmanr(predicted, measured).statistic)
     right, pairs = ordered_pairs(predicted, measured)
+    # Kendall's tau of the pairs that are no ties
     correlation = 2 * right / pairs - 1
     print(
         f"{what}: spread {max(measured) / min(measured):.1f}x, rank correlation {order:.3f} of all; of {pairs} "
@@ -139,6 +141,7 @@ def ordered_pairs(predicted: Sequence[float], measured: Sequence[float]) -> tupl
 def kernels_device() -> Accelerator:
     """Return an accelerator fitted to this machine's kernels and transfers."""
     plan = make({"tp": 2, "dp": 2, "micro_batch_size": 1})
+    # kernels on all ranks at once, as in a step: cores are shared then too
     found = run_grid(_measure_rank, plan.grid, timeout=TIMEOUT_S)
     return fit_device(CATALOGUE["cpu"], [each for rank in found for each in rank], name="here")
 
@@ -183,6 +186,7 @@ def medians(plans: Sequence[RunPlan], rounds: int) -> list[Timed]:
 
 def make(layout: dict[str, object]) -> RunPlan:
     """The job on a layout."""
+    # what is left after micro-batch and recompute are fields of `parallel`
     free = dict(layout)
     schedule = {"micro_batch_size": free.pop("micro_batch_size")}
     memory = {"recompute": free.pop("recompute", "none")}

@@ -62,6 +62,7 @@ class Summed:
     def __init__(
         self, module: torch.nn.Module, forward: Callable[[], Tensor], *, micro_batches: int = 1
     ) -> None:
+        # one rank: gradients are added up, and nothing is exchanged
         params = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         nobody = Sharing(whole=alone(0), inside=alone(0), across=alone(0))
         table = make_buckets([params], nobody, experts=nobody)
@@ -72,6 +73,7 @@ class Summed:
         """Forward and backward of each micro-batch."""
         self.sums.zero()
         for number in range(self.micro_batches):
+            # the last backward may send what is full, as in a run
             if number == self.micro_batches - 1:
                 self.sums.launch_when_full()
             self.forward().sum().backward()
@@ -96,11 +98,13 @@ def _pair_with_loop(width: int, tokens: int, spread: int, rounds: int) -> dict[s
     )
     experts = Experts(factory, "layers.0.moe.experts")
     counts = torch.full((NUM_EXPERTS[width],), tokens)
+    # even experts more, odd ones fewer: the sum stays, and products of several sizes come
     counts[::2] += spread
     counts[1::2] -= spread
     x = torch.randn(int(counts.sum()), width, requires_grad=True)
     looped = _Looped(experts)
     with torch.no_grad():
+        # equal results before the clock runs
         assert torch.allclose(experts(x, counts), looped(x, counts), rtol=1e-3, atol=1e-4)
     pairs = interleave(
         Summed(experts, lambda: experts(x, counts)),
@@ -176,6 +180,7 @@ def against_transformers(*, rounds: int, quick: bool) -> None:
                 hidden_size=width, intermediate_size=2 * width, num_local_experts=num_experts,
                 num_experts_per_tok=2, num_hidden_layers=1,
             )  # fmt: skip
+            # the switch that from_pretrained's option sets
             config._experts_implementation = way
             block = MixtralSparseMoeBlock(config)
             _fill(block, layer)
@@ -209,6 +214,7 @@ def _experts_alone(
     """Return both implementations from routed tokens to weighted sums, for the same routing."""
     tokens = x.detach().flatten(0, 1).requires_grad_()
     with torch.no_grad():
+        # route once: both sides get the same experts and weights
         routing = layer.router(tokens, places.token_ids)[1]
     routing = replace(routing, weights=routing.weights.clone().requires_grad_())
     ours = copy(extra_reductions)
@@ -273,6 +279,7 @@ def on_ranks(*, rounds: int, quick: bool) -> None:
     for mapping, grid in MAPPINGS.items():
         ranks = run_grid(_time_variants, grid, 3 if quick else rounds, timeout=600)
         for name in names:
+            # a round is over when the slowest rank is; CPU seconds are those of all
             walls = [max(r[name][i].wall_s for r in ranks) for i in range(len(ranks[0][name]))]
             cpus = [sum(r[name][i].cpu_s for r in ranks) for i in range(len(ranks[0][name]))]
             tokens = RANK_TOKENS * grid.dp
@@ -338,6 +345,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
     for width in sorted({row["width"] for row in rows}):
+        # only even loads: a curve has one point for each number of tokens
         own = [row for row in rows if row["width"] == width and not row["spread"]]
         xs = [row["tokens"] for row in own]
         ratios = [row["cpu_s"]["ratio"] for row in own]

@@ -78,6 +78,7 @@ class Rank:
         began = time.perf_counter()
         key = f"{way}-{number}"
         if way == "plasma":
+            # ray.put copies into plasma; afterwards the share may change
             ref = ray.put(self._share)
             stall_s = time.perf_counter() - began
             ray.get([holder.hold.remote(key, ref) for holder in holders])
@@ -94,6 +95,7 @@ class Rank:
     def read(self, way, number, holder):
         """Seconds, and the checksum of what came."""
         began, key = time.perf_counter(), f"{way}-{number}"
+        # plasma moves whole objects between nodes, the others ranges
         size = self._back.nbytes if way == "plasma" else READ_BYTES
         for start in range(0, self._back.nbytes, size):
             if way == "snapshot servers":
@@ -119,6 +121,7 @@ class Rank:
         for start in range(0, host.nbytes, PIECE_BYTES):
             piece = host[start : start + PIECE_BYTES]
             calls.append(holder.fill.remote(key, host.nbytes, start, piece))
+            # bounded, so that pieces do not pile up in the caller's memory
             if len(calls) == CALLS_IN_FLIGHT:
                 ray.get(calls.pop(0))
         ray.get(calls)
@@ -137,6 +140,7 @@ class Nodes:
             )
             self.raylets.append(node.all_processes["raylet"][0].process.pid)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="warning")
+        # a resource of each node's own places its actors there
         spread = [{"resources": {f"node{number}": 0.01}, "num_cpus": 0} for number in range(3)]
         server, holder, rank = map(_actor_class, (SnapshotServerActor, Holder, Rank))
         self._servers = [server.options(**at).remote(TOKEN) for at in spread]
@@ -214,6 +218,7 @@ def seconds(num_bytes, rounds):
 def memory(num_bytes, way, *, generations=6):
     """Shares at the peak of some snapshots, of which two are kept, after them, and when all are dropped."""
     with Nodes(num_bytes, plasma_bytes=4 * num_bytes + 128 * MIB) as nodes:
+        # memory before any share is stored; a thread looks for the peak
         base, top, is_over = nodes.num_bytes(), [0], Event()
 
         def watch():

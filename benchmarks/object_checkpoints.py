@@ -48,12 +48,14 @@ class Rank:
     def __init__(self, rank: int, ranks: int, layers: int, uri: str) -> None:
         self.rank, self.ranks, self.uri = rank, ranks, uri
         self.state = State(Setting(folder="", ranks=ranks, layers=layers, rounds=0), rank, 0)
+        # the raw side moves as many bytes, and reads into the same memory that it wrote from
         self.bytes = self.state.like()[0].view(torch.uint8).numpy().data
         self.store, self.key = open_store(uri), ""
         self.shards: list[ShardSaved] = []
         self.writer = CheckpointWriter(self.store, rank=rank, attempt=1, report=self.shards.append)
         self.bucket, _, self.prefix = uri.removeprefix("s3://").partition("/")
         self.client = boto3.client("s3", config=Config(
+            # no checksums of boto3's own: the ceiling is the store's, not the client's
             max_pool_connections=16, request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         ))  # fmt: skip
@@ -70,6 +72,7 @@ class Rank:
         with self.timed("save"):
             self.writer.save(number, self.state.blocks(), {"step": number})
             self.writer.wait()
+            # a save that failed would look fast
             assert not self.shards[-1].error, self.shards[-1].error
             reports = [None] * self.ranks
             dist.all_gather_object(reports, self.shards[-1])
@@ -95,6 +98,7 @@ class Rank:
             }
 
             def send(at: int) -> dict[str, object]:
+                # boto3 reads a body twice, for its signature and to send it: it must be seekable
                 body = io.BytesIO(self.bytes[at : at + PART_BYTES])
                 part = at // PART_BYTES + 1
                 return {"PartNumber": part, "ETag": self.client.upload_part(
@@ -125,6 +129,7 @@ def _measure(env: RankEnv, ranks: int, layers: int, uri: str, rounds: int) -> di
     rank = Rank(env.rank, ranks, layers, uri)
     for number in range(rounds + 1):
         pairs = [(rank.save, rank.load), (rank.write_raw, rank.read_raw)]
+        # sides in turn, each first in every second round; the first round is dropped
         for pair in pairs if number % 2 else reversed(pairs):
             for turn in pair:
                 turn(number)

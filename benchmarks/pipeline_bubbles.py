@@ -57,6 +57,7 @@ class _Sleeper(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         unit_s, param = ctx.unit_s, ctx.param
 
+        # the weight's gradient, which the queue computes now or when the schedule says so
         def make() -> Tensor:
             time.sleep(unit_s)
             return torch.zeros_like(param)
@@ -82,6 +83,7 @@ def simulated(name: str, pp: int) -> float:
 def _executor(name: str, rank: int, pp: int, unit_s: float, groups) -> tuple[Executor, int]:
     sizes = sizes_of(name, pp)
     program = make_schedule(name, sizes)
+    # chunks share a rank's work, so that all schedules do as much in all
     placement, own_s = program.placement, unit_s / sizes.chunks
     deferrals = [WeightGradQueue() for _ in range(sizes.chunks)]
 
@@ -89,6 +91,7 @@ def _executor(name: str, rank: int, pp: int, unit_s: float, groups) -> tuple[Exe
         _: int, hidden: Tensor | None, *, stage: int, grad_queue: WeightGradQueue, weight: Tensor
     ) -> Tensor:
         x = torch.zeros(SHAPE) if hidden is None else hidden
+        # the last stage returns a loss, from which its backward starts
         output = _Sleeper.apply(x, weight, own_s, grad_queue)
         return output.sum() if stage == placement.num_stages - 1 else output
 
@@ -123,6 +126,7 @@ def _measure(
         for _ in range(1 + STEPS):
             dist.barrier()
             steps.append(list(executor.run(range(num_micro_batches), is_recording=True).events))
+        # the first step opens connections and allocates
         found[name] = steps[1:]
     results.put((rank, found))
     dist.barrier()
@@ -163,6 +167,7 @@ def run(*, is_quick: bool, picture: Path | None) -> bool:
     for pp, rows in table.items():
         for name, (real, ideal) in rows.items():
             points = 100 * (real - ideal)
+            # two bars: near the simulation, and zero-bubble schedules below three quarters of 1F1B
             is_within &= abs(points) <= MOST_POINTS
             if name.startswith("zb_"):
                 is_within &= real < 0.75 * rows["1f1b"][0]

@@ -37,7 +37,7 @@ from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
-from raymega.parallel.tensor_parallel.layers import column_linear
+from raymega.parallel.tensor_parallel.linear import column_linear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.pipeline.executor import Executor, StepOutput
 from raymega.pipeline.p2p import PointToPoint
@@ -99,6 +99,7 @@ def make_stage(
     stage: int, shape: Shape, chunks: int, multiply: Callable[[Tensor, Tensor], Tensor]
 ) -> nn.Module:
     """The same weights whoever asks; gradients are there from the start and add up."""
+    # by stage and not by rank: both sides draw the same weights wherever a stage lies
     torch.manual_seed(stage)
     module = nn.Sequential(*(Layer(shape.width, multiply) for _ in range(shape.layers // chunks)))
     for param in module.parameters():
@@ -156,6 +157,7 @@ def make_ours(
     sp = SequenceParallel(tp=groups.tp)
 
     def multiply(x: Tensor, weight: Tensor, *, grad_queue: WeightGradQueue) -> Tensor:
+        # whole backwards: the same linear as torch's side
         if name not in CUT_IN_TWO:
             return nn.functional.linear(x, weight)
         return column_linear(x, weight, None, sp, grad_queue)
@@ -181,6 +183,7 @@ def make_ours(
         partial(stage_fn, stage=stage, module=module)
         for stage, module in zip(stages, side.modules, strict=True)
     ]
+    # one list of operations a rank, as a run has it
     executor = Executor(program.lists[rank], fns, p2p, deferrals=deferrals)
     gradients = shard(side.modules, groups) if name in CUT_IN_TWO else None
 
@@ -188,6 +191,7 @@ def make_ours(
         micro_batches = range(shape.num_micro_batches)
         if gradients is None:
             return executor.run(micro_batches, is_recording=is_recording)
+        # a run's gradient buffer: cleared, launched with the last backward, waited for
         gradients.zero()
         output = executor.run(
             micro_batches,
@@ -224,9 +228,11 @@ def make_theirs(
         pipelining.PipelineStage(module, index, placement.num_stages, CPU)
         for index, module in zip(indices, side.modules, strict=True)
     ]
+    # torch's schedules of one chunk take the stage itself, the others a list
     held = stages if issubclass(kind, pipelining.schedules.PipelineScheduleMulti) else stages[0]
     schedule = kind(held, shape.num_micro_batches, loss_fn=loss_of, scale_grads=False)
     x, y = torch.cat(batches), torch.cat(targets)
+    # only the rank with the last stage gets targets and losses
     has_loss = placement.num_stages - 1 in indices
 
     def step() -> float:
@@ -242,6 +248,7 @@ def make_theirs(
 
     def record() -> list[Event]:
         events: list[Event] = []
+        # wraps the stages for good, which is why recording comes last
         for chunk, stage in enumerate(stages):
             _watch(stage, chunk, events)
         step()
@@ -300,6 +307,7 @@ def _compare_results(ours: Side, theirs: Side) -> float:
     for side in (ours, theirs):
         side.zero()
         losses.append(side.step())
+    # ranks without the last stage add zero
     total = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(total)
     torch.testing.assert_close(total[0], total[1], rtol=1e-6, atol=0)
@@ -342,6 +350,7 @@ def measure(rank: int, folder: str, name: str, shape: Shape, rounds: int, result
     rows, peaks = [], []
     for side in (ours, theirs):
         dist.barrier()
+        # count tensors in a step of its own: the counter slows every operation
         peaks.append(_peak_bytes(side))
         dist.barrier()
         rows.append(side.record())

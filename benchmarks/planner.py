@@ -123,14 +123,17 @@ def fit(runs: Sequence[PublishedRun], start: Fitted) -> Fit:
     Every publisher counts as the root of its number of rows. Fits without a publisher are solved with
     the slopes of the whole fit, as predictions are nearly linear in the logarithms of constants.
     """
+    # a constant of zero is a unit that the device lacks
     names = [name for name in SPREADS if getattr(start, name)]
     spread = np.array([SPREADS[name] for name in names])
     origin = np.log([BEFORE[name] for name in names])
+    # many rows of one publisher repeat its habits: they count as the root of their number
     sources = np.array([publisher(run.source) for run in runs])
     weights = np.array([np.sum(sources == source) ** -0.5 for source in sources])
 
     def at(point: np.ndarray) -> Fitted:
         values = zip(names, map(float, np.exp(point)), strict=True)
+        # shares of a peak stay below it
         return replace(start, **{k: min(0.95, v) if "share" in k else v for k, v in values})
 
     def solved(slopes: np.ndarray, here: Errors, counts: np.ndarray) -> np.ndarray:
@@ -138,6 +141,7 @@ def fit(runs: Sequence[PublishedRun], start: Fitted) -> Fit:
         step = np.zeros(len(names))
         for _ in range(15):
             off = here + slopes @ step
+            # robust weights anew in each turn, and the start as a prior of width ``spread``
             each = counts / (1 + (off / TYPICAL) ** 2) / TYPICAL**2
             normal = slopes.T @ (each[:, None] * slopes) + np.diag(spread**-2.0)
             step = np.linalg.solve(normal, -slopes.T @ (each * here) - (point - origin) / spread**2)
@@ -146,6 +150,7 @@ def fit(runs: Sequence[PublishedRun], start: Fitted) -> Fit:
     point = origin
     for left in reversed(range(ROUNDS)):
         here = errors(runs, at(point))
+        # slopes by differences: the model is arithmetic without derivatives
         ahead = [errors(runs, at(point + step)) for step in STEP * np.eye(len(names))]
         slopes = (np.array(ahead) - here).T / STEP
         if left:
@@ -153,6 +158,7 @@ def fit(runs: Sequence[PublishedRun], start: Fitted) -> Fit:
     without = np.zeros(len(runs))
     for source in set(sources):
         mine = sources == source
+        # solve again without the source, and move its own predictions by that step
         step = solved(slopes, here, np.where(mine, 0.0, weights))
         without[mine] = here[mine] + slopes[mine] @ step
     return Fit(constants=at(point), left_out=without)
@@ -189,6 +195,7 @@ def report(
     orders = []
     for source, places in by_source.items():
         order = _order([found[n].run.iter_s for n in places], off[places])
+        # rank correlations of few runs say nothing
         orders += [order] if len(places) >= 4 else []
         print(
             f"{source.split(' (')[0][-44:]:44} " + _figures(found, off, places) + f" {order:7.3f}"
@@ -229,6 +236,7 @@ def report_bands(found: Sequence[PublishedComparison], off: Errors) -> None:
         mine = np.flatnonzero([each.band is BANDS[name] for each in found])
         widths = np.arange(1.0, 3.0, 0.05)
         shares = [_held(off[mine], sources[mine], width).mean() for width in widths]
+        # the narrowest factor at which bands of the other sources hold enough of each
         width = float(widths[int(np.argmax(np.array(shares) >= HELD))])
         held[mine] = _held(off[mine], sources[mine], width)
         for source in sorted(set(sources[mine])):
@@ -262,6 +270,7 @@ def _limits(off: Errors, sources: np.ndarray) -> np.ndarray:
     """
     weights = np.array([1 / np.sum(sources == source) for source in sources])
     order = np.argsort(-off)
+    # weighted quantiles, each row in the middle of its weight
     share = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     return np.interp(((1 - STATED) / 2, (1 + STATED) / 2), share, -off[order])
 
@@ -274,6 +283,7 @@ def _report_memory(rows: Sequence[PublishedRun]) -> None:
         f"\nmemory of {len(printed)} runs that print what was allocated: median {median(off):.1%}, "
         f"worst {max(off):.1%}, {sum(size <= 0.1 for size in off)} within 10 %"
     )
+    # two kinds of error: runs that worked are ruled out, runs that failed are allowed
     ran = [each for each in found if not each.run.is_out_of_memory]
     failed = [each for each in found if each.run.is_out_of_memory]
     print(

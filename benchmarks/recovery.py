@@ -81,16 +81,19 @@ class Killer:
                 self.calm = 0
             case WorkersStarted():
                 self.pids = dict(event.pids)
+            # the first notice counts; other ranks fail after it
             case AttemptFailed() if not self.detect_s:
                 self.detect_s = time.monotonic() - self.killed_s
             case Recovered():
                 lost = {
                     "lost_steps": float(event.lost_steps),
                     "total": time.monotonic() - self.killed_s,
+                    # the bar for a stopped process: three steps and two seconds
                     "limit": 3 * statistics.median(self.steps_s[-NUM_STEPS:]) + 2,
                 }
                 self.recovered.append({"detect": self.detect_s, **event.phases, **lost})
             case StepFinished():
+                # steps under way between the signal and its notice are not ordinary steps
                 if self.calm >= 0:
                     self.steps_s.append(event.metrics["train/step_time_s"])
                 self._step(num_spares=round(event.metrics["run/spares"]))
@@ -100,11 +103,14 @@ class Killer:
         self.calm += 1
         if self.calm < CALM_STEPS or num_spares < self.spares:
             return
+        # all faults are injected, and the run is well again: stop it
         if len(self.recovered) == self.kills:
             self.stop()
             return
+        # no other fault until an attempt starts, which sets calm to 0
         self.calm, self.detect_s = -(10**9), 0.0
         self.killed_s = time.monotonic()
+        # victims in turn, beginning with rank 1: rank 0 is not the only case
         victims = sorted(self.pids)
         os.kill(self.pids[victims[(len(self.recovered) + 1) % len(victims)]], self.number)
 
@@ -137,10 +143,12 @@ class NodeKiller:
     def _step(self) -> None:
         self.calm += 1
         number = len(self.nodes)
+        # first step of a grid of this size
         if self.calm == 1:
             self.since_s[f"{number} ranks"] = time.monotonic()
         if self.calm != CALM_STEPS:
             return
+        # three stages: take a node, give one back, stop on the full grid
         if "lost" not in self.since_s:
             self.since_s["lost"] = time.monotonic()
             (self.box.freeze if self.is_frozen else self.box.kill)(self.nodes[0])
@@ -193,6 +201,7 @@ def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = EN
             sink=killer, clock=clock, executor=executor,
         ))  # fmt: skip
         killer.stop = controller.request_stop
+        # a stop on request ends a run as a preemption does
         with suppress(PreemptedError):
             controller.run()
 
@@ -201,6 +210,7 @@ def show(name: str, rows: list[dict[str, float]]) -> float:
     """Print the median of each phase, and return the median total in seconds."""
     parts = ("detect", *PHASES)
     middle = {part: statistics.median(row[part] for row in rows) for part in (*parts, "total")}
+    # a median of sums: medians of phases need not add up
     control = statistics.median(sum(row[part] for part in CONTROL) for row in rows)
     worst = max(row["total"] for row in rows)
     lost = max(row["lost_steps"] for row in rows)
@@ -273,6 +283,7 @@ class Bench:
     def node(self, ranks: int, *, is_frozen: bool) -> None:
         with self.cluster(ranks // NODES) as box:
             name = "frozen" if is_frozen else "lost"
+            # few samples, as every micro-batch waits for a mock accelerator
             extra = [FEW_SAMPLES, *self.extra]
             plan = plan_for(ranks, spares=0, name=name, folder=self.folder, extra=extra)
             killer = NodeKiller(box=box, is_frozen=is_frozen)

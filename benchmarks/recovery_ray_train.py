@@ -51,6 +51,7 @@ def kills_under_ray_train(plan: RunPlan, folder: str, *, kills: int) -> Iterator
     thread.start()
     try:
         for number in range(kills):
+            # kill only after some undisturbed steps, as on the other side
             first = _wait_for(notes, since_s=time.monotonic())[0]
             while _last(notes)[0] < first + CALM_STEPS:
                 time.sleep(TICK_S)
@@ -75,6 +76,7 @@ def train(config: dict[str, str]) -> None:
     plan = read_plan(config["plan"])
     module = prepare_model(_module(plan))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    # start anew, or from what the last report kept
     step = 0
     if (checkpoint := ray.train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
@@ -82,6 +84,7 @@ def train(config: dict[str, str]) -> None:
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
+    # the killer reads the pids of the newest group
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
@@ -91,6 +94,7 @@ def train(config: dict[str, str]) -> None:
         step += 1
         if rank == 0:
             _note(notes, step)
+        # a checkpoint of every step, so that at most one step is lost, as with snapshots
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None
             if rank == 0:
@@ -110,6 +114,7 @@ def _module(plan: RunPlan) -> torch.nn.Module:
     from raymega.parallel.comm.process_groups import build_groups
     from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
+    # DistributedDataParallel wants the whole model on every rank
     one = make_plan(plan.job.model_copy(update={"parallel": ParallelSection()}))
     groups = build_groups(one.grid, 0, timeout_s=60.0)
     return StageModule(

@@ -71,8 +71,10 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
+            # the larger of a collective's tensors is the whole; a ring sends all parts of it but one
             leaves = tree_leaves((args, kwargs))
             most = max((x.nbytes for x in leaves if isinstance(x, torch.Tensor)), default=0)
+            # an all-reduce is a reduce-scatter and an all-gather
             turns = 2 if "allreduce" in str(func) else 1
             self.total += turns * most * (RANKS - 1) / RANKS
         return func(*args, **(kwargs or {}))
@@ -125,6 +127,7 @@ class Theirs:
             plan.job.model, plan.stages[0], sp=SequenceParallel(tp=alone(rank)), dtype=torch.float32,
             device=CPU, seed=plan.job.run.seed,
         )  # fmt: skip
+        # FSDP2's settings for each ZeRO level: ZeRO-2 keeps gathered weights, ZeRO-1 also whole gradients
         is_resharded = level == "parameters"
         for block in self.module.layers.values():
             fully_shard(block, reshard_after_forward=is_resharded, mesh=_mesh())
@@ -145,6 +148,7 @@ class Theirs:
         micro_batches = self.loader.micro_batches(self.batch, self.samples)
         self.samples += self.batch.global_batch_size
         totals = torch.zeros(2, dtype=torch.float64)
+        # synthetic rows are all full, so that every rank has as many tokens
         count = sum(float(micro.mask.sum()) for micro in micro_batches) * RANKS
         for number, micro in enumerate(micro_batches):
             if self.syncs_last_only:
@@ -175,6 +179,7 @@ def _counted(call: Ours | Theirs) -> tuple[int, float]:
         call.wait()
         time.sleep(LET_GO_S)
     held = [0, *_allocated(watched.profiler.kineto_results.experimental_event_tree())]
+    # bytes are counted in another call, as the dispatch mode allocates too
     sent = SentBytes()
     with sent:
         call()
@@ -201,6 +206,7 @@ def measure(rank: int, folder: str, plan_json: str, rounds: int, results) -> Non
     ours = Ours(plan, rank)
     theirs = Theirs(ours, rank, level=plan.job.parallel.sharding)
     for _ in range(3):
+        # three steps with equal losses: both sides train the same run
         torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=0)
     pairs = interleave(ours, theirs, rounds=rounds)
     counted = [_counted(side) for side in (ours, theirs)]

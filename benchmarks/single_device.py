@@ -51,11 +51,13 @@ class Theirs:
         self.samples += batch.global_batch_size
         total = 0.0
         for micro in micro_batches:
+            # the same micro-batches from our loader, with labels shifted inside transformers
             is_autocast = self.mode == "autocast"
             with torch.autocast("cpu", torch.bfloat16) if is_autocast else nullcontext():
                 loss = self.call(input_ids=micro.tokens, labels=micro.tokens).loss
             (loss / len(micro_batches)).backward()
             total += float(loss.detach()) / len(micro_batches)
+        # as ours does: clip, update, drop the gradients
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -99,6 +101,7 @@ def compare(family: str, dtype: str, mode: str, options: argparse.Namespace) -> 
     numbers = sum(p.numel() for p in model.parameters()), count_parameters(plan.job.model)
     assert numbers[0] == numbers[1], f"their model has {numbers[0]} parameters, ours {numbers[1]}"
     pairs = interleave(ours, theirs, rounds=options.rounds)
+    # the figure that papers print: tokens of a step over its seconds
     tokens = options.batch * SEQ_LEN
     return report(
         f"{family} {dtype} vs {mode}", pairs, parameters=numbers[1], threads=options.threads,

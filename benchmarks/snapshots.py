@@ -79,6 +79,7 @@ def keep(addresses) -> None:
 
 def cpu_s(pid: int) -> float:
     """CPU seconds of a process so far."""
+    # user and system ticks are fields 14 and 15; a name may hold spaces, so split behind it
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
@@ -96,6 +97,7 @@ class Trainer:
         groups = build_groups(plan.grid, rank, timeout_s=120.0)
         self.parts = build_parts(plan, rank=rank, groups=groups, device=CPU)
         self.state = first_state(plan.job.precision)
+        # two copies: one in the own node's memory, one in the partner's
         own, partner = addresses[rank], addresses[1 - rank]
         replicas = Replicas(
             token=TOKEN, write_to=(own, partner), num_copies=2, home=own, tidies=(own,)
@@ -128,6 +130,7 @@ def measure(rank: int, folder: str, plan: RunPlan, snapshot_servers, options, re
     pids = [os.getpid(), snapshot_servers[rank][0]]
     sides: dict[bool, list[Sample]] = {True: [], False: []}
     for number in range(options.rounds + 1):
+        # sides in turn, each first in every second round
         for is_on in (True, False) if number % 2 else (False, True):
             trainer.snapshots.wait()
             dist.barrier()
@@ -151,6 +154,7 @@ def run(plan: RunPlan, options) -> None:
     for server in servers:
         server.start()
     snapshot_servers = [addresses.get(timeout=120) for _ in servers]
+    # what an empty server takes is not the snapshots'
     before = [peak_bytes(pid) for pid, _ in snapshot_servers]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -184,6 +188,7 @@ def run(plan: RunPlan, options) -> None:
         "steps without, theirs with", pairs, step_s=step_s, tokens=options.tokens,
         share_bytes=cost.share_bytes,
     )  # fmt: skip
+    # the first round allocates the copies
     stalls_s = rows[0][2][options.steps :]
     overheads = sorted(b.cpu_s / a.cpu_s - 1 for a, b in pairs)
     facts = {

@@ -71,12 +71,14 @@ class CpuMeter:
             with suppress(OSError, ValueError):
                 pid = int(entry.name)
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                # parent, and user and system ticks
                 parents[pid] = int(fields[1])
                 seconds[pid] = (int(fields[11]) + int(fields[12])) * self._tick_s
         for pid in _below(os.getpid(), parents):
             with suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 kind = next((kind for part, kind in KINDS.items() if part in line), "driver")
+                # a zombie has no command line any more: keep its kind
                 kind = kind if line else self._seconds.get(pid, ("driver", 0.0))[0]
                 self._seconds[pid] = kind, seconds[pid]
         sums: Counter[str] = Counter()
@@ -114,12 +116,14 @@ def measure(name: str, checkout: Path) -> Start:
         reader = Thread(target=_read, args=(process, start, begun_s))
         reader.start()
         while reader.is_alive():
+            # readings stop at the first finished step
             if name in GRIDS and not start.done_s:
                 start.cpu_s = meter.read()
             reader.join(LOOK_EVERY_S)
         if process.wait():
             raise SystemExit(f"{name} in {checkout}: {process.returncode}, {start.last_line}")
     if name in SHORT:
+        # short commands end before a meter could look: take the kernel's sum
         after = getrusage(RUSAGE_CHILDREN)
         start.done_s = time.perf_counter() - begun_s
         start.cpu_s["driver"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -85,6 +85,7 @@ def _groups(rank: int) -> Groups:
 
 
 def make_ours(model: ModelSection, rank: int, *, is_fused: bool) -> nn.Module:
+    # the same parameters as a run's block makes, on this rank's shard
     groups = _groups(rank)
     factory = ParameterFactory(
         table={tensor.name: tensor for tensor in layer_tensors(model, 0)},
@@ -136,6 +137,7 @@ class Floor:
         self.rope = make_positions(model, dtype=torch.float32, device=CPU, is_fused=is_fused)
 
     def products(self) -> None:
+        # forward, the input's gradient, the weight's gradient
         for x, weight, grad in self.layers:
             torch.mm(x, weight.T)
             torch.mm(grad, weight)
@@ -155,6 +157,7 @@ class Floor:
         for _ in range(2):
             y = rms_norm(self.x, self.weight, 1e-5, is_fused=self.is_fused)
             (grad, _) = torch.autograd.grad(y, (self.x, self.weight), y.detach())
+            # the residual sum, forward and backward
             torch.add(self.sp, self.sp)
             grad.add_(self.sp)
         parts = self.rope.split(self.heads, None, sizes=self.sizes)
@@ -186,6 +189,7 @@ def measure(rank: int, results, *, folder: str, shape: str, rounds: int, is_comp
     if is_compiled:
         theirs = torch.compile(theirs, dynamic=False)  # else it ends with an unhashable SymInt
     runs = [_runner(ours, x.transpose(0, 1).contiguous()), _runner(theirs, x)]
+    # equal outputs and gradients before the clock runs
     (y_ours, grad_ours), (y_theirs, grad_theirs) = (run() for run in runs)
     for a, b in ((y_ours, y_theirs), (grad_ours, grad_theirs)):
         torch.testing.assert_close(a.transpose(0, 1), b, rtol=1e-4, atol=1e-4)
@@ -245,6 +249,7 @@ def compare(shape: str, rounds: int, *, is_compiled: bool) -> None:
 
 def _show_floor(floors, cpu_s) -> None:
     """Print the lower bound of a block's time, and the largest possible ratio of theirs over ours."""
+    # CPU seconds of both ranks, as the pairs' are
     of_all = {name: sum(median(floor[name]).value for floor in floors) for name in floors[0]}
     arithmetic = of_all.pop("arithmetic")
     least = sum(of_all.values())

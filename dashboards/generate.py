@@ -37,6 +37,7 @@ PART_SETTINGS = {
     ("eval", "set"): "data.validation",
     ("eval", "metric"): "run.eval_tasks",
     ("data", "dataset"): "data.sources or data.stages",
+    ("plugin", "name"): "plugins.metrics",
 }
 
 
@@ -273,6 +274,9 @@ ROWS = (
             curve("Packing efficiency", "data/packing_efficiency", unit="percentunit"),
             part_curve("Tokens read of each dataset", "data/source_tokens"),
             part_curve("Epochs of each dataset", "data/source_epochs"),
+            curve("Wait for data from an object store", "data/wait_s"),
+            curve("Bytes of shards that a node fetched", "data/fetched_bytes"),
+            part_curve("Metrics of plug-ins", "plugin/metric"),
             curve("Imbalance of packs", "data/imbalance"),
             curve("Ranks of a pack", "data/pack_ranks", "data/most_pack_ranks"),
             curve("Wait for packs", "data/schedule_wait_s"),

@@ -6,16 +6,19 @@ functions that start it: a plan takes a tenth of a second, and importing the dri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import list_manifests
+from raymega.checkpoint.load.adapter_base import base_faults, base_of
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
-from raymega.config.load import parse_job
+from raymega.config.load import ParsedJob, parse_job
 from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
 from raymega.data.blends.epochs import budget_steps
 from raymega.data.checks import training_faults
@@ -34,10 +37,12 @@ from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.plan.snapshot_replicas import memory_faults
+from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.registry import job_faults
 from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
+from raymega.plugins import with_versions
 from raymega.report.find import find_run
 from raymega.report.page import run_page
 from raymega.session import close_session, open_session
@@ -48,6 +53,7 @@ from raymega.storage.registry import (
     store_faults,
 )
 from raymega.tracking.sink import Sink
+from raymega.tracking.trackers.selection import tracker_faults
 from raymega.verify.run import Options, Report, Watcher, verify_job
 
 if TYPE_CHECKING:
@@ -98,6 +104,12 @@ def load_chosen(
              if field not in parsed.stated]  # fmt: skip
     if unset:
         parsed = parse_job(path, [*overrides, *unset])
+    # Plug-ins get the versions that are installed, which checkpoints keep.
+    if modules := parsed.values.get("plugins.modules"):
+        parsed = parsed.with_overrides([f"plugins.modules={json.dumps(with_versions(modules))}"])
+    # A part that is not there has its fault before the planner reads its facts.
+    left, broken = without_broken_parts(parsed.values)
+    parsed = replace(parsed, values=left, faults=(*parsed.faults, *broken))
     # A length in tokens or epochs becomes one in steps, on which schedules and plans depend.
     steps, faults = budget_steps(parsed.values)
     parsed = parsed.with_steps(steps, faults)
@@ -105,6 +117,8 @@ def load_chosen(
     choice = choose_layout(parsed)
     if choice is not None:
         parsed = parsed.with_overrides(choice.overrides)
+    if is_for_training:
+        parsed = _with_base(parsed)
     faults = [*parsed.faults, *job_faults(parsed.values), *credential_faults(parsed.values)]
     if is_in_ray_job:
         faults += relative_path_faults(Path(path), overrides)
@@ -263,30 +277,59 @@ def _known_references(job: Job) -> dict[str, float]:
         return {}
 
 
+def _with_base(parsed: ParsedJob) -> ParsedJob:
+    """Return the job with the manifest of its base, which a run with adapters reads again in each restart."""
+    values = parsed.values
+    model, start = (
+        _section(values, "model", ModelSection),
+        values.get("checkpoint.init_from", "none"),
+    )
+    uri = _run_uri(values)
+    if parsed.faults or model is None or not model.lora.r or start == "none" or store_faults(uri):
+        return parsed
+    return parsed.with_overrides(
+        [f"checkpoint.init_from={json.dumps(base_of(start, open_store(uri)))}"]
+    )
+
+
+def _run_uri(values: Mapping[str, Any]) -> str:
+    """Return the URI of the run's store; empty where the job does not say."""
+    if "checkpoint.uri" not in values:
+        return ""
+    run = f"/{values['run.name']}" if "run.name" in values else ""
+    return f"{values['checkpoint.uri'].rstrip('/')}{run}"
+
+
 def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of data and store, as far as the job's fields parsed."""
     yield from training_faults(values) or sample_prompt_faults(values)
+    yield from tracker_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
     # store of the run
-    if "checkpoint.uri" in values:
-        run = f"/{values['run.name']}" if "run.name" in values else ""
-        uri = values["checkpoint.uri"].rstrip("/") + run
+    is_resumed = False
+    if uri := _run_uri(values):
         outside = store_faults(uri)
         yield from outside
         # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
-        if not outside and list_manifests(open_store(uri)):
+        is_resumed = not outside and bool(list_manifests(open_store(uri)))
+        if is_resumed:
             model = _section(values, "model", ModelSection)
             schedule = _section(values, "schedule", ScheduleSection)
             if model and schedule:
                 size, fp8 = schedule.micro_batch_size, values.get("precision.fp8", "none")
                 yield from resume_faults(open_store(uri), model, micro_batch_size=size, fp8=fp8)
-            return
+            # Adapters alone are saved: their base is read again.
+            if not (model and model.lora.r):
+                return
+            yield from base_faults(values.get("checkpoint.init_from", "none"), open_store(uri))
     # checkpoint that a new run starts from
     if values.get("checkpoint.init_from", "none") != "none":
         model = _section(values, "model", ModelSection)
         checkpoint = _section(values, "checkpoint", CheckpointSection)
         if model and checkpoint:
+            if is_resumed:  # its adapters come from its own checkpoint
+                checkpoint = checkpoint.model_copy(update={"init_adapter": "none"})
             yield from start_faults(checkpoint, model)
 
 

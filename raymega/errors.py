@@ -64,7 +64,7 @@ class CapacityError(RaymegaError):
 
 
 class WorkerError(RaymegaError):
-    """Workers failed more often than the retry budget allows."""
+    """Workers, or the writes of the last save, failed more often than the retry budget allows."""
 
     exit_code = 4
 
@@ -124,7 +124,7 @@ EXIT_CODES: Mapping[int, str] = {
     1: "anything that no other code names",
     2: "the job or the command is wrong; nothing was started",
     3: "the cluster has no room, or had none in time",
-    4: "the restarts are spent, or the same error came three times",
+    4: "the restarts or tries of the last save are spent, or one error came three times",
     5: "the data are not what was prepared, or a number is not finite",
     6: "another driver has the run, or has taken it from this one",
     75: "stopped in good order; the same job continues the run",

@@ -165,7 +165,7 @@ class CheckpointCommitted(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(AttemptEvent):
-    """The checkpoint of ``step`` could not be written; training continues."""
+    """The checkpoint of ``step`` could not be written."""
 
     json_name: ClassVar[str] = "save_failed"
     step: int

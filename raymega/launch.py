@@ -13,10 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raymega.config.data import is_synthetic
+from raymega.config.data import is_computed
 from raymega.config.schema import Job
 from raymega.data.megatron import is_megatron
-from raymega.data.remote_dataset import meta_at
+from raymega.data.streaming.remote_dataset import meta_at
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.events import RunFinished
 from raymega.orchestrate.core.clock import SystemClock
@@ -140,7 +140,12 @@ def _worker_group(
         entry=entry,
         # a private Ray starts all its workers by the fork server
         py_executable=None if session.is_private else forks.py_executable,
-        preflight=Preflight(store=store, data_paths=job.dataset_paths, driver_node=session.node_id),
+        preflight=Preflight(
+            store=store,
+            data_paths=job.dataset_paths,
+            driver_node=session.node_id,
+            modules=job.plugins.modules,
+        ),
     )
 
 
@@ -165,7 +170,7 @@ def loss_references(job: Job) -> dict[str, float]:
     # A blend's validation text has no entropy of its own.
     if job.data.sources or job.data.validation:
         return {}
-    if is_synthetic(job.data.path) or is_megatron(job.data.path):
+    if is_computed(job.data.path) or is_megatron(job.data.path):
         return {}
     meta = meta_at(job.data.path)
     return {"unigram entropy of the validation text": meta.valid_entropy}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Protocol
@@ -92,6 +92,25 @@ class SavedBox:
 
 # driver to worker: start
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotHolders:
+    """Snapshot servers that hold the shares of a whole snapshot; empty without one.
+
+    Attributes:
+        servers: Servers that hold a share, each as ``host:port``.
+        by_rank: Numbers in ``servers`` of those that hold the share of each rank that wrote the snapshot.
+        grid: Degrees of the axes of the grid that wrote it.
+    """
+
+    servers: tuple[str, ...] = ()
+    by_rank: tuple[tuple[int, ...], ...] = ()
+    grid: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, rank: int) -> tuple[str, ...]:
+        """Return the servers that hold the share of ``rank``."""
+        return tuple(self.servers[number] for number in self.by_rank[rank])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
     """Snapshot servers that a worker reads from and writes to, each as ``host:port``.
 
@@ -101,8 +120,8 @@ class Replicas:
         num_copies: Number of copies wanted; lost servers are missing in ``write_to``.
         home: Server of the worker's own node, which reads the worker's shared memory; empty if lost.
         tidies: Servers in which this worker deletes old snapshots.
-        read_from: Servers that hold each object of the snapshot to restore, by key; empty when a
-            checkpoint in the run's store is restored, or nothing.
+        read_from: Servers that hold the snapshot to restore; empty when a checkpoint in the run's store
+            is restored, or nothing.
     """
 
     token: str = field(default="", repr=False)
@@ -110,7 +129,7 @@ class Replicas:
     num_copies: int = 0
     home: str = ""
     tidies: tuple[str, ...] = ()
-    read_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    read_from: SnapshotHolders = field(default_factory=SnapshotHolders)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,26 +204,32 @@ class ShardSaved:
         write_s: Seconds of the background write.
         num_bytes: Bytes written.
         error: Cause of a failed write, else empty.
+        headers: ``zlib.crc32`` of each file's header, the bytes before its first block, by file.
     """
 
     rank: int
     step: int
-    boxes: tuple[SavedBox, ...]
+    boxes: Sequence[SavedBox]
     state: dict[str, int | float | str]
     stall_s: float
     write_s: float
     num_bytes: int
     error: str = ""
+    headers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSaveProgress:
-    """Progress of a rank's save: ``written_bytes`` of ``num_bytes`` were handed to the store."""
+    """Progress of a rank's save: ``written_bytes`` of ``num_bytes`` were handed to the store.
+
+    ``error`` is the cause of a write that failed and will be tried again, else empty.
+    """
 
     rank: int
     step: int
     written_bytes: int
     num_bytes: int
+    error: str = ""
 
 
 # worker to driver: diagnostics

@@ -20,6 +20,7 @@ from raymega import ray_private
 from raymega.errors import ConfigError, Fault, RaymegaError
 
 PROBE_TIMEOUT_S = 5.0
+LAST_PORT = 65_535
 PRIVATE_TOKEN_PREFIX = "raymega-private-"
 
 
@@ -193,15 +194,36 @@ def _nothing_to_join(address: str) -> Fault:
 
 
 def _probe(address: str) -> str:
-    """Return why no connection to ``host:port`` can be made; '' when it can."""
+    """Return why no Ray head can be reached at ``host:port``; '' when one answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return "not of the form HOST:PORT"
+    if not 0 < int(port) <= LAST_PORT:  # a socket would take it modulo 65,536
+        return f"the port must be 1 to {LAST_PORT}"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as connection:
+            # a head with TLS says nothing before a handshake
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return ""
+            return (
+                "" if _speaks_http2(connection) else "another server listens there, not a Ray head"
+            )
+    except OSError as error:
         return str(error)
-    return ""
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Return whether the peer answers as gRPC does; Ray itself would try again for many minutes.
+
+    It sends a client's preface and empty settings, and reads the header of the first frame (RFC 9113,
+    sections 3.4 and 4.1), which must be of the type SETTINGS.
+    """
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+    try:
+        header = connection.recv(9, socket.MSG_WAITALL)
+    except ConnectionResetError:
+        return False
+    return len(header) == 9 and header[3] == 4
 
 
 def _refusal(target: str, error: Exception) -> Fault:

@@ -45,6 +45,7 @@ def rehearse(record: Record) -> None:
 
 def _rehearse(desk: Host, cloud: Cloud, record: Record, site: Site) -> None:
     desk.send_repository(site.image)
+    # the one difference to a real account: an endpoint beside the credentials
     desk.run(f"mkdir -p .aws && printf %s '{SETTINGS}' > .aws/config")
     file = _cluster_file(cloud.open_account())
     desk.run(f"cat > {FILE} <<'END'\n{yaml.safe_dump(file, sort_keys=False, width=1000)}\nEND")
@@ -96,6 +97,7 @@ def alive(cloud: Cloud) -> int:
 def _lose_instance(job: Command, cloud: Cloud, record: Record) -> None:
     """EC2 takes a GPU instance away, as it does with spot; the autoscaler gets another."""
     wait_for_checkpoint(10, record)
+    # an instance that trains, not one that waits
     name = next(n for n, host in cloud.machines.items() if host.processes("ray::Worker"))
     record.say(f"## EC2 terminates {name}")
     cloud.client.terminate_instances(InstanceIds=[name])

@@ -41,6 +41,7 @@ class Cloud:
 
     def open_account(self) -> dict[str, str]:
         """Create what docs/cluster.md asks for before `ray up`, and return the ids to put into the cluster file."""
+        # roles, a network, a security group: in the order of the page
         iam = boto3.client("iam", region_name=REGION, endpoint_url=ENDPOINT, **KEYS)
         for role in ("raymega-head", "raymega-worker"):
             iam.create_instance_profile(InstanceProfileName=role)
@@ -118,5 +119,6 @@ class Cloud:
         addresses = (instance["PrivateIpAddress"], instance["PublicIpAddress"])
         host = self._site.add_host(name, *addresses)
         host.run(f"mkdir -p .aws && printf %s '{SETTINGS}' > .aws/config")
+        # as cloud-init does with the key pair of RunInstances
         host.run(f"echo '{self._public_key()}' > .ssh/authorized_keys")
         self.machines[instance["InstanceId"]] = host

@@ -61,6 +61,7 @@ setpriv --reuid={UID} --regid={UID} --clear-groups bash raymega/cluster/setup-no
 
 def missing() -> str:
     """Return why no machine can be created here; '' when they can."""
+    # say the first thing that is missing, with what installs it
     if os.geteuid() != 0:
         return "namespaces with an sshd each need root"
     absent = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
@@ -99,6 +100,7 @@ class Host:
 
     def boot(self, image: Path) -> None:
         """Start it, up to its sshd. A machine that has crashed comes back with its disk."""
+        # the disk: an overlay over the image, kept when the machine crashes
         for folder in ("upper", "work"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
         os.chown(self.folder / "upper", UID, UID)
@@ -106,6 +108,7 @@ class Host:
         for file, text in _FILES.items():
             (self.folder / file).write_text(text.format(name=self.name))
         (self.folder / "shadow").chmod(0o600)
+        # a machine keeps its host key, or clients would refuse it after a crash
         if not (self.folder / "host_key").exists():
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "host_key")
         env = {"PATH": _path(), "NAME": self.name, "ROOT": str(self.folder), "IMAGE": str(image),
@@ -121,6 +124,7 @@ class Host:
         )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
+                # killing the first process of the namespace ends all of the machine
                 ["ip", "netns", "exec", self.network, "unshare", *namespaces, "bash", "-ceu", _BOOT],
                 env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -184,6 +188,7 @@ class Host:
         """Command lines of its processes that ``pattern`` is found in; none while it is off."""
         if not self._children():
             return []
+        # the kernel shows all processes outside: keep those of this machine's namespace
         mine = Path(f"/proc/{self._init()}/ns/pid").readlink()
         lines = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -215,6 +220,7 @@ class Site:
         self.image = make_image()
         _clear()
         (WORK / "store").mkdir(parents=True)
+        # the machines' user writes there, not root
         os.chown(WORK / "store", UID, UID)
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         _run("ip", "addr", "add", f"{GATEWAY}/24", "dev", BRIDGE)

@@ -38,6 +38,7 @@ def _rehearse(site: Site, record: Record) -> None:
     record.say(f"{len(site.hosts)} machines have booted")
     _bring_up(desk, head, record)
     with_tunnel(desk, record)
+    # two losses: a crash, whose kernel resets connections, then a cut cable, which says nothing
     lost = _lose_machine(desk, workers, record)
     lost.boot(site.image)
     record.say(f"## {lost.name} has booted again")
@@ -73,6 +74,7 @@ def wait_for_nodes(head: Host, number: int, record: Record) -> float:
 
 def alive_nodes(head: Host) -> int:
     """Living nodes by Ray's own account."""
+    # the head may not answer yet: no nodes, then, and another try
     shown = head.run(f"{ENVIRONMENT} && ray list nodes --filter state=ALIVE", is_checked=False)
     return int(re.findall(r"^Total: (\d+)", shown, re.MULTILINE)[0]) if "Total: " in shown else 0
 
@@ -80,6 +82,7 @@ def alive_nodes(head: Host) -> int:
 def with_tunnel(desk: Host, record: Record) -> None:
     """The documented way to the job server, which listens on the head's loopback only."""
     Command(desk, f"{ENVIRONMENT} && ray dashboard {FILE}", record, is_shown=False)
+    # the tunnel runs on in the background: it is open when a connection is taken
     probe = "python3 -c \"import socket; socket.create_connection(('127.0.0.1', 8265), 1)\""
     record.wait("tunnel", lambda: "Error" not in desk.run(probe, is_checked=False), limit_s=60)
 
@@ -137,6 +140,7 @@ def wait_for_checkpoint(step: int, record: Record) -> None:
 def measure_recovery(job: Command, fault: str, record: Record) -> None:
     """Note the seconds from now until the driver detects the fault, finishes a step, and has recovered."""
     at = record.now()
+    # by the lines that a user sees, in the order in which they must come
     noticed = job.wait_for(r"^Attempt \d+ failed", after_s=at, limit_s=120)
     stepped = job.wait_for(r"^step ", after_s=noticed, limit_s=240)
     recovered = job.wait_for(r"^Recovered", after_s=noticed, limit_s=240)

@@ -65,6 +65,7 @@ class Command:
 
     def _read(self) -> None:
         for line in self.process.stdout:
+            # colours are for terminals
             text = re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip())
             if NOISE.search(text):
                 continue
@@ -85,6 +86,7 @@ class Command:
     def _has(self, pattern: str, after_s: float) -> bool:
         if self.find(pattern, after_s=after_s) is not None:
             return True
+        # ended, and every line is read: it will not come any more
         if self.process.poll() is not None and not self._reader.is_alive():
             raise RuntimeError(f"ended with {self.process.returncode} before '{pattern}'")
         return False
@@ -92,6 +94,7 @@ class Command:
     def end(self, *, limit_s: float) -> int:
         """Wait for its end; its exit code."""
         code = self.process.wait(limit_s)
+        # the last lines may come after the exit code
         self._reader.join(10)
         return code
 
@@ -100,6 +103,7 @@ def run(host: Host, text: str, record: Record, *, limit_s: float, is_shown: bool
     """Run a command to its end and insist on success."""
     command = Command(host, text, record, is_shown=is_shown)
     code = command.end(limit_s=limit_s)
+    # the end of the output says why, also of commands that are not shown
     if code:
         tail = "\n".join(line for _, line in command.lines[-20:])
         raise RuntimeError(f"{host.name}$ {text}: exit code {code}\n{tail}")

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from raymega.chaos.phase_barriers import FOLDER
-from raymega.storage.registry import SCHEMES, Folders
+from raymega.plugins import Plugin, register
+from raymega.storage.registry import Folders
 from raymega.storage.store import DelegatingStore, Store
 
 TROUBLE_FILE = "trouble"
@@ -58,7 +59,8 @@ def end_trouble(folder: Path) -> None:
 
 def trouble_folders() -> None:
     """Wrap all stores of scheme ``file`` that this process opens from now on; idempotent."""
-    SCHEMES["file"] = _TroubledFolders
+    target = f"{__name__}:{_TroubledFolders.__name__}"
+    register([Plugin(kind="store", name="file", target=target)])
 
 
 class _TroubledFolders(Folders):

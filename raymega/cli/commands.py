@@ -31,9 +31,9 @@ COMMANDS = {
     "node-agent": ("raymega.cli.node_agent:node_agent", "Drain this node when its cloud preempts it, so that runs save and leave it in time."),
     "eval": ("raymega.cli.evaluate:evaluate", "Evaluate checkpoints on a task, on any grid, whatever grid they were trained on."),
     "generate": ("raymega.cli.generate:generate", "Continue prompts by a checkpoint, whatever grid it was trained on."),
-    "data": ("raymega.cli.data:data_app", "Prepare, inspect and export datasets."),
-    "checkpoint": ("raymega.cli.checkpoint.command:checkpoint_app", "Inspect, compare, copy and prune checkpoints in any store."),
-    "convert": ("raymega.cli.convert:convert_app", "Import and export Hugging Face and torch.distributed.checkpoint models."),
+    "data": ("raymega.cli.data.command:data_app", "Curate, prepare, inspect and export datasets."),
+    "checkpoint": ("raymega.cli.checkpoint.command:checkpoint_app", "Inspect, compare, copy, merge and prune checkpoints in any store."),
+    "convert": ("raymega.cli.convert:convert_app", "Import and export Hugging Face, torch.distributed.checkpoint and PEFT models."),
 }  # fmt: skip
 """Module and name of each command's function, or group of commands, and the first line of its help."""
 

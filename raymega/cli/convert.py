@@ -13,14 +13,17 @@ from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json
 from raymega.config.load import parse_job
 from raymega.convert.huggingface.exporter import DTYPES, MAX_FILE_BYTES, hf_export
-from raymega.convert.huggingface.importer import hf_import, model_yaml
+from raymega.convert.huggingface.importer import DTYPES as IMPORT_DTYPES
+from raymega.convert.huggingface.importer import SAVED, hf_import, model_yaml
 from raymega.convert.output_folder import folder_at
 from raymega.convert.torch_dcp.exporter import dcp_export
 from raymega.convert.torch_dcp.importer import Reading, dcp_import
 from raymega.convert.torch_dcp.names import DIALECTS
+from raymega.convert.tuned.peft_export import peft_export
+from raymega.convert.tuned.peft_import import peft_import
 
 convert_app = typer.Typer(
-    help="Import and export Hugging Face and torch.distributed.checkpoint models.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
+    help="Import and export Hugging Face, torch.distributed.checkpoint and PEFT models.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
     no_args_is_help=True,
 )
 _DIALECTS = ", ".join(DIALECTS)
@@ -30,9 +33,13 @@ def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: str,
     make_vocab_size_divisible_by: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Annotated[
+        str, typer.Option(help=f"Number format of the checkpoint: {', '.join(IMPORT_DTYPES)}.")
+    ] = SAVED,
+    plugins: Annotated[list[str] | None, typer.Option(metavar="MODULE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a Hugging Face model (gpt2, llama, qwen2, qwen3) to a checkpoint to start from.
+    """Convert a Hugging Face model of a family in docs/families.md to a checkpoint to start from.
 
     Prints the model section of a job file, and the setting that starts from the weights.
 
@@ -40,13 +47,19 @@ def import_(
         folder: Folder that holds config.json and safetensors files.
         out: Output folder or s3://bucket/prefix.
         make_vocab_size_divisible_by: Pad the vocabulary size to a multiple of this.
+        plugins: Module of plug-ins, as in a job file's plugins; repeat for several.
 
     Example: raymega convert hf-import Llama-3.2-1B/ --out llama-1b
     """
     # The clock is read here, so that the converters stay pure.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     done = hf_import(
-        folder, out, created=created, make_vocab_size_divisible_by=make_vocab_size_divisible_by
+        folder,
+        out,
+        created=created,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        dtype=dtype,
+        plugins=plugins or (),
     )
     if as_json:
         print_json(json_object(done, uri="output", key="manifest"))
@@ -55,6 +68,8 @@ def import_(
     print(f"# {done.num_parameters:,} parameters in {done.dtype}, with {', '.join(done.carried)}")
     print("# in a job file:")
     print(model_yaml(done.model), end="")
+    if plugins:
+        print(f"plugins: [{', '.join(plugins)}]")
     print(f"checkpoint:\n  init_from: {json.dumps(done.uri)}")
 
 
@@ -159,7 +174,59 @@ def export_dcp(
     print("\n".join(done.files))
 
 
+def import_peft(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    base: str,
+    out: str,
+    as_json: AsJson = False,
+) -> None:
+    """Convert LoRA adapters in PEFT's format to a checkpoint that a run's checkpoint.init_adapter takes.
+
+    Options:
+        folder: Folder with adapter_config.json and adapter_model.safetensors.
+        base: Checkpoint of the model that the adapters change.
+        out: Output folder or s3://bucket/prefix.
+
+    Example: raymega convert peft-import my-adapter/ --base llama-1b --out llama-1b-adapter
+    """
+    done = peft_import(folder, base, out, created=datetime.now(UTC).isoformat(timespec="seconds"))
+    if as_json:
+        print_json(json_object(done, uri="output", key="manifest"))
+        return
+    print(f"# adapters of {done.num_adapters} layers in {done.dtype}; in a job file:")
+    print(model_yaml(done.model), end="")
+    print("checkpoint:")
+    print(f"  init_from: {json.dumps(done.base)}\n  init_adapter: {json.dumps(done.uri)}")
+
+
+def export_peft(
+    uri: Uri,
+    out: Annotated[str, typer.Option(metavar="DIR")],
+    base: Annotated[str, typer.Option(metavar="MODEL")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Convert the LoRA adapters of a checkpoint (for a run, its newest) to a folder that PEFT loads.
+
+    Options:
+        out: Output folder, which is created.
+        base: Folder or hub name of the model that PEFT loads as the base.
+
+    Example: raymega convert peft-export ~/.raymega/runs/tuned --out tuned-adapter --base Llama-3.2-1B/
+    """
+    done = peft_export(uri, folder_at(out), base=base)
+    if as_json:
+        print_json(json_object(done, folder="output", key="manifest"))
+        return
+    print(
+        f"{done.folder}: step {done.step}, adapters of {done.num_adapters} layers, "
+        f"{done.num_parameters:,} parameters"
+    )
+    print("\n".join(done.files))
+
+
 add_command(convert_app, import_, "hf-import")
 add_command(convert_app, export, "hf-export")
 add_command(convert_app, import_dcp, "dcp-import")
 add_command(convert_app, export_dcp, "dcp-export")
+add_command(convert_app, import_peft, "peft-import")
+add_command(convert_app, export_peft, "peft-export")

@@ -133,6 +133,6 @@ def _counts(report: EvalReport) -> str:
     degrees = " ".join(f"{axis}{degree}" for axis, degree in report.grid.items() if degree > 1)
     words = f", {report.words:,} words" if report.words else ""
     return (
-        f"{report.documents:,} documents, {report.tokens:,} tokens scored{words}; "
+        f"{report.documents:,} document{'s' * (report.documents != 1)}, {report.tokens:,} tokens scored{words}; "
         f"{degrees or 'one rank'}; {report.seconds:.1f} s"
     )

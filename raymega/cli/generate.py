@@ -56,7 +56,7 @@ def generate(  # the options of the command
         top_p: Share of probability to choose from.
         stop: Text before which an answer ends, repeatable.
         seed: Seed of the random numbers; the same seed gives the same text on every grid.
-        grid: Parallel degrees: --grid tp=2,pp=2.
+        grid: Parallel degrees: --grid tp=2,pp=2; with --serve the engine's tensor parallelism, --grid tp=2.
         folder: Folder of the exported model, which is kept and used again.
         batch_size: Number of prompts at once, without --grid.
         serve: Export the model, and print the line that serves it.
@@ -67,8 +67,8 @@ def generate(  # the options of the command
     """
     if serve or start:
         words = serving_line(
-            uri, engine=engine, port=port, folder=folder, overrides=overrides or (), starts=start
-        )
+            uri, engine=engine, port=port, grid=grid, folder=folder, overrides=overrides or (), starts=start,
+        )  # fmt: skip
         print(as_line(words), flush=True)
         if start:
             os.execvp(words[0], words)  # the engine takes this process's place

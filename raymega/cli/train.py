@@ -9,14 +9,15 @@ from contextlib import redirect_stdout
 from rich.console import Console
 
 from raymega import api
-from raymega.cli.bill import BillSink, Price, dollars_per_s
 from raymega.cli.options import Address, AsJsonLines, Grid, JobFile, Overrides
+from raymega.cli.plan.bill import BillSink, Price, dollars_per_s
 from raymega.cli.plan.predictions import show_choice
 from raymega.cli.plan.text import show_plan
 from raymega.cli.progress import step_bar
 from raymega.config.grid_text import grid_overrides
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink
+from raymega.tracking.trackers.selection import CONSOLE
 
 
 def train(
@@ -59,11 +60,13 @@ def train(
         show_choice(choice)
         plan = api.plan(job)
         with step_bar(dollars_per_s=dollars_per_s(plan, price)) as bar:
-            console = ConsoleSink(sys.stdout, every=job.tracking.console_every)
+            has_lines = CONSOLE in job.tracking.trackers
+            lines = ConsoleSink(sys.stdout, every=job.tracking.console_every)
             bill = BillSink(Console(file=sys.stdout), plan, price=price)
-            api.train(job, address=address, sinks=(bar, console, bill), choice=choice)
+            sinks = (bar, lines, bill) if has_lines else (bar, bill)
+            api.train(job, address=address, sinks=sinks, choice=choice)
         return
     # Libraries that print must not break the lines: to them, stdout is stderr.
-    lines = JsonLinesSink(sys.stdout)
+    records = JsonLinesSink(sys.stdout)
     with redirect_stdout(sys.stderr):
-        api.train(job, address=address, sinks=(lines,), choice=choice)
+        api.train(job, address=address, sinks=(records,), choice=choice)

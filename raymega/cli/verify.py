@@ -130,7 +130,12 @@ def _show_report(report: Report) -> None:
     print()
     if report.left_out:
         print(f"possible and not drawn: {'; '.join(report.left_out)}")
-    print(f"pairs of options and degrees drawn: {report.num_pairs}")
+    pairs = report.pairs
+    if pairs.own_left_out:
+        print(
+            f"pairs that this job's features run through, not drawn: {'; '.join(pairs.own_left_out)}"
+        )
+    print(f"pairs of options and degrees drawn: {pairs.num_drawn} of at least {pairs.num_possible}")
     # what limits the comparison: near ties of routers, undetermined weights, fp8 rounding
     if isfinite(report.router_margin):
         print(
@@ -260,7 +265,9 @@ def _verdict_object(report: Report) -> dict[str, object]:
         "precision": report.options.precision,
         "limit": report.options.limit if report.options.precision == "float64" else LIMIT_OF_SPREAD,
         "not_drawn": list(report.left_out),
-        "pairs_drawn": report.num_pairs,
+        "pairs_drawn": report.pairs.num_drawn,
+        "pairs_possible": report.pairs.num_possible,
+        "own_pairs_left_out": list(report.pairs.own_left_out),
         "router_margin": report.router_margin if isfinite(report.router_margin) else None,
         "undecided": list(report.undecided),
         "fp8_margin": report.fp8_margin if isfinite(report.fp8_margin) else None,

@@ -7,13 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.fields import NonNegative, Positive, Section
+from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, Section
 
 FunctionField = Literal[
     "family", "norm_eps", "rope_theta", "rope_scaling", "rope_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_original_positions", "rope_mscale", "rope_mscale_all_dim", "moe.top_k", "moe.router_score_function",
     "moe.norm_topk_prob", "moe.routed_scaling_factor", "moe.n_group", "moe.topk_group", "moe.group_score",
-    "moe.capacity_factor", "moe.token_drop_policy", "mup_base_width",
+    "moe.capacity_factor", "moe.token_drop_policy", "mup_base_width", "rope_truncate", "swiglu_alpha",
+    "swiglu_limit", "moe.apply_probs_on_input", "attention.chunk_size", "attention.temperature_floor",
+    "attention.temperature_scale", "attention.qk_norm",
+    "attention.layer_types", "attention.sliding_window", "attention.score_scale", "attention.softcap",
+    "attention.partial_rotary_factor", "attention.sliding_rope_theta", "multipliers.embedding",
+    "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""
 
@@ -31,7 +36,11 @@ class CheckpointSection(Section):
     # Start from another checkpoint's weights.
     init_from: str = "none"
     """Checkpoint whose weights, and nothing else, the run starts with: of another run or by
-    `raymega convert hf-import`. Read at the first step only; `none` initialises at random."""
+    `raymega convert hf-import`. Read at the first step, with model.lora in each restart; `none`
+    initialises at random."""
+    init_adapter: str = "none"
+    """Checkpoint whose LoRA adapters the run starts with, beside init_from: of another run or by
+    `raymega convert peft-import`. `none` starts new ones, which change nothing yet."""
     init_rename: tuple[str, ...] = ()
     """Rules OLD=NEW for init_from: its tensors whose names begin with OLD become this model's that
     begin with NEW; * stands for one dotted part. The first rule that matches applies."""
@@ -60,6 +69,9 @@ class CheckpointSection(Section):
     bytes_per_s: NonNegative = 0
     """Largest rate in bytes per second at which each worker writes; the rate of a job or node is
     this times its workers. 0 is no limit."""
+    last_save_retry_s: NonNegativeFloat = 600.0
+    """Seconds for which the last save of a run is tried again while the store refuses it. The state
+    stays in memory, and no step is trained twice. Earlier saves are tried three times each."""
     # Retention: a checkpoint is kept when any of the three rules keeps it.
     keep_last: Positive = 3
     """Number of newest checkpoints to keep."""

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.fields import NonNegativeFloat, Positive, PositiveFloat, Section
+from raymega.config.encoder import MaskingSection
+from raymega.config.fields import (
+    PLUGIN_NAME,
+    NonNegativeFloat,
+    PluginName,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 NO_PATH = "none"
 """Value of data.path in a job that has data.sources."""
+SHUFFLE_BLOCK_BYTES, CACHE_BYTES = 8 << 30, 256 << 30
 SYNTHETIC_PATH = "synthetic"
 MEGATRON = "megatron:"
 """Start of a path that names Megatron's files by their prefix."""
 PATH_FORMS = (
     "Folder or s3://bucket/prefix written by `raymega data prepare`, `megatron:PREFIX` for Megatron's files "
     "PREFIX.bin and PREFIX.idx, or `synthetic` (or `synthetic:NAME`, other tokens for each name) for built-in "
-    "tokens that need no file."
+    "tokens that need no file; `acme.source:...` for a data source of a plug-in."
 )
+
+
+def source_name(path: str) -> str:
+    """Return the data source that a path names: NAME of ``NAME`` or ``NAME:...``; empty for a dataset's own path."""
+    name, colon, rest = path.partition(":")
+    if name == SYNTHETIC_PATH or path.startswith(MEGATRON):
+        return name
+    is_plugin = colon and not rest.startswith("//") and re.fullmatch(PLUGIN_NAME, name)
+    return name if is_plugin else ""
 
 
 def is_synthetic(path: str) -> bool:
     """Return True if ``path`` names built-in tokens: ``synthetic`` or ``synthetic:NAME``."""
-    return path.partition(":")[0] == SYNTHETIC_PATH
+    return source_name(path) == SYNTHETIC_PATH
+
+
+def is_computed(path: str) -> bool:
+    """Return True if ``path`` names tokens that no file holds: ``synthetic``, or those of a plug-in."""
+    return source_name(path) not in ("", MEGATRON[:-1])
 
 
 class BatchStage(Section):
@@ -95,6 +119,10 @@ class DataSection(Section):
         description="Validation sets, each entry `{name, path, split}`, in place of the validation split of "
         "data.path or the blend. eval/loss is that of the first.",
     )
+    transforms: tuple[PluginName, ...] = Field(
+        default=(),
+        description="Transforms of plug-ins, each applied to every sequence in this order, in training and evaluation.",
+    )
     seq_len: Positive = Field(description="S, tokens of one sequence.")
     global_batch_size: Positive = Field(description="Sequences of one optimizer step, all ranks.")
     batch_ramp: tuple[BatchStage, ...] = Field(
@@ -103,10 +131,25 @@ class DataSection(Section):
         "applies until the run has consumed until_samples samples. After the last entry "
         "data.global_batch_size applies.",
     )
+    shuffle_block_bytes: Positive = Field(
+        default=SHUFFLE_BLOCK_BYTES,
+        description="Most bytes of a block of shards. A dataset's shards are shuffled in each epoch and cut into "
+        "blocks; rows are shuffled within a block. A run keeps it. More of them mix better and take more of "
+        "a node's disk.",
+    )
+    cache_bytes: Positive = Field(
+        default=CACHE_BYTES,
+        description="Most bytes of shards of datasets in object stores that a node keeps on its disk, in "
+        "~/.raymega/cache; at least two blocks of each. It may be changed at any time.",
+    )
     loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto",
         description="Labels of a conversation that count. auto: those of assistant for datasets of conversations, "
         "all for others. assistant: what the assistant writes. completion: its last message. all: every token.",
+    )
+    masking: MaskingSection = Field(
+        default=MaskingSection(),
+        description="Masks of encoders, drawn anew for each sample of the run and the same on every layout.",
     )
     # Packing of documents into sequences.
     packing: Literal["none", "best_fit"] = Field(

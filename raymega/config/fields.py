@@ -20,6 +20,9 @@ NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PLUGIN_NAME = r"^[a-z]\w*\.\w+$"
+PluginName = Annotated[str, Field(pattern=PLUGIN_NAME)]
+"""Name of a part from one of the modules in ``plugins``, such as ``acme.triangle``."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from raymega.config.data import BatchStage, DataSource, DataStage, ValidationSet
-from raymega.config.fields import Section
+from raymega.config.fields import PLUGIN_NAME, Section
 from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
@@ -41,7 +41,9 @@ YAML_WORDS = {
 }
 """Words of pydantic's messages, with the words that an author of YAML would use."""
 # Fields whose relative paths are made absolute.
-_PATHS = (("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"))
+_PATHS = (
+    ("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"), ("checkpoint", "init_adapter"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +52,15 @@ class ParsedJob:
 
     Attributes:
         values: Values of all fields that are valid by themselves, by dotted path.
-        faults: Faults of all other fields.
+        faults: Faults of all other fields, and those of no field.
         raw: Mapping as it was written, with overrides applied.
+        of_no_field: Faults of overrides that are none, and of a run's length; another look at the fields keeps them.
     """
 
     values: Mapping[str, Any]
     faults: tuple[Fault, ...]
     raw: Mapping[str, Any]
+    of_no_field: tuple[Fault, ...] = ()
 
     def job(self) -> Job:
         """Return the whole job.
@@ -80,7 +84,11 @@ class ParsedJob:
         A job that also states another number of steps keeps it, and is refused by a rule.
         """
         if faults:
-            return replace(self, faults=(*self.faults, *faults))
+            return replace(
+                self,
+                faults=(*self.faults, *faults),
+                of_no_field=(*self.of_no_field, *faults),
+            )
         if not steps or self.values.get("run.steps"):
             return self
         run = {**self.raw["run"], "steps": steps}
@@ -93,8 +101,7 @@ class ParsedJob:
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
         faults = [fault for override in overrides for fault in _apply(raw, override)]
         _spell_fp8_out(raw)
-        parsed = parse_mapping(raw)
-        return replace(parsed, faults=(*faults, *parsed.faults))
+        return _parsed(raw, [*self.of_no_field, *faults])
 
 
 def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
@@ -109,6 +116,8 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     raw = _read(Path(path))
     if raw.get("parallel") == "auto":
         raw["parallel"] = {"layout": "auto"}
+    if isinstance(raw.get("plugins"), tuple):
+        raw["plugins"] = {"modules": raw["plugins"]}
     faults = [fault for override in overrides for fault in _apply(raw, override)]
     _spell_fp8_out(raw)
     for section, key in _PATHS:
@@ -118,19 +127,31 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
         fields = raw.get(section)
         if isinstance(fields, dict) and key in fields:
             fields[key] = with_absolute_paths(fields[key])
+    return _parsed(raw, faults)
+
+
+def _parsed(raw: Mapping[str, Any], of_no_field: Sequence[Fault]) -> ParsedJob:
     parsed = parse_mapping(raw)
-    return replace(parsed, faults=(*faults, *parsed.faults))
+    faults = (*of_no_field, *parsed.faults)
+    return replace(parsed, faults=faults, of_no_field=tuple(of_no_field))
 
 
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
-    """Validate every field of a mapping by itself."""
+    """Validate every field of a mapping by itself; lists count as the tuples that YAML's are read as."""
+    raw = {name: _with_tuples(value) for name, value in raw.items()}
     values: dict[str, Any] = {}
     faults = _unknown_keys(raw, Job, prefix="")
     for name, field in Job.model_fields.items():
         section = _section_of(field)
         assert section is not None, name
-        faults += _read_section(raw.get(name, {}), section, name, values)
+        faults += section_faults(raw.get(name, {}), section, name, values)
     return ParsedJob(values=values, faults=tuple(faults), raw=raw)
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -255,7 +276,7 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _read_section(
+def section_faults(
     given: object, section: type[Section], name: str, values: dict[str, Any]
 ) -> list[Fault]:
     """Validate every field of a section into ``values``, and return the faults."""
@@ -268,7 +289,7 @@ def _read_section(
         # A section inside this one: its faults, or as a whole a value.
         inner = _section_of(field)
         if inner is not None and value is not _ABSENT:
-            found = _read_section(value, inner, path, {})
+            found = section_faults(value, inner, path, {})
             faults += found
             if not found:
                 values[path] = inner.model_validate(value)
@@ -323,7 +344,10 @@ def _meant(value: object, details: Sequence[ErrorDetails]) -> str:
 
 def _rule(path: str, detail: ErrorDetails) -> str:
     """Return pydantic's message in the words of YAML; for a value inside a list, with its index."""
-    rule = detail["msg"][:1].lower() + detail["msg"][1:]
+    if detail.get("ctx", {}).get("pattern") == PLUGIN_NAME:
+        rule = "the name of a plug-in's part, such as acme.triangle"
+    else:
+        rule = detail["msg"][:1].lower() + detail["msg"][1:]
     for theirs, ours in YAML_WORDS.items():
         rule = rule.replace(theirs, ours)
     number, *keys = detail["loc"] or ("",)

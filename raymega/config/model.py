@@ -6,18 +6,34 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.fields import Decay, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.attention import AttentionSection, MultipliersSection
+from raymega.config.encoder import EncoderSection
+from raymega.config.fields import (
+    Decay,
+    NonNegative,
+    PluginName,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
+
+Family = Literal[
+    "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
+    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "bert", "megatron_bert", "roberta",
+]  # fmt: skip
 
 
 class ModelSection(Section):
     """The network: family, sizes, initialisation, positions, regularisation."""
 
     # Family and sizes.
-    family: Literal["gpt2", "llama", "qwen2", "qwen3"]
+    family: Family | PluginName
     """gpt2: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, no biases.
-    qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads."""
+    qwen2: llama with q, k, v biases. qwen3: llama with RMSNorm of q and k heads. The parts of the
+    others are in docs/families.md. A name with a dot is a plug-in's."""
     num_layers: Positive
     """Transformer blocks."""
     hidden_size: Positive
@@ -30,6 +46,10 @@ class ModelSection(Section):
     """K, features of one head."""
     ffn_hidden_size: Positive
     """F, features inside the feed-forward layer."""
+    swiglu_alpha: PositiveFloat = 1.702
+    """gpt_oss only: factor on the gate g inside g sigmoid(alpha g) (u + 1)."""
+    swiglu_limit: PositiveFloat = 7.0
+    """gpt_oss only: largest gate, and largest size of what it multiplies."""
     vocab_size: Positive
     """V, tokens of the model; at least the tokenizer's."""
     max_positions: Positive = 2048
@@ -49,12 +69,12 @@ class ModelSection(Section):
     # Rotary position embedding, and its scaling to longer sequences.
     rope_theta: PositiveFloat = 10000.0
     """Base of RoPE's wavelengths."""
-    rope_scaling: Literal["none", "llama3", "yarn"] = "none"
-    """llama3: wavelengths above rope_original_positions / rope_low_freq_factor are stretched by
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """linear: all wavelengths are stretched by rope_factor. llama3: wavelengths above rope_original_positions / rope_low_freq_factor are stretched by
     rope_factor, those below ... / rope_high_freq_factor are kept, with a blend between. yarn: the
     same between two feature indices, and scores grow with log(rope_factor)."""
     rope_factor: PositiveFloat = 8.0
-    """llama3 and yarn scaling only: factor by which wavelengths are stretched."""
+    """Factor by which wavelengths are stretched, with scaling only."""
     rope_low_freq_factor: PositiveFloat = 1.0
     """llama3 scaling only: bound of the wavelengths that are stretched in full."""
     rope_high_freq_factor: PositiveFloat = 4.0
@@ -65,6 +85,8 @@ class ModelSection(Section):
     rope_beta_slow: PositiveFloat = 1.0
     """yarn scaling only: wavelengths of feature pairs that rotate less often than this are
     stretched by rope_factor."""
+    rope_truncate: bool = True
+    """yarn only: the feature pairs between which the blend lies are whole numbers."""
     rope_original_positions: Positive = 8192
     """llama3 and yarn scaling only: longest sequence before the scaling."""
     rope_mscale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -82,14 +104,22 @@ class ModelSection(Section):
     attention_dropout: Decay = 0.0
     """Share of attention weights dropped. Above 0, attention runs without the fused kernel and
     keeps its S x S weights in memory."""
+    loss: Literal["cross_entropy"] | PluginName = "cross_entropy"
+    """Loss of a token in training; a name with a dot is a plug-in's. Evaluations measure cross_entropy."""
     label_smoothing: Decay = 0.0
     """Share of a label's probability that is spread evenly over the vocabulary; training loss only."""
     z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of log(sum of exp(logits))^2 in each token's loss; training loss only."""
-    # Variants: experts, latent attention, multi-token prediction.
+    # Variants: attention by layer, constant factors, experts, latents, multi-token prediction.
+    attention: AttentionSection = AttentionSection()
+    """Attention of each layer: windows, scores, rotated features."""
+    multipliers: MultipliersSection = MultipliersSection()
+    """Constant factors of the model."""
     moe: MoeSection = MoeSection()
     """Mixture of experts; without it every block is dense."""
 
+    encoder: EncoderSection = EncoderSection()
+    """Token types of encoders, and their head that classifies pairs of segments."""
     mla: MlaSection = MlaSection()
     """Multi-head latent attention; without it heads are projected from the residual stream."""
     num_nextn_predict_layers: NonNegative = 0
@@ -97,11 +127,28 @@ class ModelSection(Section):
     token further ahead, with the model's own embedding and head. Training only."""
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
     """Weight in the training loss of the mean loss of the multi-token-prediction blocks."""
+    # Tuning: what is trained, adapters, noise.
+    freeze: tuple[str, ...] = ()
+    """Patterns of tensors that are not trained, such as `embedding.*` or `layers.[0-3].*`. They have no
+    gradients and no optimizer state."""
+    train: tuple[str, ...] = ()
+    """Patterns of tensors that are trained in spite of model.freeze or model.lora."""
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters; without them the weights themselves are trained."""
+    neftune_noise_alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """NEFTune: in training, noise from (-1, 1) times neftune_noise_alpha / sqrt(data.seq_len * hidden_size)
+    is added to embeddings, the same on every layout."""
 
     @property
     def width_ratio(self) -> float:
         """Width of the model over that of muP's base model; 1 without muP."""
         return self.hidden_size / self.mup_base_width if self.mup_base_width else 1.0
+
+    @property
+    def has_random(self) -> bool:
+        """True where a training forward draws random numbers."""
+        dropped = self.hidden_dropout, self.attention_dropout, self.lora.lora_dropout
+        return max(*dropped, self.moe.router_jitter_noise, self.neftune_noise_alpha) > 0
 
     @property
     def kv_heads(self) -> int:
@@ -143,7 +190,9 @@ class ModelSection(Section):
     @property
     def rope_width(self) -> int:
         """Features of a query or key head that RoPE rotates."""
-        return self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_width
+        if self.mla.kv_lora_rank:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_width * self.attention.partial_rotary_factor)
 
     @property
     def needs_token_table_last(self) -> bool:

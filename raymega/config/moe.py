@@ -40,6 +40,8 @@ class MoeSection(Section):
     logits alone; false keeps the scores of the softmax over all logits."""
     routed_scaling_factor: PositiveFloat = 1.0
     """Factor on the chosen scores, after they are normalised."""
+    apply_probs_on_input: bool = False
+    """Multiply what an expert reads by its weight, instead of what it returns."""
     n_group: Positive = 1
     """Number of groups of neighbouring experts, of which each token first chooses topk_group; this
     bounds the ranks that a token is sent to. 1 is no limit."""

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.fields import Decay, Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.fields import (
+    Decay,
+    Fraction,
+    NonNegative,
+    PluginName,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 OwnRate = PositiveFloat | Literal["lr"]
 
@@ -15,10 +23,10 @@ class OptimizerSection(Section):
     """The optimizer, its learning rates and their schedule."""
 
     # The update rule.
-    name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "lion", "muon"] | PluginName = "adamw"
     """adamw: Adam with decoupled weight decay. sgd: with momentum, and weight decay in the
     gradient. lion: the sign of a moment. muon: orthogonalised momentum for matrices inside blocks,
-    adamw for everything else."""
+    adamw for everything else. A name with a dot is a plug-in's."""
 
     # Learning rate and its schedule.
     lr: PositiveFloat
@@ -27,9 +35,12 @@ class OptimizerSection(Section):
     """Learning rate at the end of the decay, as a share of lr."""
     lr_warmup_steps: NonNegative = 0
     """Steps of linear growth from 0 to lr."""
-    lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] | PluginName = (
+        "cosine"
+    )
     """Schedule after the warm-up. wsd: stable at lr, then a linear decay over the last
-    lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step), without an end."""
+    lr_cooldown_steps. inverse_sqrt: lr * sqrt(lr_warmup_steps / step), without an end. A name
+    with a dot is a plug-in's."""
     lr_decay_steps: Positive | Literal["steps"] = "steps"
     """Step at which the schedule reaches its end; `steps` is run.steps."""
     lr_cooldown_steps: NonNegative = 0

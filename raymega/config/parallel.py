@@ -61,7 +61,7 @@ class ParallelSection(Section):
     overlap_moe_expert_parallel_comm: bool = False
     """Overlap the exchange of one micro-batch's tokens with work on another: a forward and a
     backward alternate. With schedule.name=dualpipe_v, or 1f1b on parallel.pp=1, which then holds
-    the activations of two micro-batches."""
+    those of one more block."""
     # Order of ranks, and the layers of each stage.
     order: str = "tp-cp-ep-dp-pp"
     """Axes from the fastest varying rank digit to the slowest."""
@@ -93,6 +93,10 @@ class ParallelSection(Section):
     sequence_parallel: bool = False
     """Between tensor-parallel layers each tp rank holds S/tp positions only, so norms and dropout
     are split too. Saves memory of activations; tp must divide data.seq_len."""
+    tp_comm_overlap: bool | Literal["auto"] = "auto"
+    """sequence_parallel only: positions are gathered and summed in blocks, beside the products of
+    other blocks. auto: on GPUs. The order of sums stays; products of fewer rows may round
+    differently."""
     is_tp_across_nodes_allowed: bool = False
     """Let a tensor-parallel group span nodes. Slow except inside an NVLink domain."""
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raymega.config.data import MEGATRON, is_synthetic
+from raymega.config.data import MEGATRON, is_computed
 
 PATH_LISTS = ("data.sources", "data.stages", "data.validation")
 """Lists whose entries have a path, themselves or in a list inside."""
@@ -28,7 +28,7 @@ def absolute_path(text: str) -> str:
     # Megatron's files have a prefix, which is a path too.
     scheme = MEGATRON if text.startswith(MEGATRON) else ""
     path = Path(text.removeprefix(scheme))
-    if "://" in text or text in ("", "none") or is_synthetic(text):
+    if "://" in text or text in ("", "none") or is_computed(text):
         return text
     with suppress(RuntimeError):  # ~name of an unknown user: the store's checks refuse it
         path = path.expanduser()

@@ -7,22 +7,32 @@ in ``raymega/plan/validation``; nothing derived is stored here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raymega.config.checkpoint import CheckpointSection as CheckpointSection
 from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
 from raymega.config.elastic import ElasticSection as ElasticSection
-from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from raymega.config.fields import (
+    NonNegative,
+    NonNegativeFloat,
+    PluginName,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from raymega.config.lora import LoraSection as LoraSection
 from raymega.config.mla import MlaSection as MlaSection
 from raymega.config.model import ModelSection as ModelSection
 from raymega.config.moe import MoeSection as MoeSection
 from raymega.config.optimizer import OptimizerSection as OptimizerSection
 from raymega.config.parallel import ParallelSection as ParallelSection
 from raymega.config.parallel import ScheduleSection as ScheduleSection
+from raymega.config.preference import PreferenceSection as PreferenceSection
+from raymega.plugins import Kind, find, module_faults
 
 
 class EvalTask(Section):
@@ -97,10 +107,11 @@ class RunSection(Section):
     deterministic: bool = False
     """Use kernels whose result does not vary between equal runs, and refuse those that have no such form.
     Matters on GPUs, where sums by atomic adds vary without it."""
-    kernels: Literal["eager", "compile"] = "eager"
+    kernels: Literal["auto", "eager", "compile"] = "auto"
     """Kernels of the operations between a layer's matrix products. compile: with fused kernels
-    that torch.compile makes in the first step, which takes a minute and, on CPUs, a C++ compiler;
-    without one a log line says so and nothing is fused."""
+    that torch.compile makes in the first step, which takes a minute and a C compiler, on CPUs a C++
+    compiler; without one a log line says so and nothing is fused. auto: compile on GPUs, unless
+    run.deterministic; eager on CPUs."""
 
 
 class PrecisionSection(Section):
@@ -153,12 +164,24 @@ class TrackingSection(Section):
     """Destinations and intervals of metrics."""
 
     # Destinations.
+    trackers: tuple[str, ...] = ("console", "mlflow")
+    """Trackers that record the run, each in a thread of its own: console (lines of `raymega train`),
+    jsonl (curves.jsonl), mlflow, tensorboard, wandb, webhook. metrics.jsonl is always written."""
     mlflow_uri: str = "run"
     """MLflow tracking URI; `run` is a sqlite file in the run's folder (or, for a run in an object
     store, in `~/.raymega/remote/<uri>/<run.name>`), `off` is none."""
     experiment: str = "raymega"
-    """Name of the MLflow experiment."""
+    """Name of the MLflow experiment, and of the Weights & Biases project."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """wandb only. offline: files in the run's folder, which `wandb sync` uploads. online: a login of
+    this machine is needed."""
+    webhook_url: str = "off"
+    """webhook only: address that gets each incident as JSON by POST. `$NAME` takes the environment
+    variable of the driver, for an address that is a secret."""
     # Intervals.
+    tracker_every: NonNegative = 0
+    """Steps between the steps that trackers get. 0 is every step to the 1,000th, every 10th to the
+    10,000th, every 100th to the 100,000th, and so on; metrics.jsonl has the others."""
     console_every: Positive = 10
     """Steps between console lines."""
     timeline_every: NonNegative = 0
@@ -168,6 +191,40 @@ class TrackingSection(Section):
     never."""
     activations_every: NonNegative = 0
     """Steps between statistics of each block's output and its gradient; 0 is never."""
+
+
+class PluginsSection(Section):
+    """Code of your own; `plugins: [acme.plugins]` is short for its modules."""
+
+    modules: tuple[str, ...] = ()
+    """Modules with a list PLUGINS, or entry points of a wheel; `acme.plugins==1.2` wants that version
+    on every node. Checkpoints have the versions."""
+    callbacks: tuple[PluginName, ...] = ()
+    """Names of callbacks that every worker calls: as a step begins and ends, after an evaluation, and as a
+    checkpoint is begun."""
+    metrics: tuple[PluginName, ...] = ()
+    """Names of metrics that every worker computes after each step; reported as plugin/metric/NAME."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of plug-ins by their name, such as `{acme.focal: {gamma: 2.0}}`; `raymega schema --plugins`
+    lists those of a module."""
+
+    @model_validator(mode="after")
+    def _load(self) -> Self:
+        """Make the parts of the modules known to this process; faults are told by a rule of the job file."""
+        module_faults(self.modules)
+        return self
+
+    def __hash__(self) -> int:
+        """Return a hash, though options are a mapping: plans are kept by job."""
+        return hash((self.modules, self.callbacks, self.metrics, *sorted(self.options)))
+
+    def code(self, kind: Kind, name: str) -> Any:
+        """Return the code of a part that the job names, with its options.
+
+        Raises:
+            ConfigError: There is no such part, its code fails at import, or an option is refused.
+        """
+        return find(kind, name).with_options(self.options.get(name, {}))
 
 
 class ClusterSection(Section):
@@ -201,6 +258,7 @@ class Job(Section):
     run: RunSection
     model: ModelSection
     data: DataSection
+    preference: PreferenceSection = PreferenceSection()
     parallel: ParallelSection = ParallelSection()
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection
@@ -210,6 +268,7 @@ class Job(Section):
     elastic: ElasticSection = ElasticSection()
     tracking: TrackingSection = TrackingSection()
     cluster: ClusterSection = ClusterSection()
+    plugins: PluginsSection = PluginsSection()
 
     @property
     def run_uri(self) -> str:

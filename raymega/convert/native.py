@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,14 @@ from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
 from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
-from raymega.checkpoint.format.keys import CheckpointId, data_file, folder_of, manifest_key
+from raymega.checkpoint.format.keys import (
+    CheckpointId,
+    data_file,
+    entry_key,
+    folder_of,
+    index_prefix,
+    manifest_key,
+)
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
 from raymega.checkpoint.format.write_plan import LocalBlock, share_boxes
 from raymega.checkpoint.load.init_from import WEIGHTS
@@ -23,7 +31,8 @@ from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
 from raymega.errors import CheckpointError, Fault
 from raymega.messages import SavedBox
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plugins import is_known, use_for_checkpoint
 from raymega.storage.store import Store
 
 ATTEMPT = 0
@@ -99,21 +108,25 @@ def write_checkpoint(store: Store, sources: Sequence[TensorSource], header: Head
     When something fails, what was written is removed.
     """
     boxes: list[SavedBox] = []
+    headers: dict[str, int] = {}
     written: list[str] = []
     try:
         # Data files, then the manifest. Each file has the name that a rank's would have.
         for number, batch in enumerate(_files(sources)):
             file = data_file(attempt=ATTEMPT, rank=number)
             written.append(folder_of(header.at.step) + file)
-            boxes += _write_file(store, written[-1], batch, header.at)
+            headers[file] = _write_file(store, written[-1], batch, header.at, boxes)
         manifest = Manifest(
             step=header.at.step, attempt=ATTEMPT, created=header.created, state=header.state,
             job=dict(header.job), grid=dict(header.grid), boxes=tuple(boxes),
+            headers=headers,
         )  # fmt: skip
         return commit(store, manifest)
     except BaseException:
-        # The manifest first: no reader may find one without its files.
-        for key in (manifest_key(header.at), *written):
+        # The entry and the manifest first: no reader may find one without its files.
+        for key in (entry_key(header.at), manifest_key(header.at), *written):
+            store.delete(key)
+        for key in [*store.list(folder_of(header.at.step) + index_prefix(header.at))]:
             store.delete(key)
         raise
 
@@ -130,20 +143,53 @@ def occupied_faults(store: Store) -> Iterator[Fault]:
 
 
 def model_of(manifest: Manifest) -> ModelSection:
-    """Return the model section recorded in a manifest.
+    """Return the model section recorded in a manifest of a whole model.
+
+    Raises:
+        CheckpointError: The manifest has no model section that this build can read, or holds adapters alone.
+    """
+    model = tuned_model_of(manifest)
+    if model.lora.r:
+        raise CheckpointError(
+            fact=f"{manifest.key} holds LoRA adapters of rank {model.lora.r}, without the weights that they change",
+            rule="a model is used or exported with its adapters merged",
+            remedy="use the result of: raymega checkpoint merge URI --out MERGED",
+        )
+    return model
+
+
+def tuned_model_of(manifest: Manifest) -> ModelSection:
+    """Return the model section recorded in a manifest, with adapters or without.
 
     Raises:
         CheckpointError: The manifest has no model section that this build can read.
+        ConfigError: The family is of a plug-in that is not installed.
     """
     try:
-        return ModelSection.model_validate(manifest.job.get("model"))
+        # As JSON, whose lists are tuples here.
+        model = ModelSection.model_validate_json(json.dumps(manifest.job.get("model")))
     except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, ("model", *first["loc"][:1])))
         raise CheckpointError(
-            fact=f"{manifest.key} has a model section that this build cannot read: "
-            f"{error.errors()[0]['loc']}, {error.errors()[0]['msg']}",
+            fact=f"{manifest.key} has a model section that this build cannot read: {field}: {first['msg']}",
             rule="a checkpoint is exported by the model section that it carries",
             remedy="use the raymega that wrote it",
         ) from error
+    if not is_known("family", model.family):
+        use_for_checkpoint(modules_of(manifest))
+    return model
+
+
+def modules_of(manifest: Manifest) -> tuple[str, ...]:
+    """Return the modules of plug-ins that a manifest names; none where the field is of another form."""
+    section = manifest.job.get("plugins")
+    modules = section.get("modules") if isinstance(section, Mapping) else None
+    return tuple(filter(_is_text, modules)) if isinstance(modules, list) else ()
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
@@ -161,15 +207,17 @@ def _files(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
 
 
 def _write_file(
-    store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId
-) -> tuple[SavedBox, ...]:
+    store: Store, key: str, sources: Sequence[TensorSource], at: CheckpointId, boxes: list[SavedBox]
+) -> int:
+    """Write a data file, append its boxes to ``boxes``, and return the crc32 of its header."""
     # One holder: share_boxes only cuts blocks into boxes of bounded size.
     layout, checksums = layout_file(share_boxes(sources)), list[int]()
     header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
     # _chunks fills the checksums while the store takes the bytes.
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
-    return saved_boxes(layout, checksums, file=file, header_bytes=len(header))
+    boxes += saved_boxes(layout, checksums, file=file, header_bytes=len(header))
+    return crc32(header)
 
 
 def _chunks(

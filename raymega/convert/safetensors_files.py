@@ -7,7 +7,7 @@ because opening a pickle runs the code in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,7 +27,18 @@ from raymega.errors import ConfigError, Fault
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
+PLAIN_FORMATS = tuple(SAFETENSORS_CODES.values())
+"""Number formats of weights that need no scales."""
+LeftOut = Callable[[str], bool]
+"""Function that says by its name whether a tensor of a file is left out."""
+_CODED = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
+_STORED_BYTES = {"float8_e4m3fn": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+
+
+def all_are_read(_name: str) -> bool:
+    """Leave no tensor out."""
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +60,27 @@ class WeightEntry:
     @property
     def num_bytes(self) -> int:
         """Length in the file in bytes."""
-        return prod(self.shape) * storage_type(self.dtype).itemsize
+        return prod(self.shape) * _stored(self.dtype).itemsize
 
     def read(self) -> Array:
-        """Read the values, [*shape]."""
+        """Read the values, [*shape]; those of float8 as their bits."""
         values = np.fromfile(
-            self.file, dtype=storage_type(self.dtype), count=prod(self.shape), offset=self.start
+            self.file, dtype=_stored(self.dtype), count=prod(self.shape), offset=self.start
         )
         return values.reshape(self.shape)
 
 
-def open_weights(folder: Path) -> dict[str, WeightEntry]:
+def _stored(dtype: str) -> np.dtype[Any]:
+    return _STORED_BYTES[dtype] if dtype in _STORED_BYTES else storage_type(dtype)
+
+
+def open_weights(
+    folder: Path, *, may_be_coded: bool = False, is_left_out: LeftOut = all_are_read
+) -> dict[str, WeightEntry]:
     """Read the headers in ``folder`` and return the location of every tensor, by name.
+
+    With ``may_be_coded`` there may be codes of 8 bits, which `quantized_weights.py` multiplies out. Tensors whose
+    name ``is_left_out`` may have any format.
 
     Raises:
         ConfigError: There are no weights, they are pickled, a file is not whole, or a name occurs twice.
@@ -68,7 +88,9 @@ def open_weights(folder: Path) -> dict[str, WeightEntry]:
     files = _weight_files(folder)
     entries: dict[str, WeightEntry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(
+            file, may_be_coded=may_be_coded, is_left_out=is_left_out
+        ).items():
             if name in entries:
                 raise ConfigError(
                     _damaged(file, f"holds {name}, as {entries[name].file.name} does")
@@ -109,7 +131,14 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read_header(file: Path) -> dict[str, WeightEntry]:
+def read_header(
+    file: Path, *, may_be_coded: bool = False, is_left_out: LeftOut = all_are_read
+) -> dict[str, WeightEntry]:
+    """Return the location of every tensor of one safetensors file, by name, without those left out.
+
+    Raises:
+        ConfigError: The file is not whole.
+    """
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -119,13 +148,20 @@ def _read_header(file: Path) -> dict[str, WeightEntry]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        return {name: _entry(file, at, 8 + length, size) for name, at in header.items()}
+        codes = {**SAFETENSORS_CODES, **(_CODED if may_be_coded else {})}
+        return {
+            name: _entry(file, at, 8 + length, size, codes)
+            for name, at in header.items()
+            if not is_left_out(name)
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(_damaged(file, f"is not a whole safetensors file ({error})")) from error
 
 
-def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> WeightEntry:
-    if at["dtype"] not in SAFETENSORS_CODES:
+def _entry(
+    file: Path, at: Mapping[str, Any], data_start: int, size: int, codes: Mapping[str, str]
+) -> WeightEntry:
+    if at["dtype"] not in codes:
         known = ", ".join(SAFETENSORS_CODES)
         raise ConfigError(
             fact=f"{str(file)!r} has a tensor of format {at['dtype']}",
@@ -134,7 +170,7 @@ def _entry(file: Path, at: Mapping[str, Any], data_start: int, size: int) -> Wei
         )
     start, end = at["data_offsets"]
     entry = WeightEntry(
-        dtype=SAFETENSORS_CODES[at["dtype"]],
+        dtype=codes[at["dtype"]],
         shape=tuple(at["shape"]),
         file=file,
         start=data_start + start,
@@ -174,7 +210,7 @@ def write_weights(
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     source = iter(values)
     for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, shard, source)
+        write_file(folder / name, shard, source)
     # The index that says which file holds which tensor.
     if len(shards) > 1:
         index = {
@@ -188,7 +224,8 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, tensors: Sequence[NewTensor], values: Iterator[Array]) -> None:
+def write_file(path: Path, tensors: Sequence[NewTensor], values: Iterator[Array]) -> None:
+    """Write ``tensors`` as one safetensors file; ``values`` come one by one in their order."""
     with path.open("xb") as stream:
         stream.write(_header(tensors))
         for tensor in tensors:

@@ -7,11 +7,12 @@ listed by `raymega.data.format`; windows are drawn from the stream by `raymega.d
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 from uuid import uuid4
 
 import numpy as np
@@ -25,7 +26,7 @@ from raymega.errors import DataError
 COLUMN, TARGETS_COLUMN = "tokens", "targets"
 LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
-MOST_MAPS = 1 << 14
+MOST_MAPS = 1 << 12
 """Most shards that a process keeps mapped, of all datasets; Linux allows 65,530 maps in all."""
 Tokens = npt.NDArray[np.int64]
 
@@ -35,6 +36,38 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
+class Files(Protocol):
+    """Shards of a dataset by their description, here or in a cache."""
+
+    def table(self, shard: ShardMeta) -> pa.Table:
+        """Return the columns of a shard, mapped into memory; may wait until the shard is here."""
+
+    def reader(self, shard: ShardMeta) -> AbstractContextManager[pa.RecordBatchFileReader]:
+        """Return a reader of the shard's record batches, with their metadata."""
+
+    def need(self, shards: Sequence[ShardMeta]) -> None:
+        """Take the shards that are read next, the first one first."""
+
+
+class FolderFiles:
+    """Shards in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder of a dataset."""
+        self._folder = folder
+
+    def table(self, shard: ShardMeta) -> pa.Table:
+        """See Files."""
+        return _map_shard(self._folder, shard)
+
+    def reader(self, shard: ShardMeta) -> AbstractContextManager[pa.RecordBatchFileReader]:
+        """See Files."""
+        return open_shard(self._folder / shard.file)
+
+    def need(self, shards: Sequence[ShardMeta]) -> None:
+        """Do nothing: the files are here."""
+
+
 class TokenStream:
     """Tokens of a split in shard order, readable as one array.
 
@@ -42,10 +75,10 @@ class TokenStream:
     are read take memory.
     """
 
-    def __init__(self, folder: Path, split: SplitMeta) -> None:
-        """Require a ``split`` that has passed :func:`raymega.data.format.size_faults`."""
-        self.num_tokens = split.num_tokens
-        self._folder = folder
+    def __init__(self, files: Files | Path, split: SplitMeta) -> None:
+        """Take the files of a dataset, or their folder; a shard is looked at when it is first read."""
+        self.num_tokens, self.shards = split.num_tokens, split.shards
+        self._files = FolderFiles(files) if isinstance(files, Path) else files
         self._shards = split.shards
         self._ends = list(accumulate(shard.num_tokens for shard in split.shards))
 
@@ -59,7 +92,7 @@ class TokenStream:
         """Return what tokens [start, stop) are as labels; the shards must hold it."""
         return np.concatenate(list(self._pieces(start, stop, TARGETS_COLUMN)))
 
-    def document_lengths(self) -> Tokens:
+    def document_lengths(self) -> npt.NDArray[np.uint32]:
         """Return the number of tokens of each document in stream order, [N].
 
         The numbers are read from the metadata of the record batches.
@@ -67,12 +100,19 @@ class TokenStream:
         Raises:
             DataError: A shard cannot be read, or the numbers do not add up to the stream's length.
         """
-        parts = chain.from_iterable(_batch_lengths(self._folder, shard) for shard in self._shards)
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        if int(lengths.sum()) != self.num_tokens:
-            fact = f"the documents of {self._folder} have {int(lengths.sum())} tokens"
-            raise DataError(shard_fault(fact, f"dataset.json says {self.num_tokens}"))
-        return lengths
+        found = []
+        for shard in self._shards:
+            with self._files.reader(shard) as reader:
+                lengths = _read_lengths(reader)
+            if int(lengths.sum()) != shard.num_tokens:
+                fact = f"the documents of {shard.file} have {int(lengths.sum())} tokens"
+                raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
+            found.append(lengths.astype(np.uint32))
+        return np.concatenate(found)
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Take the numbers of the shards that are read next, the first one first."""
+        self._files.need([self._shards[number] for number in shards])
 
     def _pieces(self, start: int, stop: int, name: str) -> Iterator[Tokens]:
         index = bisect_right(self._ends, start)
@@ -80,7 +120,7 @@ class TokenStream:
             # the part of [start, stop) in this shard
             end = min(stop, self._ends[index])
             base = self._ends[index] - self._shards[index].num_tokens
-            table = _map_shard(self._folder, self._shards[index])
+            table = self._files.table(self._shards[index])
             column = table[name].slice(start - base, end - start)
             yield column.to_numpy().astype(np.int64)
             start, index = end, index + 1
@@ -185,7 +225,10 @@ def shard_documents(path: Path) -> Iterator[tuple[npt.NDArray[np.unsignedinteger
 
 def shard_lengths(content: bytes) -> Tokens:
     """Return the number of tokens of each document of a shard whose bytes are given, [N]."""
-    reader = pa.ipc.open_file(content)
+    return _read_lengths(pa.ipc.open_file(content))
+
+
+def _read_lengths(reader: pa.RecordBatchFileReader) -> Tokens:
     found = map(reader.get_batch_with_custom_metadata, range(reader.num_record_batches))
     return np.concatenate([_lengths(each.custom_metadata) for each in found])
 
@@ -195,15 +238,17 @@ def _lengths(metadata: pa.KeyValueMetadata | None) -> Tokens:
     return np.array([int(text) for text in texts if text], dtype=np.int64)
 
 
-def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
-    """Yield the document lengths of each batch of a shard; empty where none were written."""
-    path = folder / shard.file
+@contextmanager
+def open_shard(path: Path) -> Iterator[pa.RecordBatchFileReader]:
+    """Open a shard's file; errors of reading it are those of a damaged shard.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     try:
-        with pa.memory_map(str(path)) as mapped:
-            reader = pa.ipc.open_file(mapped)
-            for index in range(reader.num_record_batches):
-                yield _lengths(reader.get_batch_with_custom_metadata(index).custom_metadata)
-    except (OSError, pa.ArrowInvalid, ValueError) as error:
+        with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
+            yield reader
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
         raise DataError(
             shard_fault(f"{path} cannot be read ({error})", "it must be whole")
         ) from error
@@ -211,7 +256,15 @@ def _batch_lengths(folder: Path, shard: ShardMeta) -> Iterator[Tokens]:
 
 @lru_cache(MOST_MAPS)
 def _map_shard(folder: Path, shard: ShardMeta) -> pa.Table:
-    path = folder / shard.file
+    return map_shard(folder / shard.file, shard)
+
+
+def map_shard(path: Path, shard: ShardMeta) -> pa.Table:
+    """Return the columns of a shard's file, mapped into memory.
+
+    Raises:
+        DataError: The file is missing, damaged, or not the shard that is described.
+    """
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         num_tokens = len(table[COLUMN])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.context_parallel.context import EncoderInput, MicroBatch, PairBatch
 from raymega.parallel.core.pinned_memory import recycled
 
 ALIGNMENT_BYTES = 256
@@ -101,12 +101,24 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
         mask=change(batch.mask),
         samples=change(batch.samples),
         later=_both(batch.later, change),
+        encoder=None if batch.encoder is None else EncoderInput(*map(change, batch.encoder)),
+        pairs=batch.pairs and _change_pairs(batch.pairs, change),
         rows=rows._replace(
             positions=change(rows.positions),
             row_positions=None if rows.row_positions is None else change(rows.row_positions),
             ends=None if rows.ends is None else change(rows.ends),
             order=_both(rows.order, change),
         ),
+    )
+
+
+def _change_pairs(pairs: PairBatch, change: Change) -> PairBatch:
+    return replace(
+        pairs,
+        answers=change(pairs.answers),
+        counts=change(pairs.counts),
+        is_counted=change(pairs.is_counted),
+        reference=None if pairs.reference is None else change(pairs.reference),
     )
 
 

@@ -5,16 +5,26 @@ It owns the checks. The facts about one dataset come from `raymega.data.format`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from raymega.config.data import MEGATRON, NO_PATH, SYNTHETIC_PATH, DataSection, is_synthetic
+from raymega.config.data import (
+    MEGATRON,
+    NO_PATH,
+    SYNTHETIC_PATH,
+    DataSection,
+    ValidationSet,
+    is_computed,
+    source_name,
+)
 from raymega.config.hub import download, hub_name
-from raymega.data.blends.epochs import epoch_faults
+from raymega.config.preference import PreferenceSection
+from raymega.config.schema import PluginsSection
+from raymega.data.blends.epochs import cache_need, epoch_faults
 from raymega.data.format import (
     META_FILE,
     TOKENIZER_FILE,
@@ -24,10 +34,17 @@ from raymega.data.format import (
     size_faults,
 )
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
-from raymega.data.open_split import missing_split, no_documents, short_split
-from raymega.data.remote_dataset import is_remote, meta_at, missing_shards
+from raymega.data.open_split import (
+    answer_cut,
+    missing_split,
+    no_documents,
+    shape_of,
+    short_split,
+)
+from raymega.data.preference.stored_reference import read_reference
+from raymega.data.streaming.remote_dataset import is_remote, meta_at, missing_shards
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
-from raymega.errors import Fault, RaymegaError
+from raymega.errors import ConfigError, Fault, RaymegaError
 from raymega.plan.batch import samples_after
 from raymega.storage.registry import open_store, reading_faults
 
@@ -61,8 +78,8 @@ def data_faults(
         needs_valid=needs_valid,
         is_packed=is_packed,
     )
-    if is_synthetic(path):
-        return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, wants)
+    if is_computed(path):
+        return _computed_faults(path, wants)
     if is_megatron(path):
         return _megatron_faults(path, wants)
     try:
@@ -80,12 +97,12 @@ def data_faults(
 def dataset_identity(path: str) -> str:
     """Return a digest of the dataset's content, 16 characters; the same for every copy of it.
 
-    The built-in synthetic tokens have their path as identity.
+    Tokens that no file holds have their path as identity.
 
     Raises:
         ConfigError: There is no dataset at ``path``.
     """
-    if is_synthetic(path):
+    if is_computed(path):
         return path
     if is_megatron(path):
         return megatron_identity(path)
@@ -109,6 +126,22 @@ class _Wants:
     is_packed: bool
 
 
+def _computed_faults(path: str, wants: _Wants) -> list[Fault]:
+    """Return the faults of built-in tokens, or of a data source of a plug-in, whose rows are checked as they come."""
+    name = source_name(path)
+    if name == SYNTHETIC_PATH:
+        return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, wants)
+    if not wants.is_packed:
+        return []
+    return [
+        Fault(
+            fact=f"{wants.field}={path!r} with data.packing=best_fit",
+            rule=f"the data source {name} has rows, not documents",
+            remedy="set data.packing=none, or let the source itself pack its rows",
+        )
+    ]
+
+
 def _remote_faults(path: str, wants: _Wants) -> list[Fault]:
     """Return the faults of a dataset in an object store, or those of a store that is unreadable."""
     # An unreachable store has one fault, not one a shard.
@@ -123,11 +156,12 @@ def _megatron_faults(path: str, wants: _Wants) -> list[Fault]:
     found = megatron_faults(path)
     if found:
         return found
-    num_tokens = MegatronStream(path.removeprefix(MEGATRON)).num_tokens
-    is_short = not wants.is_packed and wants.seq_len > 0 and num_tokens <= wants.seq_len
+    shards = MegatronStream(path.removeprefix(MEGATRON)).shards
+    sizes = [shard.num_tokens for shard in shards] or [0]
+    is_short = not wants.is_packed and wants.seq_len > 0 and max(sizes) <= wants.seq_len
     return [
         *([missing_split(path, "valid")] if wants.needs_valid else []),
-        *([short_split(path, "train", num_tokens, wants.seq_len)] if is_short else []),
+        *([short_split(path, "train", sizes, wants.seq_len)] if is_short else []),
     ]
 
 
@@ -142,16 +176,23 @@ def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
     ]
 
 
-def _row_faults(path: str, field: str, loss_on: str) -> Iterator[Fault]:
+def _row_faults(path: str, field: str, loss_on: str, *, has_pairs: bool) -> Iterator[Fault]:
     """Yield the faults of a dataset, sound by itself, whose rows are of another form than the job needs."""
-    if is_synthetic(path):
+    if is_computed(path):
         return
     meta = None if is_megatron(path) else meta_at(path)
-    if meta and meta.row_format == "preference":
+    is_preference = meta is not None and meta.row_format == "preference"
+    if is_preference and not has_pairs:
         yield Fault(
             fact=f"{field}={path!r} holds pairs of a chosen and a rejected answer",
             rule="a run of this job would learn the rejected ones too",
-            remedy="prepare the chosen ones with --format chat --text-key chosen",
+            remedy="set preference.loss_type=sigmoid, or prepare the chosen ones with --format chat --text-key chosen",
+        )
+    if has_pairs and not is_preference:
+        yield Fault(
+            fact=f"{field}={path!r} holds no pairs of answers",
+            rule="a job with preference.loss_type trains on pairs of a chosen and a rejected answer",
+            remedy="prepare it with --format preference, or set preference.loss_type=none",
         )
     if loss_on in ("assistant", "completion") and not (meta and meta.has_targets):
         yield Fault(
@@ -204,9 +245,9 @@ def _vocabulary_faults(path: str, tokens: int, wants: _Wants) -> list[Fault]:
 
 def _length_faults(path: str, meta: DatasetMeta, seq_len: int) -> list[Fault]:
     return [
-        short_split(path, name, split.num_tokens, seq_len)
+        short_split(path, name, sizes, seq_len)
         for name, split in meta.splits.items()
-        if seq_len > 0 and split.num_tokens <= seq_len
+        if seq_len > 0 and max(sizes := [shard.num_tokens for shard in split.shards]) <= seq_len
     ]
 
 
@@ -243,16 +284,24 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     for number, entry in enumerate(named):
         field = f"data.validation[{number}].path"
         faults += check(entry.path, field=field, needs_valid=entry.split == "valid")
+    has_pairs = values.get("preference.loss_type", "none") != "none"
     # what follows reads datasets that are sound by themselves
     if faults:
         return faults
     fields = section.datasets | {
         entry.path: f"data.validation[{number}].path" for number, entry in enumerate(named)
     }
+    if has_pairs and values.get("preference.reference") == "stored":
+        faults = [*_stored_faults(section, named, values["preference.loss_type"], is_evaluating)]
+        if faults:
+            return faults
     faults = [
-        fault
-        for path, field in fields.items()
-        for fault in _row_faults(path, field, section.loss_on)
+        *_cache_faults(section, named),
+        *(
+            fault
+            for path, field in fields.items()
+            for fault in _row_faults(path, field, section.loss_on, has_pairs=has_pairs)
+        ),
     ]
     if faults or (not section.sources and not section.stages):
         return faults
@@ -260,7 +309,54 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     if faults or not (section.global_batch_size and section.seq_len):
         return faults
     num_samples = samples_after(values.get("run.steps", 0), section)
-    return list(epoch_faults(section, seed=values.get("run.seed", 0), num_samples=num_samples))
+    plugins = PluginsSection(options=values.get("plugins.options", {}))
+    seed = values.get("run.seed", 0)
+    return list(
+        epoch_faults(
+            section, seed=seed, num_samples=num_samples, plugins=plugins, has_pairs=has_pairs
+        )
+    )
+
+
+def _stored_faults(
+    section: DataSection,
+    named: Sequence[ValidationSet],
+    loss: str,
+    is_evaluating: bool,  # noqa: FBT001
+) -> Iterator[Fault]:
+    """Yield a fault for each split without stored reference log-probabilities of its answers as the job cuts them."""
+    preference = PreferenceSection.model_validate({"loss_type": loss, "reference": "stored"})
+    wanted = answer_cut(shape_of(section, preference))
+    splits = [(path, "train") for path in section.datasets]
+    if is_evaluating:
+        splits += [(entry.path, entry.split) for entry in named]
+        splits += [] if named else [(source.path, "valid") for source in section.blends[0][1]]
+    for path, split in splits:
+        if is_computed(path) or is_remote(path):
+            yield Fault(
+                fact=f"preference.reference=stored with the dataset {path!r}",
+                rule="reference log-probabilities lie beside the shards of a dataset in a folder",
+                remedy="copy the dataset to a folder, or set preference.reference=base for adapters",
+            )
+            continue
+        try:
+            read_reference(path, split, wanted)
+        except ConfigError as error:
+            yield from error.faults
+
+
+def _cache_faults(section: DataSection, named: Sequence[ValidationSet]) -> Iterator[Fault]:
+    """Yield a fault if the cache of a node does not hold two blocks of each dataset."""
+    splits = [(path, "train") for path in section.datasets]
+    splits += [(entry.path, entry.split) for entry in named]
+    need = sum(cache_need(path, split, section) for path, split in dict.fromkeys(splits))
+    if need > section.cache_bytes:
+        yield Fault(
+            fact=f"data.cache_bytes={section.cache_bytes}",
+            rule=f"a node needs {need} bytes: two blocks of data.shuffle_block_bytes={section.shuffle_block_bytes}, "
+            "or all, of each dataset in an object store",
+            remedy=f"set data.cache_bytes={need}, or a smaller data.shuffle_block_bytes in a run that begins",
+        )
 
 
 def _copy_faults(section: DataSection) -> Iterator[Fault]:
@@ -292,7 +388,7 @@ def _tokenizer_faults(section: DataSection) -> Iterator[Fault]:
 
 def tokenizer_digest(path: str) -> str:
     """Return a digest of the dataset's tokenizer; empty for one without a tokenizer."""
-    if is_synthetic(path) or is_megatron(path):
+    if is_computed(path) or is_megatron(path):
         return ""
     store = open_store(path if is_remote(path) else str(local_folder(path)))
     try:

@@ -101,6 +101,11 @@ class DynamicLoader:
         self._balance = _balance(step.rounds, self._limits.num_ranks)
         return step.batches.on_device(self._device)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the newest step's micro-batches were waited for."""
+        return self._steps.waited_s
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the newest step by their names in `raymega.tracking.names`."""
         return self._balance | {"data/schedule_wait_s": self._steps.waited_s}

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.arrow import TokenStream
-from raymega.data.format import read_meta, size_faults
 from raymega.data.megatron import DTYPES, HEADER, MAGIC, VERSION, megatron_dtype
 from raymega.data.open_split import missing_split, no_documents
-from raymega.data.remote_dataset import local_copy
+from raymega.data.streaming.remote_dataset import open_files
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 
 PIECE_TOKENS = 1 << 20
@@ -43,14 +42,12 @@ def export_megatron(
     # refuse before anything is read or written
     paths = [Path(f"{prefix}.{end}").expanduser() for end in ("bin", "idx")]
     raise_faults(ConfigError, [_exists(path) for path in paths if path.exists()])
-    folder = local_copy(uri)
-    meta = read_meta(folder)
+    meta, files = open_files(uri)
     if split not in meta.splits:
         raise ConfigError(missing_split(uri, split))
-    raise_faults(DataError, size_faults(folder, meta))
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri, field="URI")])
     # tokens, then the index of their documents
-    stream, dtype = TokenStream(folder, meta.splits[split]), megatron_dtype(meta.vocab_size)
+    stream, dtype = TokenStream(files, meta.splits[split]), megatron_dtype(meta.vocab_size)
     lengths = stream.document_lengths()
     partial = [path.with_name(f"{path.name}.partial") for path in paths]
     try:
@@ -74,10 +71,10 @@ def export_megatron(
     }
 
 
-def index_bytes(lengths: npt.NDArray[np.int64], dtype: str) -> bytes:
+def index_bytes(lengths: npt.NDArray[np.integer], dtype: str) -> bytes:
     """Return an .idx file for documents of one sequence each, with ``lengths`` tokens of ``dtype``."""
     code = next(code for code, name in DTYPES.items() if name == dtype)
-    offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
     borders = np.arange(len(lengths) + 1)
     return b"".join(
         [

@@ -20,6 +20,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from raymega.errors import ConfigError, DataError, Fault
+from raymega.storage.json_objects import damage_at
 
 META_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -33,8 +34,19 @@ COUNTS_FILE = "unigram.npy"
 END_OF_DOCUMENT = "<|endoftext|>"
 """End-of-document token of tokenizers that raymega makes, and of files that name no other."""
 SPLITS = ("train", "valid")
+SHARD_TOKENS = 1 << 26
+"""Tokens of a shard, without the end of its last document."""
 CONTEXT, EARLIER_ANSWER, LAST_ANSWER = 0, 1, 2
 """Kind of a token of a conversation as a label: none, of an earlier answer of the assistant, of its last one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamShard:
+    """Part of a split's stream: its numbers of tokens, documents and bytes."""
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +172,7 @@ class DatasetMeta:
 def local_folder(uri: str) -> Path:
     """Return the folder that ``uri`` names.
 
-    Datasets in object stores are handled by `raymega.data.remote_dataset`.
+    Datasets in object stores are handled by `raymega.data.streaming.remote_dataset`.
 
     Raises:
         ConfigError: The URI's scheme is not that of a local folder.
@@ -201,9 +213,10 @@ def parse_meta(content: bytes, name: str) -> DatasetMeta:
     try:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
-        # The first error suffices: later ones often follow from it.
-        first = error.errors()[0]
-        fact = f"{name} is not a description of version 1 to 3: {first['loc']}: {first['msg']}"
+        byte, why = damage_at(content, error)
+        fact = (
+            f"{name} is not a description of version 1 to 3: byte {byte} of {len(content)}: {why}"
+        )
         raise DataError(no_dataset(fact)) from error
 
 

@@ -19,8 +19,16 @@ from raymega.data.format import (
     shard_fault,
     size_faults,
 )
-from raymega.data.open_split import Shape, StreamDocuments, labels_of, no_documents, packed
-from raymega.data.remote_dataset import is_remote, local_copy, meta_at, missing_shards, shard_crc32
+from raymega.data.open_split import Shape, labels_of, missing_split, no_documents, packed
+from raymega.data.order import num_blocks, two_blocks_bytes
+from raymega.data.streaming.remote_dataset import (
+    is_remote,
+    meta_at,
+    missing_shards,
+    open_files,
+    shard_crc32,
+)
+from raymega.data.streaming.stream_rows import StreamDocuments
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.storage.registry import open_store, reading_faults
 
@@ -57,12 +65,13 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
     Raises:
         DataError: The shards do not hold the lengths of their documents.
     """
-    folder, found = local_copy(uri), {}
+    (_, files), found = open_files(uri), {}
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri)])
     for name, split in meta.splits.items():
-        stream = TokenStream(folder, split)
+        stream = TokenStream(files, split)
         labels = labels_of(stream, meta, shape.loss_on)
-        documents = StreamDocuments(stream, vocab_size=meta.vocab_size, labels=labels)
+        lengths = stream.document_lengths()
+        documents = StreamDocuments(stream, lengths, vocab_size=meta.vocab_size, labels=labels)
         source = packed(documents, shape)
         found[name] = {
             "rows": source.num_windows,
@@ -71,6 +80,21 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
             "mean_context": round(source.context, 1),
         } | (_describe_labels(documents, shape.seq_len) if labels else {})
     return found
+
+
+def describe_blocks(meta: DatasetMeta, split: str, block_bytes: int) -> dict[str, int]:
+    """Return the blocks of a split's order, and the bytes of two of them.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    if split not in meta.splits:
+        raise ConfigError(missing_split("the dataset", split))
+    sizes = np.array([shard.num_bytes for shard in meta.splits[split].shards])
+    return {
+        "blocks": num_blocks(sizes, block_bytes),
+        "two_blocks_bytes": two_blocks_bytes(sizes, block_bytes),
+    }
 
 
 def _describe_labels(documents: StreamDocuments, seq_len: int) -> dict[str, float]:

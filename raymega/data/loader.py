@@ -6,17 +6,19 @@ assigns rows to samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from raymega.data.batch_copy import PackedBatches, pack_batches
+from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
 from raymega.parallel.context_parallel.context import (
     Context,
+    EncoderInput,
     MicroBatch,
     Rows,
     complete_rows,
@@ -43,6 +45,7 @@ class Loader(Generic[R]):
         context: Context | None = None,
         depth: int = 0,
         is_guessing: bool = False,
+        is_encoder: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -53,16 +56,23 @@ class Loader(Generic[R]):
             device: Device of the micro-batches' tensors.
             context: Context-parallel context of this rank; None for whole rows.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
+            is_encoder: True where rows have masks, so that micro-batches have an encoder's input.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
+        self._is_encoder = is_encoder
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""
         return self._steps.of(batch, first_sample).on_device(self._device)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the newest step's micro-batches were waited for."""
+        return self._steps.waited_s
 
     def _load(self, batch: BatchPlan, first_sample: int) -> PackedBatches:
         samples = (
@@ -108,6 +118,8 @@ class Loader(Generic[R]):
             samples=torch.tensor(samples),
             rows=complete_rows(Rows(positions, documents, row_positions=held), self._context),
             later=take_later() if self._depth else None,
+            encoder=_encoder_input(rows, take) if self._is_encoder else None,
+            pairs=pair_batch(rows, held, self._context) if any(r.num_pairs for r in rows) else None,
         )
 
     def _row(self, sample: int) -> Row:
@@ -115,3 +127,20 @@ class Loader(Generic[R]):
         if sample < 0:
             return empty_row(self.source.seq_len)
         return self.source.row(sample)
+
+
+def _encoder_input(
+    rows: Sequence[Row], take: Callable[[Sequence[np.ndarray]], torch.Tensor]
+) -> EncoderInput:
+    """Return token types and pairs of rows, by the tokens that ``take`` leaves a rank.
+
+    Empty rows have neither. Their micro-batch has an input all the same: every rank's backward has the
+    same gradients in the same order.
+    """
+    nothing = np.zeros_like(rows[0].tokens)
+    types = [nothing if row.token_types is None else row.token_types for row in rows]
+    pairs = take(
+        [nothing - 1 if row.segment_pairs is None else row.segment_pairs for row in rows]
+    ).t()
+    first = (pairs.flatten() >= 0).nonzero()[:, 0]
+    return EncoderInput(token_types=take(types), first=first, labels=pairs.flatten()[first])

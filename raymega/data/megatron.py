@@ -10,7 +10,9 @@ Source: megatron/core/datasets/indexed_dataset.py of megatron-core 0.16.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
@@ -20,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.config.data import MEGATRON
+from raymega.data.format import SHARD_TOKENS, StreamShard
 from raymega.errors import ConfigError, DataError, Fault
 
 HEADER = Struct("<9sQBQQ")
@@ -114,6 +117,21 @@ class MegatronStream:
         self.num_tokens = num_bytes // item
         self._tokens = np.memmap(path, self._index.dtype, "r") if num_bytes else np.empty(0)
 
+    @cached_property
+    def shards(self) -> tuple[StreamShard, ...]:
+        """Parts of the stream, as if it were prepared: each ends with the document that reaches SHARD_TOKENS."""
+        found, item = self.document_lengths(), self._index.dtype.itemsize
+        numbers = (np.cumsum(found) - found) // SHARD_TOKENS
+        first = np.flatnonzero(np.diff(numbers, prepend=-1))
+        tokens = np.add.reduceat(found, first) if len(first) else found
+        return tuple(
+            StreamShard(num_tokens=int(n), num_documents=int(documents), num_bytes=item * int(n))
+            for n, documents in zip(tokens, np.diff(first, append=len(found)), strict=True)
+        )
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Do nothing: the file is here."""
+
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) as int64."""
         if not 0 <= start < stop <= self.num_tokens:
@@ -175,6 +193,14 @@ def megatron_identity(path: str) -> str:
             file.seek(number * max(0, size - PROBE_BYTES) // (NUM_PROBES - 1))
             digest.update(file.read(PROBE_BYTES))
     return digest.hexdigest()
+
+
+def megatron_key(path: str) -> str:
+    """Return a digest of the .idx file's place, size and time, under which a node shares what it says."""
+    index = Path(f"{path.removeprefix(MEGATRON)}.idx")
+    found = index.stat()
+    name = f"{index.absolute()} {found.st_size} {found.st_mtime_ns}"
+    return blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 def _no_files(fact: str, remedy: str = "") -> Fault:

@@ -1,19 +1,16 @@
 """Opens a split by its path and cuts it into windows, or packs its documents into rows.
 
-It owns the arithmetic of windows. `raymega.data.packing` packs documents into rows;
-`raymega.data.order` decides the order of windows and rows.
+Nothing is read of a split's tokens, and of its documents only the lengths, which a node's processes share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from hashlib import blake2b
 
-import numpy as np
-import numpy.typing as npt
-
-from raymega.config.data import MEGATRON, DataSection, is_synthetic
+from raymega.config.data import MEGATRON, DataSection, source_name
+from raymega.config.preference import PreferenceSection
+from raymega.config.schema import PluginsSection
 from raymega.data.arrow import TokenStream
 from raymega.data.format import (
     CONTEXT,
@@ -21,131 +18,71 @@ from raymega.data.format import (
     LAST_ANSWER,
     META_FILE,
     DatasetMeta,
-    read_meta,
-    size_faults,
 )
-from raymega.data.megatron import MegatronStream, is_megatron
-from raymega.data.packing import Documents, PackedSource
-from raymega.data.remote_dataset import local_copy
-from raymega.data.rows import Row, Source, whole_row
-from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, seed_of
-from raymega.errors import DataError, Fault, raise_faults
+from raymega.data.megatron import MegatronStream, is_megatron, megatron_key
+from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_keep, to_tables
+from raymega.data.preference.pairs import PairDocuments, PairedSource
+from raymega.data.preference.stored_reference import read_reference
+from raymega.data.row_rules.plugin_rows import open_named
+from raymega.data.rows import LossOn as LossOn
+from raymega.data.rows import Pairs, Source, SourceSetup
+from raymega.data.rows import Shape as Shape
+from raymega.data.streaming.fetcher import Fetcher
+from raymega.data.streaming.node_cache import shared_tables
+from raymega.data.streaming.remote_dataset import open_files
+from raymega.data.streaming.stream_rows import Labels, Stream, StreamDocuments, StreamSource
+from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, drawn_reference, seed_of
+from raymega.errors import DataError, Fault
 
-LossOn = Literal["auto", "assistant", "completion", "all"]
 LEAST_TARGET: dict[LossOn, int] = {
     "auto": EARLIER_ANSWER, "assistant": EARLIER_ANSWER, "completion": LAST_ANSWER, "all": CONTEXT,
 }  # fmt: skip
-Labels = Callable[[int, int], npt.NDArray[np.bool_]]
-"""Function that says which of tokens [start, stop) of a split count as labels."""
+SHARED_DOCUMENTS = 1 << 16
+"""Documents of a split from which a node's processes share what they know of them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Rules by which a split is cut into samples.
-
-    Attributes:
-        seq_len: Number of tokens of a sample (S).
-        packing: ``best_fit`` packs whole documents into rows, ``none`` cuts the token stream.
-        window: Number of consecutive pieces of documents that are packed together.
-        multiple: Multiple to which each piece's tokens are padded in a row.
-        loss_on: Labels that count, as ``data.loss_on``.
-    """
-
-    seq_len: int
-    packing: Literal["none", "best_fit"] = "none"
-    window: int = 1
-    multiple: int = 1
-    loss_on: LossOn = "auto"
+def pairs_of(section: PreferenceSection) -> Pairs:
+    """Return the use of a preference dataset by a job."""
+    if not section.is_on:
+        return "none"
+    return section.reference if section.needs_reference else "alone"
 
 
-def shape_of(section: DataSection) -> Shape:
-    """Return the shape that a job's data section sets."""
+def answer_cut(shape: Shape) -> dict[str, object]:
+    """Return what the log-probability of an answer depends on besides the model, by the job's fields."""
+    return {
+        "data.seq_len": shape.seq_len,
+        "data.document_multiple": shape.multiple,
+        "data.loss_on": shape.counted_on,
+    }
+
+
+def shape_of(section: DataSection, preference: PreferenceSection | None = None) -> Shape:
+    """Return the shape that a job's data section sets, for texts or for pairs."""
     return Shape(
         seq_len=section.seq_len,
         packing=section.packing,
         window=section.packing_window,
         multiple=section.document_multiple,
         loss_on=section.loss_on,
+        pairs="none" if preference is None else pairs_of(preference),
     )
 
 
-class Stream(Protocol):
-    """Tokens of a split, readable as one array."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return tokens [start, stop)."""
-
-    def document_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each document in stream order, [N]."""
-
-
-class StreamSource:
-    """Windows of a token stream: window i holds tokens [i * S, i * S + S], both ends included."""
-
-    def __init__(
-        self, stream: Stream, *, seq_len: int, vocab_size: int, labels: Labels | None = None
-    ) -> None:
-        """Require a stream of more than S tokens, all below ``vocab_size``; without ``labels`` all count."""
-        self._labels = labels
-        # Windows overlap by one token: the last label is the first input of the next one.
-        self.num_windows = (stream.num_tokens - 1) // seq_len
-        self.context, self.efficiency = float(seq_len), 1.0
-        self._stream, self.seq_len, self._vocab_size = stream, seq_len, vocab_size
-
-    def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of window ``index``: [S + 1].
-
-        Raises:
-            DataError: A token is outside the vocabulary, so the shard is damaged. Without this
-                check, vocabulary-parallel embeddings would take it for a token of another rank.
-        """
-        start = index * self.seq_len
-        return _read_known(self._stream, start, start + self.seq_len + 1, self._vocab_size)
-
-    def row(self, index: int) -> Row:
-        """Return window ``index`` as a sample."""
-        row, start = whole_row(self.window(index)), index * self.seq_len
-        if self._labels is None:
-            return row
-        return replace(row, mask=self._labels(start + 1, start + self.seq_len + 1))
-
-
-class StreamDocuments:
-    """Documents of a token stream, by number."""
-
-    def __init__(self, stream: Stream, *, vocab_size: int, labels: Labels | None = None) -> None:
-        """Require shards that hold document lengths, and tokens below ``vocab_size``."""
-        self._labels, self.is_truncated = labels, labels is not None
-        self.lengths = stream.document_lengths()
-        self._starts = np.cumsum(self.lengths) - self.lengths
-        self._stream, self._vocab_size = stream, vocab_size
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return tokens [start, stop) of one document.
-
-        Raises:
-            DataError: A token is outside the vocabulary.
-        """
-        first = int(self._starts[document])
-        return _read_known(self._stream, first + start, first + stop, self._vocab_size)
-
-    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
-        first = int(self._starts[document])
-        return self._labels and self._labels(first + start, first + stop)
-
-
-def open_split(
-    path: str, split: str, shape: Shape, *, seed: int, vocab_size: int = 1 << 31
+def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
+    path: str,
+    split: str,
+    shape: Shape,
+    *,
+    seed: int,
+    vocab_size: int = 1 << 31,
+    fetcher: Fetcher | None = None,
+    plugins: PluginsSection | None = None,
 ) -> Source:
-    """Open one split; file sizes are checked, token data is not read yet.
+    """Open one split; no shard is looked at before its first row is read.
 
-    A dataset in an object store is first copied to this node as a whole; see
-    `raymega.data.remote_dataset`.
+    Shards of a dataset in an object store are brought to this node when they are needed; see
+    `raymega.data.streaming.shard_cache`.
 
     Args:
         path: Path of a dataset, as ``data.path``.
@@ -153,43 +90,76 @@ def open_split(
         shape: Rules by which the split is cut into samples.
         seed: Seed of the run's random numbers; only synthetic tokens depend on it.
         vocab_size: Tokens of the model's vocabulary, for Megatron's files, which do not tell theirs.
+        fetcher: Threads that bring shards from object stores; None for threads of their own.
+        plugins: Options of a data source of a plug-in.
 
     Raises:
-        ConfigError: There is no dataset at the path.
+        ConfigError: There is no dataset at the path, or a plug-in failed.
         DataError: The dataset is damaged, lacks the split, is shorter than one window, or has no
             document lengths for packing.
-        StorageError: The dataset's store cannot be reached, or the copy cannot be written.
+        StorageError: The dataset's store cannot be reached.
     """
-    is_packed, seq_len = shape.packing != "none", shape.seq_len
-    if is_synthetic(path):
-        own = seed_of(path, seed)
-        if is_packed:
-            documents = SyntheticDocuments(
-                split=split, seq_len=seq_len, seed=own, loss_on=shape.loss_on
-            )
-            return packed(documents, shape)
-        return SyntheticSource(split=split, seq_len=seq_len, seed=own, loss_on=shape.loss_on)
-    if is_megatron(path):
-        if split != "train":
-            raise DataError(missing_split(path, split))
-        stream: Stream = MegatronStream(path.removeprefix(MEGATRON))
-        labels = None
-    else:
-        # A prepared dataset: check it as far as possible without reading tokens.
-        folder = local_copy(path)
-        meta = read_meta(folder)
-        raise_faults(DataError, size_faults(folder, meta))
-        if split not in meta.splits:
-            raise DataError(missing_split(path, split))
-        if is_packed and not meta.has_documents:
-            raise DataError(no_documents(path))
-        stream, vocab_size = TokenStream(folder, meta.splits[split]), meta.vocab_size
-        labels = labels_of(stream, meta, shape.loss_on)
-    if is_packed:
-        return packed(StreamDocuments(stream, vocab_size=vocab_size, labels=labels), shape)
-    if stream.num_tokens <= seq_len:
-        raise DataError(short_split(path, split, stream.num_tokens, seq_len))
-    return StreamSource(stream, seq_len=seq_len, vocab_size=vocab_size, labels=labels)
+    # a data source by name: built-in tokens, Megatron's files, or a plug-in's
+    if name := source_name(path):
+        setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=vocab_size)
+        return open_named(name, setup, plugins)
+    # A prepared dataset: check it as far as possible without reading tokens.
+    is_packed = shape.packing != "none"
+    meta, files = open_files(path, fetcher)
+    if split not in meta.splits:
+        raise DataError(missing_split(path, split))
+    if is_packed and not meta.has_documents:
+        raise DataError(no_documents(path))
+    # open the rows: labels that count, and the key by which a node shares tables
+    stream = TokenStream(files, meta.splits[split])
+    labels = labels_of(stream, meta, shape.counted_on)
+    key = split_key(meta, split) if is_packed else ""
+    setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=meta.vocab_size)
+    return _rows_of(stream, setup, labels=labels, key=key)
+
+
+def open_synthetic(setup: SourceSetup) -> Source:
+    """Open built-in tokens."""
+    shape, own = setup.shape, seed_of(setup.path, setup.seed)
+    if shape.packing != "none":
+        documents = SyntheticDocuments(
+            split=setup.split, seq_len=shape.seq_len, seed=own, loss_on=shape.counted_on
+        )
+        source = packed(documents, shape)
+        if shape.pairs == "stored":
+            assert isinstance(source, PairedSource), "pairs have such a source"
+            name = f"{own}/{setup.split}"
+            source.reference = drawn_reference(name, len(source.pairs.lengths))
+        return source
+    return SyntheticSource(
+        split=setup.split, seq_len=shape.seq_len, seed=own, loss_on=shape.loss_on
+    )
+
+
+def open_megatron(setup: SourceSetup) -> Source:
+    """Open Megatron's files."""
+    if setup.split != "train":
+        raise DataError(missing_split(setup.path, setup.split))
+    stream = MegatronStream(setup.path.removeprefix(MEGATRON))
+    key = megatron_key(setup.path) if setup.shape.packing != "none" else ""
+    return _rows_of(stream, setup, labels=None, key=key)
+
+
+def _rows_of(stream: Stream, setup: SourceSetup, *, labels: Labels | None, key: str) -> Source:
+    """Return the rows of a stream of tokens, packed or cut."""
+    shape, vocab_size = setup.shape, setup.vocab_size
+    if shape.packing != "none":
+        # packed rows, of pairs with their stored reference
+        source = pack_stream(stream, shape, vocab_size=vocab_size, labels=labels, key=key)
+        if shape.pairs == "stored":
+            assert isinstance(source, PairedSource), "pairs have such a source"
+            source.reference = read_reference(setup.path, setup.split, answer_cut(shape))
+        return source
+    # windows: one takes a token more than a row, from a single shard
+    sizes = [shard.num_tokens for shard in stream.shards]
+    if max(sizes, default=0) <= shape.seq_len:
+        raise DataError(short_split(setup.path, setup.split, sizes or [0], shape.seq_len))
+    return StreamSource(stream, seq_len=shape.seq_len, vocab_size=vocab_size, labels=labels)
 
 
 def labels_of(stream: TokenStream, meta: DatasetMeta, loss_on: LossOn) -> Labels | None:
@@ -203,26 +173,36 @@ def labels_of(stream: TokenStream, meta: DatasetMeta, loss_on: LossOn) -> Labels
     return lambda start, stop: stream.read_targets(start, stop) >= least
 
 
-def packed(documents: Documents, shape: Shape) -> PackedSource:
-    """Pack ``documents`` into rows of ``shape``."""
-    return PackedSource(
-        documents, seq_len=shape.seq_len, window=shape.window, multiple=shape.multiple
+def split_key(meta: DatasetMeta, split: str) -> str:
+    """Return a digest of a split's content."""
+    shards = [(shard.num_tokens, shard.crc32) for shard in meta.splits[split].shards]
+    return blake2b(repr(shards).encode(), digest_size=8).hexdigest()
+
+
+def pack_stream(
+    stream: Stream, shape: Shape, *, vocab_size: int, labels: Labels | None, key: str
+) -> PackedSource:
+    """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths."""
+    # lengths of documents, read once a node where there are many
+    num_documents = sum(shard.num_documents for shard in stream.shards)
+    share = shared_tables if num_documents >= SHARED_DOCUMENTS else lambda *args: args[-1]()
+    lengths = share(key, "lengths", lambda: {"lengths": stream.document_lengths()})
+    documents = StreamDocuments(stream, lengths["lengths"], vocab_size=vocab_size, labels=labels)
+    # rows, under a name with everything that packing depends on
+    kind = "pairs" if shape.pairs != "none" else "rows"
+    name = f"{kind}-{shape.seq_len}-{shape.window}-{shape.multiple}-{int(documents.is_truncated)}"
+    return packed(
+        documents, shape, lambda make: from_tables(share(key, name, lambda: to_tables(make())))
     )
 
 
-def _read_known(stream: Stream, start: int, stop: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    tokens = stream.read(start, stop)
-    # cheap beside the read: one pass over S + 1 tokens
-    if int(tokens.max()) >= vocab_size:
-        raise DataError(_strange_token(start, int(tokens.max()), vocab_size))
-    return tokens
-
-
-def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
-    return Fault(
-        fact=f"a window at token {position} of the split holds token {token}",
-        rule=f"tokens are below vocab_size={vocab_size}, the dataset's own or, for Megatron's files, the model's",
-        remedy="run `raymega data inspect --verify` on it and prepare it again, or use the model's tokenizer",
+def packed(documents: Documents, shape: Shape, keep: Keep = no_keep) -> PackedSource:
+    """Pack ``documents``, or pairs of them, into rows of ``shape``."""
+    if shape.pairs != "none":
+        pairs = PairDocuments(documents, seq_len=shape.seq_len, multiple=shape.multiple)
+        return PairedSource(pairs, window=shape.window, keep=keep)
+    return PackedSource(
+        documents, seq_len=shape.seq_len, window=shape.window, multiple=shape.multiple, keep=keep
     )
 
 
@@ -252,10 +232,10 @@ def missing_split(path: str, split: str) -> Fault:
     )
 
 
-def short_split(path: str, split: str, num_tokens: int, seq_len: int) -> Fault:
-    """Return the fault of a split that is shorter than one window."""
+def short_split(path: str, split: str, shards: Sequence[int], seq_len: int) -> Fault:
+    """Return the fault of a split whose ``shards``, given by their tokens, are all shorter than one window."""
     return Fault(
-        fact=f"the {split} split of {path} has {num_tokens} tokens",
-        rule=f"a window of data.seq_len={seq_len} takes {seq_len + 1}",
+        fact=f"the {split} split of {path} has {sum(shards)} tokens",
+        rule=f"a window of data.seq_len={seq_len} takes {seq_len + 1} of one shard",
         remedy="prepare more text, or set a smaller data.seq_len",
     )

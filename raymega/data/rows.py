@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +18,55 @@ class Row:
 
     Attributes:
         tokens: Input tokens, [S] int64.
-        labels: Token after each token, [S] int64; 0 where the mask is False.
+        labels: Token after each token, or the token itself in a row with masks, [S] int64; any number
+            where the mask is False.
         mask: True where the label counts in the loss, [S] bool.
         documents: Lengths of the row's documents, end to end; they add up to S. Tokens of different
             documents do not attend to each other. A row that is not packed is one document.
+        token_types: Segment of each token, [S] int64, in a row with masks; else None.
+        segment_pairs: Class of the pair of segments that begins at each token, [S] int64, -1 where none does.
+        num_pairs: Number of pairs of a chosen and a rejected answer: they are the first documents, the chosen one
+            of each pair first. 0 in a row of texts.
+        reference: Reference log-probability of each answer, [2 * num_pairs] float64; None where none is stored.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
     documents: tuple[int, ...]
+    token_types: Ints | None = None
+    segment_pairs: Ints | None = None
+    num_pairs: int = 0
+    reference: npt.NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRows:
+    """Shards of a split: rows are numbered through them, and none lies in two.
+
+    Attributes:
+        rows: Number of rows of each shard, [N].
+        num_bytes: Size of each shard in bytes, [N].
+    """
+
+    rows: Ints
+    num_bytes: Ints
+
+
+def one_shard(num_rows: int) -> ShardRows:
+    """Return the shard of rows that no file holds."""
+    return ShardRows(rows=np.array([num_rows]), num_bytes=np.zeros(1, dtype=np.int64))
 
 
 class Source(Protocol):
     """Rows of a split."""
+
+    @property
+    def shards(self) -> ShardRows:
+        """Rows and bytes of each shard."""
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Take the shards that are read next, the first one first; a node may fetch them meanwhile."""
 
     @property
     def num_windows(self) -> int:
@@ -61,6 +97,75 @@ class NumberedRows(Protocol):
 
     def row(self, number: int, /) -> Row:
         """Return row ``number``."""
+
+
+LossOn = Literal["auto", "assistant", "completion", "all"]
+Pairs = Literal["none", "alone", "base", "stored"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Rules by which a split is cut into samples.
+
+    Attributes:
+        seq_len: Number of tokens of a sample (S).
+        packing: ``best_fit`` packs whole documents into rows, ``none`` cuts the token stream.
+        window: Number of consecutive pieces of documents that are packed together.
+        multiple: Multiple to which each piece's tokens are padded in a row.
+        loss_on: Labels that count, as ``data.loss_on``.
+        pairs: Use of a preference dataset: ``none`` for one of texts, else as ``preference.reference``, or
+            ``alone`` where the loss asks no reference.
+    """
+
+    seq_len: int
+    packing: Literal["none", "best_fit"] = "none"
+    window: int = 1
+    multiple: int = 1
+    loss_on: LossOn = "auto"
+    pairs: Pairs = "none"
+
+    @property
+    def counted_on(self) -> LossOn:
+        """Labels that count; of a pair what the answers alone have, the last message."""
+        return "completion" if self.loss_on == "auto" and self.pairs != "none" else self.loss_on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSetup:
+    """Arguments of a data source's code.
+
+    Attributes:
+        path: Path that names the source, ``NAME`` or ``NAME:...``.
+        split: Name of the split, ``train`` or ``valid``.
+        shape: Rules by which the split is cut into samples.
+        seed: Seed of the run's random numbers.
+        vocab_size: Tokens of the vocabulary.
+    """
+
+    path: str
+    split: str
+    shape: Shape
+    seed: int
+    vocab_size: int
+
+
+class WindowSource:
+    """Source of rows that a function makes: its windows [S + 1] of tokens by number, whose every label counts."""
+
+    def __init__(
+        self, window: Callable[[int], npt.NDArray[np.int64]], *, num_windows: int, seq_len: int
+    ) -> None:
+        """Take the function, which must return the same window for the same number."""
+        self._window, self.num_windows, self.seq_len = window, num_windows, seq_len
+        self.context, self.efficiency = float(seq_len), 1.0
+        self.shards = one_shard(num_windows)
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Do nothing: there is no shard to fetch."""
+
+    def row(self, index: int) -> Row:
+        """Return window ``index`` as a sample."""
+        return whole_row(self._window(index))
 
 
 def whole_row(window: npt.NDArray[np.int64]) -> Row:

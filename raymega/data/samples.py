@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raymega.config.data import DataSource, is_synthetic
+from raymega.config.data import DataSource, is_computed
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture, mixture_of
 from raymega.data.open_split import open_split, shape_of
-from raymega.data.order import sample_window
+from raymega.data.order import RowOrder
 from raymega.data.packing import PackedSource, PlacedPiece
+from raymega.data.row_rules.masking import Masks, Text
+from raymega.data.row_rules.rules import PLAIN_ROWS, RowRules, row_rules
 from raymega.data.rows import Row, Source
+from raymega.data.streaming.fetcher import Fetcher
+from raymega.data.streaming.remote_dataset import is_remote
 from raymega.storage.registry import local_path
+
+TOLD_PER_BLOCK = 16
+"""Times in a block that a dataset is told which shards come next."""
 
 
 class Samples:
@@ -29,9 +36,32 @@ class Samples:
         efficiency: Share of the rows' tokens that are not padding.
     """
 
-    def __init__(self, sources: Sequence[Source], mixture: Mixture, *, seed: int) -> None:
-        """Take an opened source for each dataset of the mixture, and the seed of the data order."""
-        self._sources, self.mixture, self._seed = sources, mixture, seed
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        mixture: Mixture,
+        *,
+        seed: int,
+        block_bytes: int,
+        fetcher: Fetcher | None = None,
+        rules: RowRules = PLAIN_ROWS,
+    ) -> None:
+        """Take an opened source for each dataset of the mixture, and what the order of rows depends on.
+
+        Args:
+            sources: Rows of each dataset.
+            mixture: Dataset of each sample.
+            seed: Seed of the run's random numbers.
+            block_bytes: Most bytes of a block of shards, as ``data.shuffle_block_bytes``.
+            fetcher: Threads that bring shards from object stores; None where all are here.
+            rules: Rules by which rows are made of what is read.
+        """
+        self._rules = rules
+        self._told, self.fetcher = dict[int, tuple[int, int, int]](), fetcher
+        self._sources, self.mixture = sources, mixture
+        self._orders = [
+            RowOrder(source.shards, seed=seed, block_bytes=block_bytes) for source in sources
+        ]
         self.seq_len = sources[0].seq_len
         # means of the first blend, by samples and by tokens
         shared = [pair for pair in zip(mixture.shares(), sources, strict=True) if pair[0]]
@@ -42,8 +72,11 @@ class Samples:
 
     def row(self, sample: int) -> Row:
         """Return the row of a sample; called a few times per step, may read from disk."""
-        source, window = self._find(sample)
-        return source.row(window)
+        masks = self._rules.masks
+        row = self._masked_row(masks, sample) if masks else self._plain_row(sample)
+        for transform in self._rules.transforms:
+            row = transform(row, sample)
+        return row
 
     def held(self, sample: int) -> list[PlacedPiece]:
         """Return the pieces of documents of a packed sample's row; reads no tokens."""
@@ -59,10 +92,44 @@ class Samples:
             for name, count, source in zip(self.mixture.names, counts, self._sources, strict=True)
         }
 
+    def _plain_row(self, sample: int) -> Row:
+        source, window = self._find(sample)
+        return source.row(window)
+
+    def _masked_row(self, masks: Masks, sample: int) -> Row:
+        other = None
+        if masks.sentence_loss == "next_sentence":
+            other = max((text for text, _ in self._texts(masks.other(sample))), key=len)
+        return masks.row(self._texts(sample), other, sample, seq_len=self.seq_len)
+
+    def _texts(self, sample: int) -> list[Text]:
+        """Return the documents of a sample's row: tokens, and the length with padding."""
+        source, window = self._find(sample)
+        if isinstance(source, PackedSource):
+            held = source.held(window)
+            return [(source.read(each)[0][: each.length], each.padded) for each in held]
+        return [(source.row(window).tokens, self.seq_len)]
+
     def _find(self, sample: int) -> tuple[Source, int]:
         dataset, number = self.mixture.place(sample)
-        source = self._sources[dataset]
-        return source, sample_window(self._seed, source.num_windows, number)
+        if self.fetcher:
+            self._tell(dataset, number)
+        return self._sources[dataset], self._orders[dataset].row(number)
+
+    def _tell(self, dataset: int, number: int) -> None:
+        """Tell a dataset which shards are read from its sample ``number`` on: this block's, then the next one's.
+
+        Of the next block twice the share is asked for that is read of this one, so that it is here in time
+        and little is fetched that a run which ends does not read.
+        """
+        order = self._orders[dataset]
+        epoch, block, share = order.place(number)
+        place = epoch, block, int(share * TOLD_PER_BLOCK)
+        if self._told.get(dataset) == place:
+            return
+        self._told[dataset] = place
+        ahead = order.shards_after(number, 2 * (place[2] + 1) / TOLD_PER_BLOCK)
+        self._sources[dataset].need([*dict.fromkeys([*order.shards_from(number), *ahead])])
 
 
 def open_samples(job: Job) -> Samples:
@@ -71,7 +138,7 @@ def open_samples(job: Job) -> Samples:
     Raises:
         ConfigError: There is no dataset at a path.
         DataError: A dataset is damaged or too short.
-        StorageError: A dataset's store cannot be reached, or the copy cannot be written.
+        StorageError: A dataset's store cannot be reached.
     """
     return _open(mixture_of(job.data), "train", job)
 
@@ -84,7 +151,7 @@ def open_validation(job: Job) -> dict[str, Samples]:
     Raises:
         ConfigError: There is no dataset at a path.
         DataError: A dataset is damaged or too short, or lacks the split.
-        StorageError: A dataset's store cannot be reached, or the copy cannot be written.
+        StorageError: A dataset's store cannot be reached.
     """
     if not job.data.validation:
         return {"": _open(Mixture(job.data.blends[:1]), "valid", job)}
@@ -103,7 +170,7 @@ def first_rows(job: Job) -> list[list[int]]:
         ConfigError: There is no dataset at the path.
         DataError: The dataset is damaged or has no document lengths.
     """
-    is_here = all(is_synthetic(path) or local_path(path) for path in job.data.datasets)
+    is_here = all(is_computed(path) or local_path(path) for path in job.data.datasets)
     if job.data.packing == "none" or not is_here:
         return []
     samples = open_samples(job)
@@ -113,9 +180,28 @@ def first_rows(job: Job) -> list[list[int]]:
 
 
 def _open(mixture: Mixture, split: str, job: Job) -> Samples:
-    shape, seed, vocab_size = shape_of(job.data), job.run.seed, job.model.vocab_size
+    shape, seed, vocab_size = shape_of(job.data, job.preference), job.run.seed, job.model.vocab_size
+    fetcher = None
+    if any(map(is_remote, mixture.datasets)):
+        timeout_s = job.elastic.collective_timeout_s
+        fetcher = Fetcher(limit_bytes=job.data.cache_bytes, timeout_s=timeout_s)
     sources = [
-        open_split(path, split, shape, seed=seed, vocab_size=vocab_size)
+        open_split(
+            path,
+            split,
+            shape,
+            seed=seed,
+            vocab_size=vocab_size,
+            fetcher=fetcher,
+            plugins=job.plugins,
+        )
         for path in mixture.datasets
     ]
-    return Samples(sources, mixture, seed=seed)
+    return Samples(
+        sources,
+        mixture,
+        seed=seed,
+        block_bytes=job.data.shuffle_block_bytes,
+        fetcher=fetcher,
+        rules=row_rules(job, split),
+    )

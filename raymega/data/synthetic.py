@@ -5,6 +5,7 @@ It owns the rule of the sequence. Each window is a pure function of (seed, split
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import shake_128
 
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.config.data import SYNTHETIC_PATH
-from raymega.data.rows import Row, whole_row
+from raymega.data.rows import Row, ShardRows, whole_row
 
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
+SHARD_WINDOWS = 16
+"""Windows of a shard: built-in tokens have shards too, so that their order may have blocks."""
 NUM_DOCUMENTS = {"train": 1 << 13, "valid": 1 << 9}
 HALVINGS = 5  # number of halvings from the longest document to the shortest
 ANSWERS = ("assistant", "completion")
@@ -39,6 +42,11 @@ class SyntheticSource:
         self.num_windows = NUM_WINDOWS[split]
         self._split, self.seq_len, self._seed = split, seq_len, seed
         self.context, self.efficiency = float(seq_len), 1.0
+        rows = np.full(self.num_windows // SHARD_WINDOWS, SHARD_WINDOWS)
+        self.shards = ShardRows(rows=rows, num_bytes=rows * seq_len)
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Do nothing: the tokens are computed."""
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
         """Return the tokens of window ``index``: [S + 1]."""
@@ -68,6 +76,10 @@ class SyntheticDocuments:
         # from 1.25 S down to 1.25 S / 2^HALVINGS
         lengths = 1.25 * seq_len * 2.0 ** (-HALVINGS * shares)
         self.lengths = np.maximum(lengths.astype(np.int64), 1)
+        self.shards = ((NUM_DOCUMENTS[split], 0),)
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Do nothing: the tokens are computed."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of one document."""
@@ -79,6 +91,15 @@ class SyntheticDocuments:
             return None
         name, length = f"{self._name}/{document}", int(self.lengths[document])
         return _answers(name, length, is_last_only=self._loss_on == "completion")[start:stop]
+
+
+def drawn_reference(name: str, num_pairs: int) -> npt.NDArray[np.float64]:
+    """Return log-probabilities from -64 to 0 for the answers of synthetic pairs, [N, 2]; no model made them.
+
+    A verification of a job with a stored reference reads them; a run is refused.
+    """
+    digits = shake_128(f"{name}/reference".encode()).digest(4 * num_pairs)
+    return np.frombuffer(digits, dtype="<u2").reshape(num_pairs, 2) / -1024.0
 
 
 def seed_of(path: str, seed: int) -> str:

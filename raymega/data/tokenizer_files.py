@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raymega.config.data import is_synthetic
+from raymega.config.data import is_computed
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, local_folder
 from raymega.data.megatron import is_megatron
-from raymega.data.remote_dataset import is_remote, meta_at
+from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import RaymegaError
 from raymega.storage.registry import open_store
 from raymega.storage.store import Store
@@ -34,12 +34,12 @@ class SpecialIds:
 def keep_tokenizer(store: Store, path: str) -> None:
     """Copy the tokenizer of the dataset at ``path`` into the store of a run, unless it is there.
 
-    Built-in tokens have none, and a dataset without files of one is no error.
+    Tokens of no file have none, and a dataset without files of one is no error.
 
     Raises:
         StorageError: The store cannot be written.
     """
-    if is_synthetic(path) or next(iter(store.list(PREFIX)), None):
+    if is_computed(path) or next(iter(store.list(PREFIX)), None):
         return
     for name, content in tokenizer_of_dataset(path).items():
         store.put(PREFIX + name, [content], overwrite=True)
@@ -55,9 +55,9 @@ def tokenizer_of_dataset(path: str) -> dict[str, bytes]:
     """Return the tokenizer of the dataset at ``path``, by name of the file; empty without one.
 
     A dataset that was prepared without settings of its tokenizer gets those that load it.
-    Built-in tokens and Megatron's files have none.
+    Tokens of no file and Megatron's files have none.
     """
-    if is_synthetic(path) or is_megatron(path):
+    if is_computed(path) or is_megatron(path):
         return {}
     try:
         meta = meta_at(path)

@@ -15,8 +15,9 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from raymega.data.packing import pack
+from raymega.data.packing import best_fit
 from raymega.data.rows import Row
+from raymega.plan.batch import row_length
 from raymega.plan.run_plan import RunPlan
 
 Ints = npt.NDArray[np.int64]
@@ -100,8 +101,29 @@ def unpack_scores(data: bytes, requests: Sequence[Request]) -> list[Scores]:
     return [Scores(log_probs=a, is_greedy=b) for a, b in zip(log_probs, is_greedy, strict=True)]
 
 
+def by_tokens(requests: Sequence[Request]) -> list[list[int]]:
+    """Return the numbers of the requests, those with the same tokens together.
+
+    They are read once: a task may ask for several ends of one text, such as a word and its last token.
+    """
+    found: dict[bytes, list[int]] = {}
+    for number, request in enumerate(requests):
+        found.setdefault(request.tokens.tobytes(), []).append(number)
+    return list(found.values())
+
+
+def rows_on_grid(requests: Sequence[Request], plan: RunPlan) -> RequestSource:
+    """Return the rows in which a grid reads ``requests``: of S tokens, or fewer where one such row holds all."""
+    multiple = request_multiple(plan)
+    lengths = [len(requests[numbers[0]].tokens) - 1 for numbers in by_tokens(requests)]
+    needed = sum(-(-length // multiple) * multiple for length in lengths)
+    return RequestSource(requests, seq_len=row_length(needed, plan.job), multiple=multiple)
+
+
 class RequestSource:
     """Rows of S tokens that hold the requests' inputs, packed by best fit, for `raymega.data.loader`.
+
+    Requests with the same tokens have one place.
 
     Args:
         requests: Requests of at most S inputs each.
@@ -111,27 +133,28 @@ class RequestSource:
 
     def __init__(self, requests: Sequence[Request], *, seq_len: int, multiple: int = 1) -> None:
         self._requests, self.seq_len = requests, seq_len
-        lengths = np.array([-(-(len(r.tokens) - 1) // multiple) * multiple for r in requests])
-        packing = pack(lengths, seq_len, window=len(requests))
-        self.num_rows = packing.num_rows
-        self._rows = [packing.pieces(row).tolist() for row in range(packing.num_rows)]
-        self._lengths = lengths.tolist()
+        self._shared = by_tokens(requests)
+        inputs = [len(requests[numbers[0]].tokens) - 1 for numbers in self._shared]
+        self._lengths = [-(-each // multiple) * multiple for each in inputs]
+        self._rows = best_fit(self._lengths, seq_len)
+        self.num_rows = len(self._rows)
         # place in its row of each request's first input
         self._starts: dict[int, int] = {}
-        for members in self._rows:
-            ends = accumulate((self._lengths[member] for member in members), initial=0)
-            self._starts |= zip(members, ends, strict=False)
+        for texts in self._rows:
+            ends = accumulate((self._lengths[text] for text in texts), initial=0)
+            for text, start in zip(texts, ends, strict=False):
+                self._starts |= dict.fromkeys(self._shared[text], start)
 
     def row(self, index: int) -> Row:
         """Return row ``index``: its requests end to end, then padding as a document of its own."""
         tokens, labels = np.zeros((2, self.seq_len), dtype=np.int64)
         mask = np.zeros(self.seq_len, dtype=np.bool_)
-        for member in self._rows[index]:
-            request, start = self._requests[member], self._starts[member]
+        for number in self.members(index):
+            request, start = self._requests[number], self._starts[number]
             stop = start + len(request.tokens) - 1
             tokens[start:stop], labels[start:stop] = request.tokens[:-1], request.tokens[1:]
-            mask[stop - request.num_targets : stop] = True
-        documents = [self._lengths[member] for member in self._rows[index]]
+            mask[self.targets(number)] = True
+        documents = [self._lengths[text] for text in self._rows[index]]
         rest = self.seq_len - sum(documents)
         return Row(
             tokens=tokens,
@@ -142,7 +165,7 @@ class RequestSource:
 
     def members(self, index: int) -> list[int]:
         """Return the numbers of the requests in row ``index``."""
-        return self._rows[index]
+        return [number for text in self._rows[index] for number in self._shared[text]]
 
     def targets(self, number: int) -> slice:
         """Return the positions, in its row, that predict the targets of request ``number``."""

@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
+from raymega.evaluate.plan import EvalOptions as EvalOptions
+from raymega.evaluate.plan import plan_of as plan_of
 from raymega.evaluate.recording import MlflowRun, find_mlflow_run, recorded
 from raymega.evaluate.report import EvalReport as EvalReport
-from raymega.evaluate.scoring import EvalOptions as EvalOptions
+from raymega.evaluate.requests import Scores
 from raymega.evaluate.scoring import OnRows as OnRows
-from raymega.evaluate.scoring import plan_of as plan_of
 from raymega.evaluate.scoring import score as score
 from raymega.evaluate.tasks.table import TASKS
 from raymega.evaluate.tasks.task import Questions, Settings
@@ -28,6 +30,8 @@ from raymega.plan.run_plan import RunPlan
 from raymega.session import session_at
 
 YAML_SUFFIXES = (".yaml", ".yml")
+MOST_PRUNED = 3
+"""Checkpoints in a row that a run under way may prune before they are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +40,15 @@ class Evaluation:
 
     Attributes:
         task: Name of the task.
-        checkpoint: Checkpoint whose weights are evaluated.
+        uri: URI that the caller gave.
+        checkpoint: Checkpoint whose weights are evaluated, the newest that ``uri`` names.
         plan: Plan of the grid that evaluates.
         questions: Requests of the task, and what judges their scores.
         mlflow_run: MLflow run that gets the metrics; None for none.
     """
 
     task: str
+    uri: str
     checkpoint: Checkpoint
     plan: RunPlan
     questions: Questions
@@ -54,13 +60,14 @@ class Evaluation:
         Raises:
             WorkerError: A worker failed.
             CapacityError: The cluster has no room for the grid.
+            ConfigError: The checkpoint is gone, and ``uri`` names no other.
         """
-        began, manifest, questions = time.monotonic(), self.checkpoint.manifest, self.questions
-        scores = score(self.checkpoint, self.plan, questions.requests, on_rows=on_rows)
+        began, questions = time.monotonic(), self.questions
+        (store, manifest), scores = self._score(on_rows)
         metrics, samples = questions.judge(scores)
         report = EvalReport(
             task=self.task,
-            checkpoint=f"{self.checkpoint.store.uri}/{manifest.key}",
+            checkpoint=f"{store.uri}/{manifest.key}",
             step=manifest.step,
             metrics=metrics,
             documents=questions.documents,
@@ -72,6 +79,18 @@ class Evaluation:
             seconds=time.monotonic() - began,
         )
         return recorded(report, self.mlflow_run)
+
+    def _score(self, on_rows: OnRows) -> tuple[Checkpoint, list[Scores]]:
+        """Return the scores and their checkpoint: a run under way may prune the newest while the workers start."""
+        checkpoint, requests = self.checkpoint, self.questions.requests
+        for _ in range(MOST_PRUNED):
+            try:
+                return checkpoint, score(checkpoint, self.plan, requests, on_rows=on_rows)
+            except WorkerError:
+                if checkpoint.manifest.key in list_manifests(checkpoint.store):
+                    raise
+                checkpoint = open_checkpoint(self.uri)
+        return checkpoint, score(checkpoint, self.plan, requests, on_rows=on_rows)
 
 
 class Ready(Protocol):
@@ -136,6 +155,7 @@ def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOpti
         questions = replace(questions, notes=(*questions.notes, note))
     return Evaluation(
         task=task,
+        uri=uri,
         checkpoint=checkpoint,
         plan=plan,
         questions=questions,

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from raymega.config.schema import Job
 from raymega.errors import CapacityError, one_line
+from raymega.evaluate.plan import plan_beside
 from raymega.evaluate.requests import Scores
-from raymega.evaluate.scoring import EvalOptions, ScoringWorkers, plan_on
+from raymega.evaluate.scoring import ScoringWorkers
 from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import CheckpointCommitted, RunEvent, RunFinished, TasksEvaluated
-from raymega.plan.run_plan import RunPlan
 from raymega.tracking.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -47,22 +47,6 @@ def open_run_tasks(job: Job) -> TrainingTasks | None:
     if tasks is not None and job.run.eval_tasks_on == "beside":
         plan_beside(job)
     return tasks
-
-
-def plan_beside(job: Job) -> RunPlan:
-    """Return the plan of the workers of ``run.eval_tasks_on=beside``.
-
-    Raises:
-        ConfigError: ``run.eval_tasks_grid`` is not legal for the model.
-    """
-    values = {
-        "seq_len": job.data.seq_len,
-        "dtype": job.precision.dtype,
-        "device": job.cluster.device,
-        "cpus": job.cluster.cpus_per_worker,
-    }
-    options = EvalOptions(grid=job.run.eval_tasks_grid)
-    return plan_on(job.model, options, values, name=f"{job.run.name[:90]}-tasks")
 
 
 def tasks_beside(job: Job, tasks: TrainingTasks) -> Callable[[Sink], Sink]:

@@ -13,10 +13,10 @@ from raymega.data.tokenizer_files import tokenizer_of_dataset
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.evaluate.requests import (
     Request,
-    RequestSource,
     Scores,
+    by_tokens,
     pack_requests,
-    request_multiple,
+    rows_on_grid,
     unpack_scores,
 )
 from raymega.evaluate.tasks.table import TASKS
@@ -67,14 +67,12 @@ class TrainingTasks:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that one evaluation reads."""
-        return sum(len(request.tokens) - 1 for request in self.requests)
+        requests = self.requests
+        return sum(len(requests[numbers[0]].tokens) - 1 for numbers in by_tokens(requests))
 
     def num_rows(self, plan: RunPlan) -> int:
         """Return the number of rows that one evaluation reads on the grid of ``plan``."""
-        multiple = request_multiple(plan)
-        return RequestSource(
-            self.requests, seq_len=plan.job.data.seq_len, multiple=multiple
-        ).num_rows
+        return rows_on_grid(self.requests, plan).num_rows
 
 
 def open_tasks(job: Job) -> TrainingTasks | None:

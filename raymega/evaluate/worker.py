@@ -17,9 +17,8 @@ from raymega.data.loader import Loader
 from raymega.evaluate.requests import (
     Floats,
     Request,
-    RequestSource,
     pack_scores,
-    request_multiple,
+    rows_on_grid,
     unpack_requests,
 )
 from raymega.messages import Channel, EntryOutput, Progress, StartWorker, WorkerFinished
@@ -104,8 +103,8 @@ def score_requests(
         device: Device of this rank.
         on_rows: Function that is told how many rows are done.
     """
-    job, dp = plan.job, plan.grid.dp
-    source = RequestSource(requests, seq_len=job.data.seq_len, multiple=request_multiple(plan))
+    dp = plan.grid.dp
+    source = rows_on_grid(requests, plan)
     loader = Loader(
         source,
         dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
@@ -123,7 +122,7 @@ def score_requests(
         micro_batches = loader.micro_batches(batch, first)
         scores = scorer.run(micro_batches)
         # each position of each row is scored on one rank: put together, every rank has them all
-        table = torch.zeros(num_rows, job.data.seq_len, 2, dtype=torch.float64)
+        table = torch.zeros(num_rows, source.seq_len, 2, dtype=torch.float64)
         if scorer.has_scores and groups.tp.index == 0:
             for micro_batch, scored in zip(micro_batches, scores, strict=True):
                 _write_scores(table, micro_batch, scored, scorer, first)

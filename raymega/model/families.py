@@ -1,13 +1,11 @@
-"""Model families (GPT-2, Llama, Qwen2, Qwen3): the layers that each uses, and the assembly of a block.
+"""Assembly of a block from the parts of its family and of its layer.
 
-`plan/tensor_table.py` decides which tensors a family has (biases, positions, head norms); a layer uses
-those that the table lists.
+`plan/layers/` says which parts these are, and `plan/tensor_table.py` which tensors they have. A layer
+uses those that the table lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,45 +15,68 @@ from raymega.config.schema import ModelSection
 from raymega.model.attention.latent_attention import LatentAttention
 from raymega.model.attention.rope import Rope
 from raymega.model.attention.self_attention import Attention
-from raymega.model.layers.mlp import GeluMlp, SwigluMlp
+from raymega.model.layers.embedding import Embedding
+from raymega.model.layers.encoder_head import HeadTransform, PairHead
+from raymega.model.layers.lm_head import Head
+from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
 from raymega.model.layers.norms import LayerNorm, RmsNorm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.moe.layer import MoeLayer
+from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.layer_pattern import layer_parts
 from raymega.plan.tensor_table import block_name
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """Layer types of a family."""
-
-    norm: Callable[[ParameterFactory, str, float], nn.Module]
-    mlp: type[GeluMlp] | type[SwigluMlp]
-    is_rotary: bool
-
-
-_LLAMA = Family(norm=RmsNorm, mlp=SwigluMlp, is_rotary=True)
-FAMILIES = {
-    "gpt2": Family(norm=LayerNorm, mlp=GeluMlp, is_rotary=False),
-    "llama": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
+TOKEN_TABLE = "embedding.tokens.weight"
+"""Name of the token table, which a tied head shares."""
 
 
 def make_norm(factory: ParameterFactory, name: str, model: ModelSection) -> nn.Module:
     """Return the family's norm layer, with its tensors below ``name``."""
-    return FAMILIES[model.family].norm(factory, name, model.norm_eps)
+    parts = parts_of(model)
+    if parts.has_norm_bias:
+        return LayerNorm(factory, name, model.norm_eps)
+    return RmsNorm(factory, name, model.norm_eps, is_offset=parts.is_norm_offset)
 
 
 def make_positions(
     model: ModelSection, *, dtype: torch.dtype, device: torch.device, is_fused: bool = False
 ) -> nn.Module:
     """Return the layer that rotates queries and keys, [S, B, heads, K]; the identity without RoPE."""
-    if FAMILIES[model.family].is_rotary:
-        return Rope(model, dtype=dtype, device=device, is_fused=is_fused)
-    return nn.Identity()
+    if parts_of(model).has_positions:
+        return nn.Identity()
+    return Rope(model, dtype=dtype, device=device, is_fused=is_fused)
+
+
+def make_embedding(factory: ParameterFactory, model: ModelSection) -> Embedding:
+    """Return the family's embedding."""
+    parts = parts_of(model)
+    width = model.hidden_size**0.5 if parts.scales_embedding else 1.0
+    return Embedding(
+        factory,
+        model.multipliers.embedding * width,
+        first_position=parts.first_position,
+        norm=make_norm(factory, "embedding.norm", model) if parts.has_embedding_norm else None,
+    )
+
+
+def make_head(
+    factory: ParameterFactory, model: ModelSection, table: ShardedParameter | None
+) -> Head:
+    """Return the family's head; ``table`` is the token table, which a tied head multiplies with."""
+    parts = parts_of(model)
+    norm = nn.Identity() if parts.norms == "sum" else make_norm(factory, "final_norm", model)
+    own = None if model.tie_word_embeddings else factory.make("head.weight")
+    weight = own if own is not None else table
+    assert weight is not None, "a tied head has a table"
+    if parts.is_causal:
+        return Head(norm, weight, model, factory)
+    transform = HeadTransform(factory, make_norm(factory, "head.transform_norm", model))
+    head = Head(norm, weight, model, factory, transform)
+    head.segment_pairs = PairHead(factory) if model.encoder.has_pairs else None
+    return head
 
 
 def make_block(
@@ -69,25 +90,58 @@ def make_block(
 
     ``experts`` are the groups of expert parallelism; None where experts are all on this rank.
     """
-    name = block_name(model, layer)
-    attention = LatentAttention if model.mla.kv_lora_rank else Attention
+    name, parts = block_name(model, layer), layer_parts(model, layer)
     drop = partial(ResidualDropout, factory.seed, rate=model.hidden_dropout)
+
+    def norm(part: str) -> nn.Module | None:
+        is_there = f"{name}.{part}.weight" in factory.table
+        return make_norm(factory, f"{name}.{part}", model) if is_there else None
+
+    after = norm("attention_post_norm"), norm("mlp_post_norm")
+    of_sums = norm("attention_sum_norm"), norm("mlp_sum_norm")
     return TransformerBlock(
-        attention_norm=make_norm(factory, f"{name}.attention_norm", model),
-        attention=attention(factory, f"{name}.attention", model, positions),
+        attention_norm=norm("attention_norm"),
+        attention=_make_attention(factory, layer, model, positions),
         attention_dropout=drop(f"{name}.attention"),
-        mlp_norm=make_norm(factory, f"{name}.mlp_norm", model),
+        mlp_norm=norm("mlp_norm"),
         mlp=_make_mlp(factory, layer, model, experts),
         mlp_dropout=drop(f"{name}.mlp"),
+        post_norms=after,
+        sum_norms=of_sums,
+        is_parallel=parts.family.is_parallel,
+        factor=model.multipliers.residual,
     )
+
+
+def _make_attention(
+    factory: ParameterFactory, layer: int, model: ModelSection, positions: nn.Module
+) -> BlockPart:
+    """Return the block's attention, with the rotation that its layer has."""
+    name, parts = f"{block_name(model, layer)}.attention", layer_parts(model, layer)
+    if model.mla.kv_lora_rank:
+        return LatentAttention(factory, name, model, positions)
+    if parts.rope == "none":
+        positions = nn.Identity()
+    elif parts.rope == "local":
+        assert isinstance(positions, Rope), "the layer has RoPE"
+        assert positions.local is not None, "sliding layers have a base of their own"
+        positions = positions.local
+    return Attention(factory, name, model, positions, parts)
 
 
 def _make_mlp(
     factory: ParameterFactory, layer: int, model: ModelSection, experts: ExpertGroups | None
 ) -> BlockPart:
     """Return the block's dense feed-forward layer, or its layer of experts."""
-    mlp, name = FAMILIES[model.family].mlp, block_name(model, layer)
-    if model.moe.holds_experts(layer):
+    parts, name = layer_parts(model, layer), block_name(model, layer)
+    activation = parts.family.activation
+    inside = make_gate(activation, model) if parts.family.has_gate else None
+    mlp = (
+        partial(SwigluMlp, inside=inside)
+        if parts.family.has_gate
+        else partial(GeluMlp, activation=activation)
+    )
+    if parts.has_experts:
         ranks = experts or no_expert_groups(factory.sp)
-        return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp)
+        return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp, inside)
     return mlp(factory, f"{name}.mlp")

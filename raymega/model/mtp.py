@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
-from raymega.model.families import make_block, make_norm
+from raymega.model.families import TOKEN_TABLE, make_block, make_head, make_norm
 from raymega.model.layers.lm_head import Head
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
@@ -26,6 +26,27 @@ from raymega.plan.tensor_table import block_name
 
 FutureLabels = tuple[Tensor, Tensor]
 """Labels (int64) and mask (1 where the label counts, else 0) of each depth, [depth, B, S/cp] each."""
+
+
+def make_last(
+    factory: ParameterFactory,
+    model: ModelSection,
+    *,
+    table: ShardedParameter | None,
+    positions: nn.Module,
+    experts: ExpertGroups,
+) -> Head:
+    """Return the head, with multi-token prediction; both share the token table where they need it.
+
+    ``table`` is the embedding's weight if it is on this rank; else a new tied copy is made.
+    """
+    if model.needs_token_table_last and table is None:
+        table = factory.make(TOKEN_TABLE)
+    head = make_head(factory, model, table)
+    if model.num_nextn_predict_layers:
+        assert table is not None, "it reads the table"
+        head.further = MultiTokenPrediction(factory, model, positions, experts, table)
+    return head
 
 
 class MtpLayer(nn.Module):

@@ -15,15 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.attention.rope import Rope
-from raymega.model.families import make_block, make_norm, make_positions
+from raymega.model.families import TOKEN_TABLE, make_block, make_embedding, make_positions
 from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
-from raymega.model.layers.embedding import Embedding
+from raymega.model.layers.embedding import EmbeddingNoise
 from raymega.model.layers.lm_head import Head
 from raymega.model.layers.transformer_block import ResidualDropout, TransformerBlock
-from raymega.model.mtp import FutureLabels, MultiTokenPrediction
+from raymega.model.mtp import FutureLabels, MultiTokenPrediction, make_last
+from raymega.model.preference import PairObjective
+from raymega.model.token_keys import token_keys
 from raymega.parallel.context_parallel.context import (
     Context,
+    EncoderInput,
     MicroBatch,
+    PairBatch,
     Rows,
     TokenLayout,
     make_token_ids,
@@ -32,12 +36,12 @@ from raymega.parallel.context_parallel.context import (
     row_positions,
     whole_rows,
 )
-from raymega.parallel.core.dropout import TokenKeys, row_keys
 from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.linear_map import with_gradient
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.core.weight_grads import WeightGradQueue
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
+from raymega.parallel.tensor_parallel.adapters import adapter_settings
 from raymega.parallel.tensor_parallel.fp8_linear import Fp8
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -45,8 +49,6 @@ from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import stage_tensors
-
-TOKEN_TABLE = "embedding.tokens.weight"
 
 
 class StageModule(nn.Module):
@@ -105,56 +107,39 @@ class StageModule(nn.Module):
             grad_queue=self.grad_queue,
             is_fused=is_fused,
             is_meta=is_meta,
+            adapters=adapter_settings(model.lora, seed),
         )
+        self.adapters = factory.adapters
         # which kinds of randomness and routing need keys or ids of tokens
         self.seed, self.tp_stream = seed, sp
-        drawn = model.hidden_dropout, model.attention_dropout, model.moe.router_jitter_noise
-        self.has_random, self.has_experts = max(drawn) > 0, model.moe.num_experts > 0
+        self.has_random, self.has_experts = model.has_random, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
         # embedding, blocks, head
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         precision = precision or PrecisionSection()
         self.fp8 = Fp8(by_row=precision.fp8 == "rowwise", micro=experts.micro, is_fused=is_fused)
         in_fp8 = fp8_blocks(model.num_layers, precision)
+        of_fp8 = replace(factory, fp8=self.fp8)
         blocks = {
-            str(i): make_block(
-                replace(factory, fp8=self.fp8 if i in in_fp8 else None),
-                i,
-                model,
-                self.rope,
-                experts,
-            )
+            str(i): make_block(of_fp8 if i in in_fp8 else factory, i, model, self.rope, experts)
             for i in stage.layers
         }
-        self.embedding = Embedding(factory) if stage.is_first else None
+        self.embedding = make_embedding(factory, model) if stage.is_first else None
+        self.noise = EmbeddingNoise(seed, model.neftune_noise_alpha)
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.hidden_dropout)
         self.layers = nn.ModuleDict(blocks)
         self.head: Head | None = None
         if stage.is_last:
-            self._make_last(factory, model, experts, token_table)
-        # set by others: the step, the weight buffer, memory.offload
+            if model.needs_token_table_last and self.embedding is not None:
+                token_table = self.embedding.tokens.weight
+            self.head = make_last(
+                factory, model, table=token_table, positions=self.rope, experts=experts
+            )
+        # set by others: the step, build, the weight buffer, memory.offload
+        self.objective: PairObjective | None = None
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
         self.offloader: ActivationOffloader | None = None
-
-    def _make_last(
-        self,
-        factory: ParameterFactory,
-        model: ModelSection,
-        experts: ExpertGroups,
-        table: ShardedParameter | None,
-    ) -> None:
-        """Build the head and multi-token prediction; both share the token table where they need it."""
-        if model.needs_token_table_last:
-            table = self._token_table(factory, table)
-        norm = make_norm(factory, "final_norm", model)
-        own = None if model.tie_word_embeddings else factory.make("head.weight")
-        weight = own if own is not None else table
-        assert weight is not None, "a tied head has a table"
-        self.head = Head(norm, weight, model, factory)
-        if model.num_nextn_predict_layers:
-            assert table is not None, "it reads the table"
-            self.head.further = MultiTokenPrediction(factory, model, self.rope, experts, table)
 
     @property
     def mtp(self) -> MultiTokenPrediction | None:
@@ -162,14 +147,6 @@ class StageModule(nn.Module):
         further = None if self.head is None else self.head.further
         assert further is None or isinstance(further, MultiTokenPrediction), "the head has no other"
         return further
-
-    def _token_table(
-        self, factory: ParameterFactory, table: ShardedParameter | None
-    ) -> ShardedParameter:
-        """Return the embedding's weight if it is on this rank, else a new tied copy."""
-        if self.embedding is not None:
-            return self.embedding.tokens.weight
-        return table if table is not None else factory.make(TOKEN_TABLE)
 
     def recompute(self, memory: MemorySection, host: HostMemory | None = None) -> None:
         """Choose what backward recomputes; offload activations to ``host`` if it is given."""
@@ -191,12 +168,15 @@ class StageModule(nn.Module):
         samples: Tensor | None = None,
         rows: Rows | None = None,
         later: FutureLabels | None = None,
+        encoder: EncoderInput | None = None,
+        pairs: PairBatch | None = None,
     ) -> Tensor:
         """Run the stage's forward on one micro-batch.
 
         Args:
             tokens: Input tokens, [B, S/cp] int64; read by the first stage.
-            labels: Next tokens, [B, S/cp] int64, any number where ``mask`` is 0; read by the last stage.
+            labels: Next tokens, or an encoder's masked tokens, [B, S/cp] int64, any number where ``mask``
+                is 0; read by the last stage.
             mask: Loss mask, [B, S/cp], 1 where a token's loss counts, else 0; read by the last stage
                 and by routers.
             hidden: Activation of the previous stage, [S/(cp*sp), B, D]; None on the first.
@@ -204,6 +184,8 @@ class StageModule(nn.Module):
                 and jitter; None turns both off.
             rows: Documents in each row; None is one document a row, whole on this rank.
             later: Labels and mask of multi-token prediction; None predicts the next token only.
+            encoder: Token types and pairs of encoders; None is type 0 everywhere and no pairs.
+            pairs: Pairs whose loss it is, by :attr:`objective`; None for the loss of tokens.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
@@ -213,11 +195,21 @@ class StageModule(nn.Module):
         token_layout = self._token_layout(
             rows or whole_rows(tokens.shape[1], tokens.device), mask, samples
         )
-        x = self._residual_stream(tokens, hidden, token_layout)
+        types = None if encoder is None else encoder.token_types
+        x = self._residual_stream(tokens, hidden, token_layout, types)
         if self.head is None:
             return x
         # head: the loss of the next token
         self.before_use(self.head)
+        if pairs is not None:
+            assert self.objective is not None, "a job that reads pairs has set it"
+            losses = self.head.token_losses(x, labels)
+            loss = self.objective.loss_sum(losses, mask, pairs, token_layout.context)
+            return self._used(self.head, loss)
+        if self.head.segment_pairs is not None and encoder is not None:
+            x = self.head.norm(x)
+            loss = self.head.loss_sum_after_norm(x, labels, mask)
+            return self._used(self.head, self.head.segment_pairs.add_gradient(loss, x, encoder))
         if self.mtp is None or later is None:
             return self._used(self.head, self.head.loss_sum(x, labels, mask))
         x = self.head.norm(x)
@@ -255,24 +247,24 @@ class StageModule(nn.Module):
 
     def run(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Call :meth:`forward` for training."""
-        rows = micro_batch.rows
-        parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
-        return self(*parts, hidden, micro_batch.samples, rows, micro_batch.later)
+        b = micro_batch
+        parts = b.tokens, b.labels, b.mask
+        return self(*parts, hidden, b.samples, b.rows, b.later, b.encoder, b.pairs)
 
     def evaluate(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Call :meth:`forward` for evaluation: without dropout, with plain cross entropy."""
-        rows = micro_batch.rows
         self.eval()
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
-            return self(*parts, hidden, rows=rows)
+            b = micro_batch
+            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)
         finally:
             self.train()
 
     def score(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor | TokenScores:
-        """Return the activation for the next stage, or the last stage's scores of the labels, [S/cp, B]."""
-        x = self._evaluated(micro_batch, hidden)
-        return x if self.head is None else self.head.scores(x, micro_batch.labels)
+        """Return the activation for the next stage, or the last stage's scores [S/cp, B] of the labels that count."""
+        x = self.evaluated(micro_batch, hidden)
+        return x if self.head is None else self.head.scores(x, micro_batch)
 
     def top_tokens(
         self, micro_batch: MicroBatch, hidden: Tensor | None, k: int
@@ -281,40 +273,46 @@ class StageModule(nn.Module):
 
         They are those of the n positions where a label is above 0: logits and ids, [n, k] each.
         """
-        x = self._evaluated(micro_batch, hidden)
+        x = self.evaluated(micro_batch, hidden)
         return x if self.head is None else self.head.top_tokens(x, micro_batch.labels > 0, k)
 
-    def _evaluated(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    def evaluated(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Return the residual stream behind this stage's blocks, without dropout."""
         self.eval()
         try:
             token_layout = self._token_layout(micro_batch.rows, micro_batch.mask, None)
-            x = self._residual_stream(micro_batch.tokens, hidden, token_layout)
+            types = None if micro_batch.encoder is None else micro_batch.encoder.token_types
+            x = self._residual_stream(micro_batch.tokens, hidden, token_layout, types)
         finally:
             self.train()
         if self.head is not None:
             self.before_use(self.head)
         return x
 
-    def logits(self, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, hidden: Tensor | None, token_types: Tensor | None = None
+    ) -> Tensor:
         """Return this rank's columns of the logits, [S, B, V/tp], unpadded; last stage only."""
         assert self.head is not None, "only the last stage makes logits"
-        rows = whole_rows(tokens.shape[1], tokens.device)
-        x = self._residual_stream(
-            tokens, hidden, self._token_layout(rows, torch.ones_like(tokens), None)
-        )
+        rows, mask = whole_rows(tokens.shape[1], tokens.device), torch.ones_like(tokens)
+        layout = self._token_layout(rows, mask, None)
+        x = self._residual_stream(tokens, hidden, layout, token_types)
         self.before_use(self.head)
         return self.head(x)
 
     def _residual_stream(
-        self, tokens: Tensor, hidden: Tensor | None, token_layout: TokenLayout
+        self,
+        tokens: Tensor,
+        hidden: Tensor | None,
+        token_layout: TokenLayout,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            x = self.embedding_dropout(
-                self.embedding(tokens, token_layout.positions), token_layout.keys
-            )
+            embedded = self.embedding(tokens, token_layout.positions, token_types)
+            x = self.noise(embedded, token_layout)
+            x = self.embedding_dropout(x, token_layout.keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
 
@@ -327,24 +325,17 @@ class StageModule(nn.Module):
         """Return what all layers share of a micro-batch: positions, rotations, random keys, token ids."""
         context = rows.context or self.context
         token_layout = make_token_layout(rows, context)
-        keys = rotations = token_ids = None
+        keys = rotations = local_rotations = token_ids = None
         if isinstance(self.rope, Rope):
-            rotations = self.rope.rotations(token_layout.positions)
+            rotations, local_rotations = self.rope.all_rotations(token_layout.positions)
         if samples is not None and self.has_random:
-            keys = self._keys(rows, samples)
+            length = sum(rows.documents[0]) if self.drops_weights else 0
+            at = row_positions(rows, context)
+            keys = token_keys(self.seed, samples, at, self.tp_stream, row_length=length)
         if self.has_experts:
             token_ids = make_token_ids(rows, mask, context, self.tp_stream)
-        return replace(token_layout, keys=keys, rotations=rotations, token_ids=token_ids)
-
-    def _keys(self, rows: Rows, samples: Tensor) -> TokenKeys:
-        """Return the dropout keys of the tokens, a function of seed, sample and position."""
-        at = row_positions(rows, rows.context or self.context)
-        own = self.tp_stream.own(row_keys(self.seed, samples.t(), at.t()))
-        if not self.drops_weights:
-            return TokenKeys(own=own, rows=None)
-        # Dropout on attention weights needs keys of whole rows: a query's weights span all ranks' keys.
-        everywhere = whole_rows(sum(rows.documents[0]), samples.device).positions.t()
-        return TokenKeys(own=own, rows=row_keys(self.seed, samples, everywhere))
+        token_layout = replace(token_layout, rotations=rotations, local_rotations=local_rotations)
+        return replace(token_layout, keys=keys, token_ids=token_ids)
 
     def _run_layers(self, x: Tensor, token_layout: TokenLayout) -> Tensor:
         blocks = list(self.layers.values())
@@ -376,6 +367,8 @@ class StageModule(nn.Module):
         yield from tensors_in(token_layout)
 
     def _run_blocks(self, blocks: list[nn.Module], x: Tensor, token_layout: TokenLayout) -> Tensor:
+        # Recomputation runs this again, maybe after the forward of other micro-batches.
+        self.adapters.keys = token_layout.keys
         for block in blocks:
             self.before_use(block)
             x = block(x, token_layout)
@@ -386,9 +379,14 @@ class StageModule(nn.Module):
 
     def _run_further(self, block: nn.Module, x: Tensor, *, token_layout: TokenLayout) -> Tensor:
         """Run a block of multi-token prediction; its weights were gathered with the head's."""
-        if not self.blocks_together or not torch.is_grad_enabled():
+
+        def run(x: Tensor) -> Tensor:  # recomputation may follow other micro-batches' forward
+            self.adapters.keys = token_layout.keys
             return block(x, token_layout)
-        return checkpoint(block, x, token_layout, use_reentrant=False, preserve_rng_state=False)
+
+        if not self.blocks_together or not torch.is_grad_enabled():
+            return run(x)
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
     def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
         """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""

@@ -19,7 +19,7 @@ from raymega.optim.state_formats import (
 from raymega.optim.updates import ParamState
 from raymega.parallel.core.buckets import Range
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.plan.memory.optimizer_state import MOST_KINDS, format_of, kinds_of
+from raymega.plan.memory.optimizer_state import format_of, kinds_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class BucketState:
         """Yield the masters of all members, then each kind of state of all members."""
         for member in self.members:
             yield from member.place.blocks("model", member.param_state.master)
-        for number in range(MOST_KINDS):
+        for number in range(max((len(member.kept) for member in self.members), default=0)):
             for member in self.members:
                 for kept in member.kept[number : number + 1]:
                     yield from kept.blocks()

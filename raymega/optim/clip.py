@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 
 STRETCH = 1024
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from raymega.config.schema import ModelSection, OptimizerSection
+from raymega.config.schema import ModelSection, OptimizerSection, PluginsSection
 from raymega.optim.bucket_state import BucketState, make_bucket_state
 from raymega.optim.cpu_offload import HostState
 from raymega.optim.update_chunk import UpdateChunk
@@ -20,9 +20,13 @@ from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import Bucket, BucketTable, cut_portions
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer, counted
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
-from raymega.parallel.data_parallel.state_tensors import StateTensor, TensorBlock
+from raymega.parallel.data_parallel.state_tensors import (
+    FrozenWeights,
+    StateTensor,
+    TensorBlock,
+)
+from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, update_of
-from raymega.plan.tensor_table import GlobalTensor
 
 
 class Optimizer:
@@ -42,14 +46,16 @@ class Optimizer:
         model: ModelSection,
         groups: Groups,
         *,
-        states: Sequence[StateTensor] = (),
+        states: Sequence[StateTensor | FrozenWeights] = (),
         is_on_host: bool = False,
         log: CommLog | None = None,
+        plugins: PluginsSection | None = None,
     ) -> None:
         """Allocate masters and state for all buckets of ``table``.
 
-        ``states`` are tensors without gradients, saved with the masters but not updated here.
-        ``is_on_host`` offloads masters and state; ``log`` records the update's collectives.
+        ``states`` are tensors without gradients and frozen weights, saved with the masters but not updated.
+        ``is_on_host`` offloads masters and state; ``log`` records the update's collectives; ``plugins`` has the
+        options of an update that is a plug-in.
         """
         self._table, self._weights, self._section = table, weights, section
         self._states, self._is_on_host = states, is_on_host
@@ -57,7 +63,7 @@ class Optimizer:
         owned = map(table.owned, table.buckets)
         can_cut = self._can_cut if is_on_host else _never
         portions = list(cut_portions(owned, PORTION_ELEMENTS, can_cut))
-        device = table.buckets[0].spans[0].param.device
+        device = table.device
         self._step = torch.zeros((), device=device)
         # Made one by one, so that an offloaded portion has left the device before the next is there.
         self._host = HostState(device)
@@ -78,7 +84,9 @@ class Optimizer:
         self._bucket_state = [each for chunk in self._update_chunks for each in chunk]
         log = log or CommLog()
         self._updates = [
-            UpdateChunk(bucket_state, table, section, model, groups, log)
+            UpdateChunk(
+                bucket_state, table, section, model, groups, log, plugins or PluginsSection()
+            )
             for bucket_state in self._update_chunks
         ]
 

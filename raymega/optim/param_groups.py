@@ -8,21 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.plan.memory.optimizer_state import update_of
-from raymega.plan.tensor_table import (
-    GlobalTensor,
-    Role,
-    embedding_tensors,
-    head_tensors,
-    layer_tensors,
-)
-
-WIDTH_POWERS = {"adamw": (-1.0, 0.0), "lion": (-1.0, 0.0), "muon": (-0.5, 0.0), "sgd": (0.0, 1.0)}
-"""muP: powers of the width ratio by which the learning rates of matrices and of all others scale.
-
-AdamW and SGD follow table 8 of Yang and Hu et al. 2022; Lion's update, like AdamW's, has a size that does
-not depend on the gradient's. Muon's has the spectral norm 0.2 sqrt(max(rows, columns)), which must not grow.
-"""
+from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.memory.optimizer_state import kind_of, update_of
+from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +29,7 @@ def rates_of(tensor: GlobalTensor, optimizer: OptimizerSection, model: ModelSect
     peak = _peak(tensor.role, optimizer)
     # layer-wise decay, times muP's width factor, times the role's own peak
     layers = optimizer.layer_lr_decay ** _layers_above(tensor, model.num_layers)
-    of_matrix, of_other = WIDTH_POWERS[update_of(optimizer.name, tensor.role)]
+    of_matrix, of_other = kind_of(update_of(optimizer.name, tensor.role)).width_powers
     width = model.width_ratio ** (of_matrix if tensor.role == "matrix" else of_other)
     return Rates(
         lr_scale=layers * width * (1.0 if peak == "lr" else float(peak) / optimizer.lr),

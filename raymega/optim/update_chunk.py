@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raymega.config.schema import ModelSection, OptimizerSection
+from raymega.config.schema import ModelSection, OptimizerSection, PluginsSection
 from raymega.optim.bucket_state import BucketState, Member
 from raymega.optim.muon import begin_muon, end_muon, orthogonalise
 from raymega.optim.param_groups import Rates, rates_of
-from raymega.optim.updates import UPDATES, ParamState, make_update_group
+from raymega.optim.updates import ParamState, make_update_group, update_code
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.core.buckets import BucketTable
@@ -27,7 +27,7 @@ Opened = Mapping[tuple[str, Rates], Sequence[ParamState]]
 class UpdateChunk:
     """Update of several buckets: open the state of their members, update masters, close the state."""
 
-    def __init__(  # the optimizer is the one place that calls it
+    def __init__(  # noqa: PLR0913  # the optimizer is the one place that calls it
         self,
         bucket_state: Sequence[BucketState],
         table: BucketTable,
@@ -35,6 +35,7 @@ class UpdateChunk:
         model: ModelSection,
         groups: Groups,
         log: CommLog,
+        plugins: PluginsSection,
     ) -> None:
         self._bucket_state, self._section = bucket_state, section
         self._groups: dict[tuple[str, Rates], list[Member]] = defaultdict(list)
@@ -45,6 +46,9 @@ class UpdateChunk:
                 spec.pieces[0].tensor, section, model
             )  # equal for all pieces of a fused one
             self._groups[update_of(section.name, spec.role), rates].append(member)
+        # code of each element-wise update
+        names = dict.fromkeys(name for name, _ in self._groups)
+        self._codes = {name: update_code(section, plugins, name) for name in names}
         # Muon: matrices that span ranks are gathered
         buckets = [each.part.bucket for each in bucket_state]
         with_matrices = [b for b in buckets if any(map(self._is_whole, (p for p, _ in b.spans)))]
@@ -59,12 +63,13 @@ class UpdateChunk:
         # element-wise updates
         opened = {key: [m.open() for m in members] for key, members in self._groups.items()}
         for (name, rates), param_states in opened.items():
-            if name in UPDATES:
+            update = self._codes[name]
+            if update is not None:
                 group = make_update_group(
                     param_states, step=step, lr=lr * rates.lr_scale,
                     weight_decay=rates.weight_decay, divisor=divisor,
                 )  # fmt: skip
-                UPDATES[name](group, self._section)
+                update(group)
         # Muon: momentum now, step after the orthogonalisation; state is closed in between
         directions = self._directions(opened, divisor)
         self._close(opened)

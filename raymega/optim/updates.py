@@ -7,13 +7,15 @@ An update is independent of the layout: each of its flat tensors holds some elem
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim.sgd import sgd
 
-from raymega.config.schema import OptimizerSection
+from raymega.config.schema import OptimizerSection, PluginsSection
 from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.plan.memory.optimizer_state import kind_of
+from raymega.plugins import call_plugin, find
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,9 @@ class UpdateGroup:
     lr: float
     weight_decay: float
     divisor: torch.Tensor | None
+
+
+Update = Callable[[UpdateGroup], None]
 
 
 def make_update_group(
@@ -110,7 +115,15 @@ def apply_lion(group: UpdateGroup, section: OptimizerSection) -> None:
     torch._foreach_lerp_(moments, gradients, 1 - section.beta2)
 
 
-UPDATES: dict[str, Callable[[UpdateGroup, OptimizerSection], None]] = {
-    "adamw": apply_adamw, "sgd": apply_sgd, "lion": apply_lion,
-}  # fmt: skip
-"""Element-wise updates by name; Muon is in `optim/muon.py`."""
+def update_code(section: OptimizerSection, plugins: PluginsSection, name: str) -> Update | None:
+    """Return the element-wise update of optimizer ``name``; None for Muon, whose code is in `optim/muon.py`.
+
+    Raises:
+        ConfigError: The code of a plug-in is not there; when it is called, that it failed, with its line.
+    """
+    target = kind_of(name).update
+    if not target:
+        return None
+    row = replace(find("optimizer", name), target=target)
+    update = row.with_options(plugins.options.get(name, {}))
+    return lambda group: call_plugin(row, lambda: update(group, section))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +23,9 @@ from raymega.parallel.core.weight_grads import DeferredGrad, WeightGradQueue, ru
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.pipeline.p2p import PointToPoint
+from raymega.pipeline.pass_timer import PassTimer
 from raymega.schedule.instructions import (
+    COMPUTE,
     FREES_ACTIVATIONS,
     TAKES_GRADIENT,
     Instruction,
@@ -69,11 +72,12 @@ class Executor(Generic[MicroBatch]):
         p2p: Point-to-point transfers of this rank.
         posts: Receives to post before each round of the schedule, from `raymega.schedule.posting`;
             empty to post each where it is needed.
-        deferrals: Queue of each chunk for the weight gradients that its layers defer; needed by
-            schedules that split backwards.
+        deferrals: Queue of each chunk for the weight gradients that its layers defer or hold back;
+            needed by schedules that split backwards, and where layers overlap messages and products.
         interleaver: Runs a forward together with the following backward where the schedule allows
             it, see `raymega.schedule.transfers`; None runs one after the other.
         progress: Callback after each instruction, for the detection of hangs.
+        passes: Timer of passes on the device; None measures none.
         clock: Monotonic clock of the host, in seconds. GPU work is only queued here, so on a GPU
             recorded events show when instructions were issued; CUDA events would be needed to show
             when they ran.
@@ -89,9 +93,10 @@ class Executor(Generic[MicroBatch]):
         deferrals: Sequence[WeightGradQueue] = (),
         interleaver: PassInterleaver | None = None,
         progress: Callable[[], None] = lambda: None,
+        passes: PassTimer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._progress = progress
+        self._progress, self._pass_timer = progress, passes or PassTimer(None)
         self._schedule, self._stage_fns, self._p2p, self._clock = schedule, stage_fns, p2p, clock
         self._deferrals, self._interleaver = deferrals, interleaver
         self._num_micro_batches = len({instruction.micro_batch for instruction in schedule})
@@ -179,10 +184,13 @@ class Executor(Generic[MicroBatch]):
     def _carry_out_all(self, together: tuple[_Planned, ...], step: _Step[MicroBatch]) -> float:
         """Execute one task, or two that take turns; return the seconds of the first of two."""
         if self._interleaver is None or len(together) == 1:
-            self._carry_out(together[0], step)
+            is_pass = together[0].task.op in COMPUTE
+            with self._pass_timer.measured() if is_pass else nullcontext():
+                self._carry_out(together[0], step)
             return 0.0
         first, second = (partial(self._carry_out, planned, step) for planned in together)
-        return self._interleaver.together(first, second)
+        with self._pass_timer.measured():
+            return self._interleaver.together(first, second)
 
     def _carry_out(self, planned: _Planned, step: _Step[MicroBatch]) -> None:
         task = planned.task
@@ -271,6 +279,8 @@ class _Step(Generic[MicroBatch]):
             add_gradients(loss, torch.full_like(loss, self._loss_gradient))
         else:
             add_gradients(self._edges.pop(_key(task)), self._gradients.pop(_key(task)))
+        if self._deferrals:
+            self._deferrals[task.chunk].run_held()
 
     def backward_input(self, task: Instruction) -> None:
         # Layers queue their weight gradients instead of computing them.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from raymega.config.data import DataSection
+from raymega.config.schema import Job
 
 SCORED_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches that a pipeline stage gets between two exchanges of scores; more make a smaller bubble."""
@@ -116,3 +118,11 @@ def phases(ramp: Sequence[RampStage], batch: BatchPlan) -> Iterator[Phase]:
             )
         step, sample = step + num_steps, sample + num_steps * size
     yield Phase(first_step=step, first_sample=sample, num_steps=0, batch=batch)
+
+
+def row_length(num_tokens: int, job: Job) -> int:
+    """Return a row length that holds ``num_tokens`` and that the grid can cut, at most ``data.seq_len``."""
+    seq_len, parallel = job.data.seq_len, job.parallel
+    # cuts of context and sequence parallelism, and tiles of fp8 products
+    unit = lcm(2 * parallel.cp * parallel.tp * 16, job.data.document_multiple)
+    return min(seq_len, -(-num_tokens // unit) * unit) if seq_len % unit == 0 else seq_len

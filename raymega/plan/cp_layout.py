@@ -5,10 +5,13 @@ Positions are ranges and blocks are slices. The module moves nothing and multipl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raymega.config.parallel import ParallelSection
+
+TILE = 512
+"""Most queries of a block of attention with a window or a cap, whose scores are written out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +19,14 @@ class AttentionPart:
     """Block of attention: some of a rank's queries against some keys, both as local indices.
 
     ``is_causal`` masks what is above the diagonal of a square block; without it everything is seen.
+    ``distance`` is the position of the first query less that of the first key. Where it is not 0 the
+    diagonal lies there, and the block need not be square.
     """
 
     queries: slice
     keys: slice
     is_causal: bool
+    distance: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,3 +150,68 @@ def gathered_parts(
     if not is_causal:
         parts.append(AttentionPart(queries=segment.all, keys=behind, is_causal=False))
     return tuple(part for part in parts if part.keys.start < part.keys.stop)
+
+
+def tiled_parts(  # noqa: PLR0913  # what one block depends on
+    segment: Segment,
+    *,
+    here: int,
+    source: int,
+    num_places: int,
+    window: int = 0,
+    chunk: int = 0,
+    is_gathered: bool = False,
+) -> Iterator[AttentionPart]:
+    """Yield the blocks of place ``here``'s queries against the keys of place ``source`` that they see.
+
+    They are causal and at most ``TILE`` queries high. Keys outside the windows of all queries of a block
+    are left out.
+
+    Args:
+        segment: Tokens that each place holds of one document.
+        here: Place of the queries.
+        source: Place of the keys.
+        num_places: Number of places that share the document.
+        window: Number of tokens that a query sees, itself included; 0 is all earlier ones.
+        chunk: Number of tokens of each of the document's chunks, in which a query sees the earlier ones; 0
+            is no chunks. A block has queries of one chunk.
+        is_gathered: Whether keys are those of the whole row in order, as in :func:`gathered_parts`.
+    """
+    size = segment.size if num_places == 1 else segment.size // 2
+    for q_at, q_first in _chunks(segment, here, num_places):
+        for k_at, k_first in _chunks(segment, source, num_places):
+            # first index of the keys, less their first position in the document
+            shift = segment.start * num_places if is_gathered else k_at - k_first
+            for first, last in _tiles(q_first, size, chunk):
+                oldest = q_first + first - window + 1 if window else 0
+                if chunk:
+                    oldest = (q_first + first) // chunk * chunk
+                begin, end = max(k_first, oldest), min(k_first + size, q_first + last + 1)
+                if begin >= end:
+                    continue
+                yield AttentionPart(
+                    queries=slice(q_at + first, q_at + last + 1),
+                    keys=slice(shift + begin, shift + end),
+                    is_causal=end - 1 > q_first + first,
+                    distance=q_first + first - begin,
+                )
+
+
+def _tiles(q_first: int, size: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and last query of each tile, from 0; ``q_first`` is the position of query 0."""
+    first = 0
+    while first < size:
+        border = chunk - (q_first + first) % chunk if chunk else TILE
+        end = min(first + min(TILE, border), size)
+        yield first, end - 1
+        first = end
+
+
+def _chunks(segment: Segment, place: int, num_places: int) -> Iterator[tuple[int, int]]:
+    """Yield the local index and the position in the document of the first token of each chunk."""
+    if num_places == 1:
+        yield segment.start, 0
+        return
+    chunk = segment.size // 2
+    yield segment.early.start, place * chunk
+    yield segment.late.start, (2 * num_places - 1 - place) * chunk

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raymega.config.schema import ModelSection
-from raymega.plan.tensor_table import GlobalTensor, embedding_tensors, layer_tensors, mtp_tensors
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.layers.layer_pattern import mean_keys
+from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
@@ -32,7 +34,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     """
     # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
-    head = model.vocab_size * model.hidden_size
+    head = model.vocab_size * model.hidden_size + _transform_weights(model)
     layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
     forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
     forward += 2 * active_weights(mtp_tensors(model), model)
@@ -43,8 +45,17 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
 def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
     """Return the matrix elements that one token is multiplied with; of experts, top_k of all."""
     share = model.moe.top_k / max(1, model.moe.num_experts)
-    matrices = (t for t in tensors if len(t.shape) > 1)
+    matrices = (t for t in tensors if len(t.shape) > 1 and t.role != "bias")
     return sum(t.num_elements * (share if t.is_expert else 1.0) for t in matrices)
+
+
+def trained_share(model: ModelSection) -> float:
+    """Return the share of the blocks' weight gradients that are computed: those of frozen weights are not."""
+    if not (model.freeze or model.lora.r):
+        return 1.0
+    tensors = [t for layer in range(model.num_layers) for t in layer_tensors(model, layer)]
+    trained = active_weights((t for t in tensors if t.is_trained), model)
+    return trained / active_weights(tensors, model)
 
 
 def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
@@ -62,10 +73,18 @@ def loss_cost(model: ModelSection) -> float:
     """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
     layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
     further = active_weights(mtp_tensors(model), model)
-    head = embedding_tensors(model)[0].num_elements
+    head = embedding_tensors(model)[0].num_elements + _transform_weights(model)
     return ((1 + model.num_nextn_predict_layers) * head + further) / layer
 
 
+def _transform_weights(model: ModelSection) -> int:
+    """Return the elements of an encoder's matrix before the head; its pooler is used once a row."""
+    named = (t for t in head_tensors(model) if t.name == "head.transform.weight")
+    return sum(tensor.num_elements for tensor in named)
+
+
 def _attention_flops(model: ModelSection, seq_len: float) -> float:
-    """Return the FLOPs of attention's two products in a forward, for one token and layer."""
-    return seq_len * model.num_heads * (model.head_width + model.value_width)
+    """Return the FLOPs of attention's two products in a forward, for one token and a mean layer."""
+    return (
+        mean_keys(model, seq_len=seq_len) * model.num_heads * (model.head_width + model.value_width)
+    )

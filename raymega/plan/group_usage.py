@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from raymega.config.schema import Job
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.tensor_table import embedding_tensors
 from raymega.plan.zero_levels import ZeroLevel, data_parallel_shard_size, level_of
 
 EXPERT_GROUPS = frozenset({"etp", "ep", "edp", "expert_sharers", "expert_copies"})
@@ -22,8 +23,9 @@ def unused_groups(plan: RunPlan) -> frozenset[str]:
         unused |= EXPERT_GROUPS
     if not _counts_micro_batch(job):
         unused.add("micro")
-    # embedding: two copies of the token table on different ranks
-    if not job.model.needs_token_table_last or plan.placement.are_ends_together:
+    # embedding: two copies of a trained token table on different ranks
+    is_still = embedding_tensors(job.model)[0].is_frozen
+    if is_still or not job.model.needs_token_table_last or plan.placement.are_ends_together:
         unused.add("embedding")
     # hybrid sharding: gradients are summed over the sharers, then over the copies
     if data_parallel_shard_size(job.parallel) and level_of(job.parallel) > ZeroLevel.NONE:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from raymega.plan.batch import BatchPlan
-from raymega.plan.memory.activation_bytes import activation_shape, peak_bytes, stage_activations
+from raymega.plan.memory.activation_bytes import peak_bytes, stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import save_cost

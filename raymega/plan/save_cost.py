@@ -8,12 +8,13 @@ from functools import lru_cache
 from raymega.config.schema import Job
 from raymega.messages import Box
 from raymega.plan.grid import ExpertPlace
+from raymega.plan.layers.global_tensor import Role
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, block_kinds
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
-from raymega.plan.tensor_table import Role, stage_tensors
+from raymega.plan.tensor_table import stage_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,9 +69,15 @@ def node_bytes(plan: RunPlan, node_of: Sequence[str]) -> dict[str, int]:
         node_of: Name of the node of each rank.
     """
     taken: dict[str, int] = defaultdict(int)
+    costs: dict[tuple[int, int, int], SnapshotCost] = {}
     for rank, homes in enumerate(copy_nodes(node_of)):
+        # ranks that differ in cp, dp and ep only hold parts of one size
+        at = plan.grid.coords(rank)
+        kind = at.pp, at.tp, len(homes)
+        if kind not in costs:
+            costs[kind] = snapshot_cost(plan, rank, num_copies=len(homes))
+        cost = costs[kind]
         # the rank's own node holds its buffers, the partner holds the second copy
-        cost = snapshot_cost(plan, rank, num_copies=len(homes))
         taken[node_of[rank]] += cost.buffer_bytes
         taken[homes[-1]] += cost.server_bytes
     return dict(taken)

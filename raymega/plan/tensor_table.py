@@ -5,148 +5,14 @@ One table serves construction, initialisation, counting, checkpoints and export;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod, sqrt
-from typing import Literal
+from dataclasses import replace
+from math import sqrt
 
 from raymega.config.schema import ModelSection
-from raymega.messages import Box
-from raymega.plan.grid import ExpertPlace
+from raymega.plan.adapters import with_tuning
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.stages import Stage
-
-Role = Literal["embedding", "head", "matrix", "norm", "bias", "state"]
-
-
-WHOLE_EXPERTS = ExpertPlace()
-"""Place of a rank that holds all experts whole."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalTensor:
-    """Named tensor of the whole model.
-
-    Attributes:
-        name: Name of the tensor, such as ``layers.3.attention.q.weight``.
-        shape: Global shape; a linear weight is [out, in].
-        tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
-        init: Kind of initial values: ``normal``, ``zeros`` or ``ones``.
-        initializer_range: Standard deviation when ``init`` is ``normal``.
-        role: Role for the optimizer; ``matrix`` is every weight inside a block, ``embedding`` a
-            table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
-            and restored with the weights.
-        tp_units: Most blocks into which tp may cut it, 0 for no limit; with more ranks, neighbours
-            share a block. Key and value heads have such a limit.
-        serves_heads: Whether it is used on the query heads of each tp rank apart, so that the
-            gradients of ranks that share a block are terms of a sum.
-        serves_tokens: Whether it is used on each tp rank's own tokens, even where the stream is not
-            cut between layers, so that its gradients are terms of a sum as well.
-        padded_rows: Number of its last rows that are padding and always zero.
-        etp_dim: Dim of the features of an expert tensor, which etp cuts; -1 of all others. Dim 0 of
-            an expert tensor is the experts, which ep cuts evenly.
-        is_wide: Whether it is kept in float32 or better, whatever the compute dtype.
-        layer: Number of its block, from 0; -1 outside of blocks.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tp_dim: int
-    init: str
-    initializer_range: float
-    role: Role
-    tp_units: int = 0
-    serves_heads: bool = False
-    serves_tokens: bool = False
-    padded_rows: int = 0
-    etp_dim: int = -1
-    is_wide: bool = False
-    layer: int = -1
-
-    @property
-    def is_expert(self) -> bool:
-        """True where its parts are placed by the experts' view of the grid."""
-        return self.etp_dim >= 0
-
-    @property
-    def is_trained(self) -> bool:
-        """True where the optimizer updates it, and keeps moments of it."""
-        return self.role != "state"
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of the whole tensor."""
-        return prod(self.shape)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements that can be trained: all but padding, and none of a state."""
-        return self.num_elements // self.shape[0] * self.real_rows if self.is_trained else 0
-
-    @property
-    def real_rows(self) -> int:
-        """Number of rows that are no padding."""
-        return self.shape[0] - self.padded_rows
-
-    @property
-    def whole(self) -> Box:
-        """Box of the whole tensor."""
-        return Box.whole(self.shape)
-
-    def sharers(self, *, tp: int) -> int:
-        """Return how many neighbouring tp ranks hold the same block; 1 for an expert tensor."""
-        if self.is_expert:
-            return 1
-        if self.tp_dim < 0:
-            return tp
-        return max(1, tp // self.tp_units) if self.tp_units else 1
-
-    def box(self, *, tp: int, tp_rank: int, experts: ExpertPlace = WHOLE_EXPERTS) -> Box:
-        """Return the block of a rank, by its place on tp or, of an expert tensor, among experts."""
-        offset, shape = [0] * len(self.shape), list(self.shape)
-        # experts over ep, features over etp
-        if self.is_expert:
-            shape[0] //= experts.ep
-            shape[self.etp_dim] //= experts.etp
-            offset[0] = shape[0] * experts.ep_rank
-            offset[self.etp_dim] = shape[self.etp_dim] * experts.etp_rank
-        # tp, with neighbours that share a key or value head
-        if self.tp_dim >= 0:
-            sharers = self.sharers(tp=tp)
-            shape[self.tp_dim] //= tp // sharers
-            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)
-        return Box(offset=tuple(offset), shape=tuple(shape))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FamilyTensors:
-    """Tensors of a family in addition to those that all families have.
-
-    Attributes:
-        biased: Names of linear layers with a bias.
-        has_positions: Whether it has a table of learned positions.
-        has_gate: Whether the feed-forward layer has a gate.
-        has_norm_bias: Whether norms have a bias.
-        has_head_norms: Whether each query and key head has a norm, whose weight all heads share.
-    """
-
-    biased: frozenset[str] = frozenset()
-    has_positions: bool = False
-    has_gate: bool = True
-    has_norm_bias: bool = False
-    has_head_norms: bool = False
-
-
-_QKV = ("attention.q", "attention.k", "attention.v")
-FAMILY_TENSORS = {
-    "gpt2": FamilyTensors(
-        biased=frozenset((*_QKV, "attention.out", "mlp.up", "mlp.down")),
-        has_positions=True,
-        has_gate=False,
-        has_norm_bias=True,
-    ),
-    "llama": FamilyTensors(),
-    "qwen2": FamilyTensors(biased=frozenset(_QKV)),
-    "qwen3": FamilyTensors(has_head_norms=True),
-}
 
 
 def _weight(
@@ -187,31 +53,47 @@ def _scale(name: str, size: int, *, serves_heads: bool = False) -> GlobalTensor:
     )  # fmt: skip
 
 
+def _offset(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
+    """Return a norm's weight, which starts at 0 where the family multiplies by 1 + weight."""
+    return replace(tensor, init="zeros") if parts_of(model).is_norm_offset else tensor
+
+
 def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
-    table = [_scale(name, model.hidden_size)]
-    if FAMILY_TENSORS[model.family].has_norm_bias:
+    table = [_offset(_scale(name, model.hidden_size), model)]
+    if parts_of(model).has_norm_bias:
         table.append(_bias(name, model.hidden_size, tp_dim=-1))
     return table
 
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Return the token table, and gpt2's position table."""
-    table = [_table("embedding.tokens", model, role="embedding")]
-    if FAMILY_TENSORS[model.family].has_positions:
-        shape = (model.max_positions, model.hidden_size)
-        std = model.initializer_range
-        table.append(_weight("embedding.positions", shape, tp_dim=-1, std=std, role="embedding"))
-    return table
+    """Return the token table, tables of learned positions and of token types, and their sum's norm."""
+    table, family = [_table("embedding.tokens", model, role="embedding")], parts_of(model)
+    positions = model.max_positions if family.has_positions else 0
+    types = 0 if family.is_causal else model.encoder.type_vocab_size
+    for name, rows in {"positions": positions, "token_types": types}.items():
+        if rows:
+            shape, std = (rows, model.hidden_size), model.initializer_range
+            table.append(_weight(f"embedding.{name}", shape, tp_dim=-1, std=std, role="embedding"))
+    if family.has_embedding_norm:
+        table += _norm("embedding.norm", model)
+    return with_tuning(table, model)
 
 
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     """Return the tensors that make heads of the stream, and the projection back to it."""
-    family, std = FAMILY_TENSORS[model.family], model.initializer_range
+    family, std = parts_of(model), model.initializer_range
     q_width, kv_width = model.num_heads * model.head_width, model.kv_heads * model.head_width
     table = []
-    if family.has_head_norms:
+    if family.qk_norm == "heads":
         for name in ("q_norm", "k_norm"):
-            table.append(_scale(f"{at}.{name}", model.head_width, serves_heads=True))
+            scale = _scale(f"{at}.{name}", model.head_width, serves_heads=True)
+            table.append(_offset(scale, model))
+    if family.qk_norm == "whole":  # one weight a feature, cut as the features are
+        table.append(replace(_scale(f"{at}.q_norm", q_width), tp_dim=0))
+        scale = _scale(f"{at}.k_norm", kv_width, serves_heads=True)
+        table.append(replace(scale, tp_dim=0, tp_units=model.kv_heads))
+    if model.attention.sinks:
+        table.append(_bias(f"{at}.sinks", model.num_heads, tp_dim=0))
     for name, out in {"q": q_width, "k": kv_width, "v": kv_width}.items():
         kv_heads = 0 if name == "q" else model.kv_heads
         shape = (out, model.hidden_size)
@@ -248,10 +130,9 @@ def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
 
 def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
     """Return the tensors of a linear layer that writes to the residual stream."""
-    table = [_weight(at, (model.hidden_size, inner), tp_dim=1, std=_out_std(model))]
-    if kind in FAMILY_TENSORS[model.family].biased:
-        table.append(_bias(at, model.hidden_size, tp_dim=-1))
-    return table
+    weight = _weight(at, (model.hidden_size, inner), tp_dim=1, std=_out_std(model))
+    is_biased = kind in parts_of(model).biased
+    return [weight, _bias(at, model.hidden_size, tp_dim=-1)] if is_biased else [weight]
 
 
 def _out_std(model: ModelSection) -> float:
@@ -259,7 +140,7 @@ def _out_std(model: ModelSection) -> float:
 
 
 def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    family, table = FAMILY_TENSORS[model.family], []
+    family, table = parts_of(model), []
     for name in ("gate", "up") if family.has_gate else ("up",):
         shape = (model.ffn_hidden_size, model.hidden_size)
         table.append(_weight(f"{at}.{name}", shape, tp_dim=0, std=model.initializer_range))
@@ -269,14 +150,17 @@ def _mlp_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
 
 
 def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Return router, experts and the shared expert, which attention's tp cuts, all without biases."""
-    moe, width = model.moe, model.hidden_size
-    names = ("gate", "up") if FAMILY_TENSORS[model.family].has_gate else ("up",)
+    """Return router, experts and the shared expert, which attention's tp cuts."""
+    moe, width, biased = model.moe, model.hidden_size, parts_of(model).biased
+    names = ("gate", "up") if parts_of(model).has_gate else ("up",)
     # Router, with the state that balances it.
     router = _weight(
         f"{at}.router", (moe.num_experts, width), tp_dim=-1, std=model.initializer_range
     )
     table = [replace(router, serves_tokens=True, is_wide=True)]
+    if "moe.router" in biased:
+        bias = _bias(f"{at}.router.linear", moe.num_experts, tp_dim=-1)
+        table.append(replace(bias, serves_tokens=True, is_wide=True))
     if moe.expert_bias:
         table.append(_router_state(f"{at}.router.bias", moe.num_experts))
     if moe.load_balancing_type == "global":
@@ -288,6 +172,9 @@ def _moe_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
         _expert(f"{at}.experts.{n}", into, etp_dim=1, std=model.initializer_range) for n in names
     ]
     table.append(_expert(f"{at}.experts.down", back, etp_dim=2, std=_out_std(model)))
+    sizes = {**dict.fromkeys(names, model.expert_width), "down": width}
+    for name in (name for name in sizes if f"moe.experts.{name}" in biased):
+        table.append(_expert_bias(f"{at}.experts.{name}", (moe.num_experts, sizes[name])))
     # Shared expert, which tp cuts as a dense layer.
     if moe.shared_expert_intermediate_size:
         shape = (moe.shared_expert_intermediate_size, width)
@@ -306,6 +193,14 @@ def _expert(name: str, shape: tuple[int, int, int], *, etp_dim: int, std: float)
     return GlobalTensor(
         name=f"{name}.weight", shape=shape, tp_dim=-1, init="normal", initializer_range=std, role="matrix",
         etp_dim=etp_dim,
+    )  # fmt: skip
+
+
+def _expert_bias(name: str, shape: tuple[int, int]) -> GlobalTensor:
+    """Return the biases of all experts; etp ranks add other columns of them, the last one's too."""
+    return GlobalTensor(
+        name=f"{name}.bias", shape=shape, tp_dim=-1, init="zeros", initializer_range=0.0, role="bias",
+        etp_dim=1,
     )  # fmt: skip
 
 
@@ -330,13 +225,15 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Return the tensors of one transformer block."""
     at = block_name(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
-    norms = _norm(f"{at}.attention_norm", model) + _norm(f"{at}.mlp_norm", model)
+    kinds = {"before": ["norm"], "after": ["post_norm"], "sum": ["sum_norm"]}
+    kinds["both"] = kinds["before"] + kinds["after"]
+    names = (f"{part}_{k}" for k in kinds[parts_of(model).norms] for part in ("attention", "mlp"))
+    norms = [tensor for name in names for tensor in _norm(f"{at}.{name}", model)]
     attention = make_attention(f"{at}.attention", model)
-    if model.moe.holds_experts(layer):
-        table = norms + attention + _moe_tensors(f"{at}.moe", model)
-    else:
-        table = norms + attention + _mlp_tensors(f"{at}.mlp", model)
-    return [replace(_scaled(tensor, model), layer=layer) for tensor in table]
+    is_moe = model.moe.holds_experts(layer)
+    inner = _moe_tensors(f"{at}.moe", model) if is_moe else _mlp_tensors(f"{at}.mlp", model)
+    table = (replace(_scaled(each, model), layer=layer) for each in norms + attention + inner)
+    return with_tuning(table, model)
 
 
 def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
@@ -344,17 +241,32 @@ def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
 
     A matrix inside a block starts with a variance that falls as what it sums over grows.
     """
-    if tensor.role != "matrix":
-        return tensor
-    return replace(tensor, initializer_range=tensor.initializer_range / sqrt(model.width_ratio))
+    std = tensor.initializer_range / sqrt(model.width_ratio)
+    return replace(tensor, initializer_range=std) if tensor.role == "matrix" else tensor
 
 
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Return the final norm, and the head's own weight when it is not tied."""
-    table = _norm("final_norm", model)
+    """Return the final norm, the head's own weight when it is not tied, and an encoder's heads."""
+    family = parts_of(model)
+    table = _norm("final_norm", model) if family.norms != "sum" else []
     if not model.tie_word_embeddings:
         table.append(_table("head", model, role="head"))
-    return table
+    if not family.is_causal:
+        table += _encoder_head_tensors(model)
+    return with_tuning(table, model)
+
+
+def _encoder_head_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Return the transform before the vocabulary, its bias, and with pairs the pooler and their head."""
+    width, rows, table = model.hidden_size, model.table_rows, []
+    sizes = {"transform": width} | (
+        {"pooler": width, "pairs": 2} if model.encoder.has_pairs else {}
+    )
+    for name, size in sizes.items():
+        weight = _weight(f"head.{name}", (size, width), tp_dim=-1, std=model.initializer_range)
+        table += [_scaled(weight, model), _bias(f"head.{name}", size, tp_dim=-1)]
+    of_rows = replace(_bias("head", rows, tp_dim=0), padded_rows=rows - model.vocab_size)
+    return [*table, *_norm("head.transform_norm", model), of_rows]
 
 
 def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
@@ -364,10 +276,11 @@ def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
         layer = model.num_layers + depth
         at = block_name(model, layer)
         shape = (model.hidden_size, 2 * model.hidden_size)
-        table += _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
+        own = _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
         join = _weight(f"{at}.join", shape, tp_dim=-1, std=model.initializer_range)
-        table.append(_scaled(join, model))
-        table += layer_tensors(model, layer) + _norm(f"{at}.final_norm", model)
+        table += with_tuning([*own, _scaled(join, model)], model)
+        table += layer_tensors(model, layer)
+        table += with_tuning(_norm(f"{at}.final_norm", model), model)
     return table
 
 
@@ -377,6 +290,11 @@ def model_tensors(model: ModelSection) -> list[GlobalTensor]:
     for layer in range(model.num_layers):
         table += layer_tensors(model, layer)
     return table + head_tensors(model) + mtp_tensors(model)
+
+
+def saved_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Return the tensors of a run's checkpoints: with adapters all but what is frozen."""
+    return [each for each in model_tensors(model) if not (model.lora.r and each.is_frozen)]
 
 
 def stage_tensors(model: ModelSection, stage: Stage) -> list[GlobalTensor]:

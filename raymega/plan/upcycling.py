@@ -47,7 +47,7 @@ class Upcycling:
         over its copies. Where they are not normalised that is so for even scores, which a new
         router nearly has.
         """
-        if name not in self.sources or not name.endswith(BACK):
+        if name not in self.sources or not name.rpartition(".")[0].endswith(".down"):
             return 1.0
         # the sum of a token's weights at the start: 1, or top_k even scores
         moe = self.moe
@@ -134,6 +134,23 @@ def upcycling_faults(
                     "set model.moe.intermediate_size to the dense layer's, or to a whole part of it",
                 )
             ]
+    # An expert must be linear in its weight, and its biases whole.
+    if moe.apply_probs_on_input:
+        return [
+            _fault(
+                "true with model.moe.apply_probs_on_input=true",
+                "experts that read less than the dense layer did are not that layer",
+                f"set {FIELD}=false, or model.moe.apply_probs_on_input=false",
+            )
+        ]
+    if parts > 1 and any(name.endswith(".bias") for name in upcycling.sources):
+        return [
+            _fault(
+                f"true with experts of a {parts}th of the dense layer's features",
+                "each of them would add the whole last bias",
+                "set model.moe.intermediate_size to the dense layer's",
+            )
+        ]
     # Routing must be able to choose whole copies.
     rules = (
         (moe.num_experts, f"model.moe.num_experts={moe.num_experts}"),

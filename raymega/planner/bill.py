@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raymega.config.schema import Job
+from raymega.config.schema import Job, RunSection
 from raymega.errors import duration
 from raymega.plan.batch import phases
 from raymega.plan.hardware.catalog import Accelerator
@@ -71,7 +71,14 @@ class Bill:
     spot: SpotBill | None
 
 
-def make_bill(plan: RunPlan, device: Accelerator, step_s: float, *, first_step: int = 0) -> Bill:
+def make_bill(
+    plan: RunPlan,
+    device: Accelerator,
+    step_s: float,
+    *,
+    first_step: int = 0,
+    tasks_s: float = 0.0,
+) -> Bill:
     """Return the bill of the steps after ``first_step``.
 
     Args:
@@ -79,12 +86,14 @@ def make_bill(plan: RunPlan, device: Accelerator, step_s: float, *, first_step: 
         device: Device with its prices; those of 0 are unknown.
         step_s: Seconds of a step with the whole batch.
         first_step: Number of steps that are done.
+        tasks_s: Seconds of one evaluation of run.eval_tasks, for which the ranks that train wait.
     """
     job, world = plan.job, plan.grid.world_size
     steps = max(0, job.run.steps - first_step)
     weighted = list(_step_weights(plan, first_step))
     training_s = step_s * sum(number * weight for number, weight, _ in weighted)
     evaluation_s = _evaluation_s(job, step_s, first_step)
+    evaluation_s += tasks_s * _num_evaluations(job.run, job.run.eval_tasks_every, first_step)
     seconds = training_s + evaluation_s
     hours = seconds / 3600 * world
     return Bill(
@@ -113,15 +122,17 @@ def _step_weights(plan: RunPlan, first_step: int) -> Iterator[tuple[int, float, 
 
 
 def _evaluation_s(job: Job, step_s: float, first_step: int) -> float:
-    """Return the seconds of the evaluations that are left: every eval_every steps, and at the end."""
+    """Return the seconds of the evaluations on held-out text that are left."""
     run = job.run
-    if not run.eval_samples or first_step >= run.steps:
-        return 0.0
-    number = 1
-    if run.eval_every:
-        number = -(-run.steps // run.eval_every) - first_step // run.eval_every
     one_s = step_s * FORWARD_SHARE * run.eval_samples / job.data.global_batch_size
-    return number * one_s
+    return _num_evaluations(run, run.eval_every, first_step) * one_s
+
+
+def _num_evaluations(run: RunSection, every: int, first_step: int) -> int:
+    """Return the number of evaluations that are left: every ``every`` steps unless it is 0, and at the end."""
+    if first_step >= run.steps:
+        return 0
+    return -(-run.steps // every) - first_step // every if every else 1
 
 
 def _spot(plan: RunPlan, device: Accelerator, step_s: float, seconds: float) -> SpotBill:

@@ -13,7 +13,7 @@ from raymega.drawing.page import charts, note, page, table, zoomable
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.bill import bill_lines, make_bill
+from raymega.planner.bill import Bill, bill_lines
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.planner.cost.simulated_step import play
@@ -47,17 +47,15 @@ TIMELINE_PX = 1090
 """Width of the time line's rows, which the page just holds."""
 
 
-def draw_plan(found: RankedLayout, device: Accelerator) -> str:
-    """Return the HTML page of a plan."""
+def draw_plan(found: RankedLayout, device: Accelerator, bill: Bill) -> str:
+    """Return the HTML page of a plan, with the bill of its run."""
     plan, time = found.plan, found.time
     facts = {
         "job": plan.job.run.name,
         "layout": describe(found),
         "on": f"{plan.grid.world_size} x {device.name}",
         "a step": f"{seconds(time.total_s)}, {found.tokens_per_s:,.0f} tokens/s a device",
-        "the whole run": " ".join(
-            bill_lines(make_bill(found.plan, device, found.time.total_s), device)
-        ),
+        "the whole run": " ".join(bill_lines(bill, device)),
         "what binds": advice_line(advise(found, device), found, device),
         "how far to trust it": expected_error(device, plan.job),
     }

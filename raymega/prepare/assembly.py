@@ -14,16 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
-from raymega.data.format import ShardMeta
+from raymega.data.format import SHARD_TOKENS, ShardMeta
 from raymega.errors import DataError, Fault
 from raymega.prepare.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
 from raymega.prepare.origins import encode_origins
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.shards import ORIGINS_SUFFIX, GroupDone
-
-# Tokens of a shard, without the end of its last document. A shard that is read takes a memory map, and
-# Linux gives a process 65,530 of them: enough for 4e12 tokens.
-SHARD_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

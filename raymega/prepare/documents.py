@@ -34,6 +34,7 @@ class Document:
         num_replaced: Number of replacement characters inserted for lone surrogates of JSON.
         piece: Index of its piece in the group.
         row: Number of its row in the piece.
+        url: Address of the page, where the archive or row names one; else empty.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Document:
     num_replaced: int
     piece: int = 0
     row: int = 0
+    url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +160,7 @@ def _document(piece: FilePiece, entry: Entry, index: int) -> Document:
         num_replaced=num_replaced,
         piece=index,
         row=entry.row,
+        url=entry.url,
     )
 
 

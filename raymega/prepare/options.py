@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from raymega.data.format import local_folder
-from raymega.data.remote_dataset import is_remote
+from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, first_few
 from raymega.prepare.chat.rows import RowFormat
 from raymega.prepare.output import FolderOutput
@@ -102,12 +102,12 @@ def plan_work(
         faults, partial(list_files, options.inputs, include=include, exclude=exclude)
     )
     if files is not None and not any(file.num_bytes for file in files):
-        faults.append(_no_text(options.inputs))
+        faults.append(no_text(options.inputs))
     if options.row_format != "text":
         unread = [file.label for file in files or [] if file.form.format not in ROW_FORMATS]
         faults += [_no_rows(unread, options.row_format)] if unread else []
     if isinstance(output, FolderOutput):
-        faults += _folder_faults(output.folder, files or [])
+        faults += folder_faults(output.folder, files or [])
     if faults:
         raise ConfigError(*faults)
     assert tokenizer is not None and files is not None, "what is missing was a fault"
@@ -133,7 +133,8 @@ def _or_faults(faults: list[Fault | str], make: Callable[[], Made]) -> Made | No
         return None
 
 
-def _folder_faults(folder: Path, files: Sequence[SourceFile]) -> list[Fault]:
+def folder_faults(folder: Path, files: Sequence[SourceFile]) -> list[Fault]:
+    """Return the fault of an output folder that holds inputs or is a file."""
     if any(Path(file.path).is_relative_to(folder) for file in files):
         return [_output_in_input(folder)]
     return [_output_is_a_file(folder)] if folder.exists() and not folder.is_dir() else []
@@ -180,7 +181,8 @@ def _no_rows(files: Sequence[str], row_format: RowFormat) -> Fault:
     )
 
 
-def _no_text(inputs: Sequence[str]) -> Fault:
+def no_text(inputs: Sequence[str]) -> Fault:
+    """Return the fault of inputs whose files are all empty."""
     return Fault(
         fact=f"the files of {', '.join(inputs)} are all empty",
         rule="a dataset needs text",

@@ -16,15 +16,19 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from raymega.data.arrow import shard_lengths
 from raymega.data.format import DatasetMeta
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, one_line
+from raymega.storage.json_objects import parse_object
 from raymega.storage.registry import open_store
 
 ORIGINS_SUFFIX = ".origins"
 SOURCES_FILE = "sources.json"
 COLUMNS = ("source", "row")
+_SOURCES: TypeAdapter[list[str]] = TypeAdapter(list[str])
+_REPAIR = "prepare the corpus again into a new folder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +93,22 @@ def trace(uri: str, meta: DatasetMeta, *, split: str, token: int) -> Origin:
     try:
         name = shards[index].file.removesuffix(".arrow") + ORIGINS_SUFFIX
         source, row = decode_origins(store.get(name))[document].tolist()
-        files = json.loads(store.get(SOURCES_FILE))
+        raw, sources = store.get(SOURCES_FILE), f"{uri}/{SOURCES_FILE}"
+        files = parse_object(
+            raw, _SOURCES, name=sources, rule="it names the files of documents", remedy=_REPAIR
+        )
+        file = files[source]
     except KeyError as error:
-        raise_faults(ConfigError, [_no_origins(uri, str(error))])
-        raise
+        raise ConfigError(_no_origins(uri, str(error))) from error
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            fact=f"{uri}/{name} or {SOURCES_FILE} is damaged ({one_line(error)})",
+            rule="together they say which file and row each document comes from; the tokens are sound",
+            remedy=_REPAIR,
+        ) from error
     before = sum(shard.num_documents for shard in shards[:index])
     start = int(borders[document] - lengths[document])
-    return Origin(document=before + document, file=files[source], row=row, offset=at - start)
+    return Origin(document=before + document, file=file, row=row, offset=at - start)
 
 
 def _no_token(uri: str, split: str, token: int, length: int) -> Fault:
@@ -110,5 +123,5 @@ def _no_origins(uri: str, name: str) -> Fault:
     return Fault(
         fact=f"{uri} has no {name}",
         rule="the origins of documents are written since they can be traced",
-        remedy="prepare the corpus again into a new folder",
+        remedy=_REPAIR,
     )

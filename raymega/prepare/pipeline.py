@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
-import ray.data
 from isal import isal_zlib
 
 from raymega.data.arrow import token_dtype
@@ -27,6 +25,7 @@ from raymega.data.format import (
 )
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
 from raymega.prepare.assembly import ShardPlan, plan_shards, source_labels, write_shard
+from raymega.prepare.cluster import on_cluster
 from raymega.prepare.groups import make_groups, with_keys
 from raymega.prepare.options import Output, PrepareOptions, output_at, plan_work
 from raymega.prepare.origins import SOURCES_FILE, encode_sources
@@ -211,7 +210,7 @@ def _group_files(files: Sequence[SourceFile], options: PrepareOptions) -> list[S
     try:
         return make_groups(files, text_key=options.text_key, row_format=options.row_format)
     except OSError as error:
-        raise ConfigError(_unopened(error)) from error
+        raise ConfigError(unopened(error)) from error
 
 
 def _what_tokens_depend_on(recipe: dict[str, str], tokenizer: DatasetTokenizer) -> dict[str, str]:
@@ -245,26 +244,7 @@ def _run_groups(
         is_fast=is_fast,
     )
     run = partial(_run_group, output=output, write=write)
-    yield from _on_cluster(groups, run)
-
-
-def _on_cluster(items: Sequence[Any], run: Callable[[Any], Any]) -> Iterator[Any]:
-    """Run ``run`` on each item as a Ray Data task of one CPU, and yield its results as they come."""
-    if not items:
-        return
-    # Ray Data's own progress bars and log lines would break into the command's.
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # One block an item, so that each is a task of its own. Rows are dicts with one value.
-    rows = ray.data.from_items(list(items), override_num_blocks=len(items))
-    for row in rows.map(partial(_run_row, run=run), num_cpus=1).iter_rows():
-        yield row["item"]
-
-
-def _run_row(row: dict[str, Any], *, run: Callable[[Any], Any]) -> dict[str, Any]:
-    return {"item": run(row["item"])}
+    yield from on_cluster(groups, run)
 
 
 def _run_group(group: ShardGroup, *, output: Output, write: Callable[..., GroupDone]) -> GroupDone:
@@ -288,7 +268,7 @@ def _join(
     run = partial(_run_join, output=output, dtype=dtype)
     shards, results = list[ShardMeta](), map(run, plans)
     for number, result in enumerate(
-        results if len(plans) < MANY_SHARDS else _on_cluster(plans, run), start=1
+        results if len(plans) < MANY_SHARDS else on_cluster(plans, run), start=1
     ):
         if isinstance(result, RaymegaError):
             raise result
@@ -316,7 +296,8 @@ def _faults_of(error: RaymegaError | OSError) -> tuple[Fault, ...]:
     return tuple(fault for fault in error.faults if isinstance(fault, Fault))
 
 
-def _unopened(error: OSError) -> Fault:
+def unopened(error: OSError) -> Fault:
+    """Return the fault of a large file that cannot be opened to cut it."""
     return Fault(
         fact=f"a large file cannot be cut: {error}",
         rule="every node must be able to read the inputs",

@@ -9,19 +9,44 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from raymega.data.format import ShardMeta
 from raymega.prepare.documents import BadLine
 from raymega.prepare.shards import Counts, GroupDone, SplitPart
+from raymega.prepare.tokenizer.encoder import EngineName
 
 STATE_FOLDER = "_state"
 RECIPE_FILE = "recipe.json"
 RECORDS_FOLDER = "groups"
 # There once the fast engine was disproved, so that a later preparation does not ask it again.
 DISPROVED_FILE = "gigatoken-disproved"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A split's part as it is stored: ``counts`` are compressed int64."""
+
+    shard: ShardMeta
+    num_text_bytes: int
+    counts: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    """A record as it is stored; the fields are those of GroupDone."""
+
+    engine: EngineName
+    num_replaced: int
+    num_rows: tuple[int, ...]
+    bad: tuple[BadLine, ...]
+    parts: dict[str, _Part]
+
+
+_ADAPTER: TypeAdapter[_Record] = TypeAdapter(_Record)
 
 
 def record_name(key: str) -> str:
@@ -48,23 +73,23 @@ def encode_record(done: GroupDone) -> bytes:
 def decode_record(content: bytes, *, index: int) -> GroupDone | None:
     """Return the report in a record, for the group with number ``index``; None if it is damaged."""
     try:
-        record = json.loads(content)
+        record = _ADAPTER.validate_json(content, strict=True)
         return GroupDone(
             index=index,
-            engine=record["engine"],
-            num_replaced=record["num_replaced"],
-            num_rows=tuple(record["num_rows"]),
-            bad=tuple(BadLine(**line) for line in record["bad"]),
+            engine=record.engine,
+            num_replaced=record.num_replaced,
+            num_rows=record.num_rows,
+            bad=record.bad,
             parts={
                 name: SplitPart(
-                    shard=ShardMeta(**part["shard"]),
-                    num_text_bytes=part["num_text_bytes"],
-                    counts=_counts(part["counts"]),
+                    shard=part.shard,
+                    num_text_bytes=part.num_text_bytes,
+                    counts=_counts(part.counts),
                 )
-                for name, part in record["parts"].items()
+                for name, part in record.parts.items()
             },
         )
-    except (ValueError, KeyError, TypeError, zlib.error):
+    except (ValueError, zlib.error):
         return None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE, DatasetMeta, encode_meta
-from raymega.data.remote_dataset import meta_at, missing_shards
+from raymega.data.streaming.remote_dataset import meta_at, missing_shards
 from raymega.errors import ConfigError, DataError, raise_faults
 from raymega.prepare.output import occupied, other_recipe
 from raymega.prepare.readers.pieces import ShardGroup

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from raymega.data.arrow import TokenStream
 from raymega.data.format import TOKENIZER_FILE, DatasetMeta
 from raymega.data.open_split import LossOn, labels_of, missing_split
-from raymega.data.remote_dataset import local_copy
+from raymega.data.streaming.remote_dataset import open_files
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.origins import trace
 from raymega.storage.registry import open_store
@@ -57,7 +57,7 @@ def show_documents(
     """
     if split not in meta.splits:
         raise ConfigError(missing_split(uri, split))
-    stream = TokenStream(local_copy(uri), meta.splits[split])
+    stream = TokenStream(open_files(uri)[1], meta.splits[split])
     labels = labels_of(stream, meta, loss_on)
     lengths = stream.document_lengths().tolist()
     if first >= len(lengths):

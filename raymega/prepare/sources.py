@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raymega.errors import ConfigError, Fault, first_few
+from raymega.prepare.readers.corpora import is_part_of_unfinished, own_folders
 from raymega.prepare.readers.formats import (
     WEB_FORMATS,
     Form,
@@ -26,9 +27,6 @@ from raymega.prepare.readers.formats import (
 )
 from raymega.prepare.readers.listing import Listed, list_root, root_of
 from raymega.prepare.readers.pieces import SourceFile
-
-# Folders that raymega writes beside what is to be read.
-OWN_FOLDERS = ("_state", "_report")
 
 
 def list_files(
@@ -98,13 +96,19 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
         listed = [_one_file(info, top)] if info.is_file else list_root(system, top)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(_unreadable(name, _reason(error))) from error
+    # What raymega wrote beside a corpus is not read, and a corpus that is not whole not at all.
+    own = own_folders(each.name for each in listed)
+    if info.is_file and is_part_of_unfinished(system, info.path):
+        raise ConfigError(_unfinished(name))
     unknown, broken = [], []
     for each in listed:
-        is_left_out = each.name.partition("/")[0] in OWN_FOLDERS or _matches(each.name, exclude)
+        is_left_out = own.has(each.name) or _matches(each.name, exclude)
         if not info.is_file and (is_left_out or not (each.why or _matches(each.name, include))):
             continue
         label = name if info.is_file else f"{name.rstrip('/')}/{each.name}"
         form = form_of(each.name, include)
+        if own.is_unfinished(each.name):
+            raise ConfigError(_unfinished(label))
         if each.why:
             broken.append(_unlisted(label, each.why))
         elif form is None:
@@ -162,6 +166,14 @@ def _unreadable(name: str, why: str) -> Fault:
         fact=f"INPUT {name!r} cannot be read: {why}",
         rule="an input is a file, a folder, or a URI such as s3://bucket/folder",
         remedy="name what exists and is readable on every node",
+    )
+
+
+def _unfinished(name: str) -> Fault:
+    return Fault(
+        fact=f"INPUT {name!r} is of a corpus that raymega data curate has not finished",
+        rule="a corpus is read when it is whole: until then files of it are missing",
+        remedy="run its command again to the end, or leave the folder out with --exclude",
     )
 
 

@@ -51,9 +51,9 @@ def run_page(
     """
     try:
         history = load_history(place.metrics)
-    except (OSError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            fact=f"{place.metrics} cannot be read: {error!r}",
+            fact=f"{place.metrics} cannot be read: {error}",
             rule="it must hold the events of a run of this version, one JSON object a line",
             remedy="give the folder of another run",
         ) from error

@@ -84,6 +84,19 @@ class LocalStore:
             keys = sorted(path.relative_to(self._root).as_posix() for path in _files(folder))
         yield from (key for key in keys if key.startswith(prefix) and is_key(key))
 
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield the keys that begin with ``prefix``, each with its file's length in bytes."""
+        for key in self.list(prefix):
+            with suppress(KeyError):  # deleted meanwhile
+                yield key, self.size(key)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See ListsFolders; a folder may be empty."""
+        folder = self._root / prefix
+        with _failures("list", folder), suppress(*_ABSENT), os.scandir(folder) as entries:
+            names = sorted(each.name for each in entries if each.is_dir())
+            yield from (name for name in names if is_key(prefix + name))
+
     def delete(self, key: str) -> None:
         """Remove an object, and the folders that it leaves empty; a missing key is no error."""
         path = self._path(key)

@@ -66,8 +66,22 @@ def _memory(num_bytes: int) -> pa.Buffer:
 class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     """A snapshot server that serves from its construction on, at ``uri`` (host:port), in Flight's own threads."""
 
-    def __init__(self, host: str, token: str) -> None:
-        """Listen on a free port of ``host`` for callers that send ``token``."""
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        *,
+        questions: Mapping[str, Callable[[Any, Any], object]] | None = None,
+    ) -> None:
+        """Listen on a free port of ``host`` for callers that send ``token``.
+
+        Args:
+            host: Address to listen on.
+            token: Secret of the callers.
+            questions: Functions of the server's objects, which have ``get``, ``size`` and ``list`` as a Store has,
+                and of a JSON value; they return JSON. Each is asked by its name.
+        """
+        self._questions = dict(questions or {})
         self._objects: dict[str, pa.Table] = {}  # by key
         self._lock = Lock()
         middleware = {"token": _TokenCheck(token)}
@@ -111,7 +125,13 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
             "drop": self._drop,
             "clear": lambda prefix: self._drop(self._list(prefix)),
         }
-        answer = handlers[action.type](json.loads(action.body.to_pybytes()))
+        about = json.loads(action.body.to_pybytes())
+        if action.type in handlers:
+            answer = handlers[action.type](about)
+        elif action.type in self._questions:
+            answer = self._questions[action.type](_OwnObjects(self), about)
+        else:
+            raise flight.FlightServerError(f"{action.type} is no question", ABSENT)
         return [json.dumps(answer).encode()]
 
     def _find(self, key: str) -> pa.Table:
@@ -128,6 +148,28 @@ class MemoryStoreServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarr
         with self._lock:
             for key in keys:
                 self._objects.pop(key, None)
+
+
+class _OwnObjects:
+    """The objects of a server for its questions; a missing key raises KeyError."""
+
+    def __init__(self, server: MemoryStoreServer) -> None:
+        self._server = server
+
+    def get(self, key: str) -> bytes:
+        return b"".join(buffer_of(batch) for batch in self._table(key).to_batches())
+
+    def size(self, key: str) -> int:
+        return int(self._table(key).num_rows)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._server._list(prefix)
+
+    def _table(self, key: str) -> pa.Table:
+        try:
+            return self._server._find(key)
+        except flight.FlightServerError:
+            raise KeyError(key) from None
 
 
 def _seen(tail: Mapping[str, int | str]) -> pa.Buffer:

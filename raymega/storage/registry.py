@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,8 +12,17 @@ from urllib.parse import unquote, urlsplit
 
 from raymega.config.hub import download, hub_name
 from raymega.errors import ConfigError, Fault, StorageError, raise_faults
+from raymega.plugins import (
+    call_plugin,
+    code_of,
+    find,
+    is_known,
+    known_names,
+    use_entry_point,
+)
 from raymega.storage.local import LocalStore
-from raymega.storage.store import Store
+from raymega.storage.named_store import NamedStore
+from raymega.storage.store import Store, folders_below
 
 
 class Backend(Protocol):
@@ -81,7 +90,8 @@ def _s3() -> Backend:
     return s3
 
 
-SCHEMES: dict[str, Callable[[], Backend]] = {"file": Folders, "s3": _s3}
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"file": Folders, "s3": _s3}
+"""Backends of the package by scheme; `raymega/plugins.py` registers them beside those of plug-ins."""
 
 
 def open_store(uri: str) -> Store:
@@ -93,7 +103,9 @@ def open_store(uri: str) -> Store:
         ConfigError: The URI has none of these forms.
     """
     raise_faults(ConfigError, _uri_faults(uri, field="uri"))
-    return SCHEMES[_scheme(uri)]().open_store(uri)
+    row = find("store", _scheme(uri))
+    store = call_plugin(row, lambda: _backend(uri).open_store(uri))
+    return NamedStore(store, row) if row.is_outside else store
 
 
 def store_faults(uri: str, *, field: str = "checkpoint.uri") -> list[Fault]:
@@ -118,7 +130,7 @@ def reading_faults(uri: str, *, field: str) -> list[Fault]:
 
 def folder_faults(uri: str, *, field: str) -> list[Fault]:
     """Return why ``uri`` cannot be a folder on the machine that opens it; accesses nothing."""
-    if _scheme(uri) in SCHEMES and _scheme(uri) != "file":
+    if is_known("store", _scheme(uri)) and _scheme(uri) != "file":
         rule, remedy = "it must be a folder on a machine's own disks", "give a path"
         return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
     return _uri_faults(uri, field=field)
@@ -164,8 +176,11 @@ def drop_unfinished(
         StorageError: The store refuses.
     """
     raise_faults(ConfigError, _uri_faults(uri, field="uri"))
-    backend = SCHEMES[_scheme(uri)]()
-    return backend.drop_unfinished(uri, older_than=older_than, now=now, is_dry=is_dry)
+    backend = _backend(uri)
+    return call_plugin(
+        find("store", _scheme(uri)),
+        lambda: backend.drop_unfinished(uri, older_than=older_than, now=now, is_dry=is_dry),
+    )
 
 
 def is_anything_at(uri: str) -> bool:
@@ -178,14 +193,25 @@ def is_anything_at(uri: str) -> bool:
     folder = local_path(uri)
     if folder is not None:
         return folder.exists()
-    return next(iter(open_store(uri).list("")), None) is not None
+    # a listing of the names alone first: a run has millions of objects
+    store = open_store(uri)
+    return any(True for _ in folders_below(store, "")) or any(True for _ in store.list(""))
 
 
 def _access_faults(uri: str, field: str, *, is_for_writing: bool) -> list[Fault]:
     faults = _uri_faults(uri, field=field)
     if faults:
         return faults
-    return SCHEMES[_scheme(uri)]().access_faults(uri, field=field, is_for_writing=is_for_writing)
+    row = find("store", _scheme(uri))
+    return call_plugin(
+        row,
+        lambda: _backend(uri).access_faults(uri, field=field, is_for_writing=is_for_writing),
+    )
+
+
+def _backend(uri: str) -> Backend:
+    backend: Backend = code_of("store", _scheme(uri))()
+    return backend
 
 
 def local_path(uri: str) -> Path | None:
@@ -204,7 +230,10 @@ def driver_folder(uri: str) -> Path:
 
 
 def _scheme(uri: str) -> str:
-    return uri.partition("://")[0].lower() if "://" in uri else "file"
+    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
+    if "." in scheme and not is_known("store", scheme):
+        use_entry_point(scheme.partition(".")[0])
+    return scheme
 
 
 def _other_scheme(scheme: str, rest: str) -> str:
@@ -220,7 +249,7 @@ def _other_scheme(scheme: str, rest: str) -> str:
         kind: Literal["model", "dataset"] = "dataset" if "datasets/" in rest else "model"
         return f"nothing is read from the Hub: `{download(name, kind)[0]}`, and use that folder"
     # cutoff 0: there is always a nearest scheme to suggest
-    near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.0)
+    near = get_close_matches(scheme, BACKENDS, n=1, cutoff=0.0)
     return f"nearest is {near[0]}://{rest}; or use a path"
 
 
@@ -234,7 +263,7 @@ def _uri_faults(uri: str, *, field: str) -> list[Fault]:
     fact = f"{field}={uri!r}"
     if not uri:
         return [Fault(fact=fact, rule="it must name a folder", remedy="give a path")]
-    if scheme not in SCHEMES:
-        rule = f"scheme {scheme!r} is unknown; known are {', '.join(SCHEMES)} and plain paths"
+    if not is_known("store", scheme):
+        rule = f"scheme {scheme!r} is unknown; known are {', '.join(known_names('store'))} and plain paths"
         return [Fault(fact=fact, rule=rule, remedy=_other_scheme(scheme, uri.partition("://")[2]))]
-    return SCHEMES[scheme]().uri_faults(uri, field=field)
+    return call_plugin(find("store", scheme), lambda: _backend(uri).uri_faults(uri, field=field))

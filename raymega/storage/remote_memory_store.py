@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -49,10 +50,16 @@ class RemoteMemoryStore:
         """
         self._address, self._shared = address, shared
         # gRPC would send traffic between nodes through the proxy of http_proxy.
-        options = [("grpc.enable_http_proxy", 0)]
-        self._client = flight.FlightClient(f"grpc://{address}", generic_options=options)
+        self._options_of_client = [("grpc.enable_http_proxy", 0)]
         header = (TOKEN_HEADER.encode(), token.encode())
         self._options = flight.FlightCallOptions(timeout=timeout_s, headers=[header])
+
+    @cached_property
+    def _client(self) -> Any:
+        # made at the first use: a rank names thousands of servers, and talks to a few
+        return flight.FlightClient(
+            f"grpc://{self._address}", generic_options=self._options_of_client
+        )
 
     @property
     def uri(self) -> str:
@@ -127,6 +134,10 @@ class RemoteMemoryStore:
     def clear(self, prefix: str) -> None:
         """Remove all objects whose keys begin with ``prefix``."""
         self._ask("clear", prefix)
+
+    def ask(self, question: str, about: object) -> Any:
+        """Return the server's answer to one of its ``questions``; KeyError when it does not know that one."""
+        return self._ask(question, about)
 
     def _ask(self, question: str, about: object) -> Any:
         action = flight.Action(question, json.dumps(about).encode())

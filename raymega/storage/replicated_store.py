@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from raymega.errors import StorageError
 from raymega.storage.keys import check_key
@@ -16,6 +16,15 @@ from raymega.storage.store import Store
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MOST_NAMED = 4
+"""Most stores that a message names."""
+
+
+class Holders(Protocol):
+    """Map from keys to the names of the stores that hold them, such as a dict."""
+
+    def get(self, key: str, default: Sequence[str], /) -> Sequence[str]:
+        """Return the names of the stores that hold ``key``, or ``default``."""
 
 
 class ReplicatedStore:
@@ -29,7 +38,7 @@ class ReplicatedStore:
         self,
         stores: Mapping[str, Store],
         *,
-        holders: Mapping[str, Sequence[str]] | None = None,
+        holders: Holders | None = None,
         first: int = 0,
     ) -> None:
         """Serve from ``stores``, by name.
@@ -45,7 +54,9 @@ class ReplicatedStore:
     @property
     def uri(self) -> str:
         """Names of the stores, for messages."""
-        return "memory of " + (", ".join(self._stores) or "no node")
+        names = list(self._stores)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return "memory of " + (", ".join(names[:MOST_NAMED]) + more or "no node")
 
     @property
     def num_stores(self) -> int:

@@ -1,7 +1,7 @@
-"""Retries writes to a store: the policy, and a store that applies it.
+"""Retries requests to a store: the policy, and a store that applies it.
 
 RetryingStore is for the driver's own objects, which are few, small and indispensable: lease, manifest, record.
-The workers' large files are retried by CheckpointWriter with a shorter policy.
+CheckpointWriter retries the workers' large files: briefly during a run, patiently at its last save.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import TypeVar
 
 from raymega.errors import StorageError
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Pauses between the tries of one write.
+    """Pauses between the tries of one request.
 
     Attributes:
         pauses_s: Seconds before the second try, the third, and so on; the last try's error is raised.
@@ -32,8 +33,18 @@ class RetryPolicy:
     pauses_s: tuple[float, ...]
     sleep: Callable[[float], None] = time.sleep
 
-    def run(self, write: Callable[[int], Result]) -> Result:
-        """Call ``write`` with the number of the try, from 0, until it returns.
+    def lasting(self, seconds: float) -> RetryPolicy:
+        """Return this policy with as many pauses, the last one repeated, as last ``seconds`` together."""
+        pauses_s, left_s = list[float](), seconds
+        for pause_s in chain(self.pauses_s, repeat(self.pauses_s[-1])):
+            if left_s <= 0:
+                break
+            pauses_s.append(pause_s)
+            left_s -= pause_s
+        return replace(self, pauses_s=tuple(pauses_s))
+
+    def run(self, ask: Callable[[int], Result]) -> Result:
+        """Call ``ask`` with the number of the try, from 0, until it returns.
 
         Raises:
             FileExistsError: The key exists; this is not retried, as another try would change nothing.
@@ -42,13 +53,13 @@ class RetryPolicy:
         # every try but the last
         for number, pause_s in enumerate(self.pauses_s):
             try:
-                return write(number)
+                return ask(number)
             except FileExistsError:
                 raise
             except (StorageError, OSError) as error:
-                log.warning("write failed, next try in %g s: %s", pause_s, error)
+                log.warning("request failed, next try in %g s: %s", pause_s, error)
                 self.sleep(pause_s)
-        return write(len(self.pauses_s))
+        return ask(len(self.pauses_s))
 
 
 RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))

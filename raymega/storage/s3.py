@@ -7,7 +7,7 @@ boto3 finds credentials, region and endpoint in the usual AWS ways; they are nev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -27,10 +27,12 @@ from raymega.storage.keys import check_key, is_key
 from raymega.storage.s3_errors import (
     ABSENT_CODES,
     TAKEN_CODES,
+    UNKNOWN_STATUSES,
     S3Location,
     code_of,
     failures,
     fault_of,
+    status_of,
 )
 from raymega.storage.s3_multipart import (
     PART_BYTES,
@@ -47,6 +49,7 @@ from raymega.storage.s3_ranges import RANGES_IN_FLIGHT, read_range
 PROBE_PREFIX = ".raymega-probe-"  # no legal key, so that no reader takes it for an object
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, MAX_RETRIES = 5.0, 60.0, 8
+DELETED_AT_ONCE = 1000  # the protocol's limit
 PROBE_CONNECT_TIMEOUT_S, PROBE_READ_TIMEOUT_S, PROBE_MAX_RETRIES = 2.0, 4.0, 1
 KIND_VARIABLE, KEY_VARIABLE = "RAYMEGA_S3_ENCRYPTION", "RAYMEGA_S3_KMS_KEY_ID"
 KINDS = ("AES256", "aws:kms", "aws:kms:dsse")
@@ -167,19 +170,71 @@ class S3Store:
 
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the keys that begin with ``prefix``, in sorted order."""
+        return (key for key, _ in self.sizes(prefix))
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield the keys that begin with ``prefix``, each with its length in bytes; 1,000 a request."""
         with self._failures("list", self._root + prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._root + prefix
             )
-            names = [each["Key"] for page in pages for each in page.get("Contents", ())]
+            found = [
+                (each["Key"][len(self._root) :], int(each["Size"]))
+                for page in pages
+                for each in page.get("Contents", ())
+            ]
         # probes and foreign objects may lie below the root; they have no legal key
-        yield from sorted(filter(is_key, (name[len(self._root) :] for name in names)))
+        yield from sorted(each for each in found if is_key(each[0]))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See ListsFolders; 1,000 names a request, however many objects lie below them."""
+        above = self._root + prefix
+        with self._failures("list", above):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=above, Delimiter="/"
+            )
+            found = [
+                each["Prefix"][len(above) : -1]
+                for page in pages
+                for each in page.get("CommonPrefixes", ())
+            ]
+        yield from sorted(name for name in found if is_key(prefix + name))
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing key is no error."""
         target = self._target(key)
         with self._failures("delete", target.key), suppress(KeyError), _absence(key):
             self._client.delete_object(**target.names)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects, DELETED_AT_ONCE a request; missing keys are no error.
+
+        A service that lacks such requests, or refuses their checksums, removes them one by one.
+        """
+        for at in range(0, len(keys), DELETED_AT_ONCE):
+            some = keys[at : at + DELETED_AT_ONCE]
+            with self._failures("delete", self._target(some[0]).key):
+                errors = self._delete_at_once(some)
+            if errors is None:
+                for key in some:
+                    self.delete(key)
+            for each in errors or ():
+                refused = {"Error": {"Code": each["Code"], "Message": each.get("Message", "")}}
+                with self._failures("delete", each["Key"]):
+                    raise ClientError(refused, "DeleteObjects")
+
+    def _delete_at_once(self, keys: Sequence[str]) -> Sequence[dict[str, str]] | None:
+        """Return the service's refusals of single keys; None where it does not take the whole request."""
+        names = [{"Key": self._target(key).key} for key in keys]
+        try:
+            answer = self._client.delete_objects(
+                Bucket=self._bucket, Delete={"Objects": names, "Quiet": True}
+            )
+        except ClientError as error:
+            if status_of(error) in UNKNOWN_STATUSES:
+                return None
+            raise
+        return [each for each in answer.get("Errors", ()) if each["Code"] not in ABSENT_CODES]
 
     def abort_stale_uploads(
         self, older_than: timedelta, *, now: datetime, is_dry: bool = False

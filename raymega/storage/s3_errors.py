@@ -17,6 +17,8 @@ from raymega.errors import Fault, StorageError
 
 ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
 TAKEN_CODES = frozenset({"PreconditionFailed", "412"})
+UNKNOWN_STATUSES = frozenset({400, 405, 411, 501})
+"""HTTP statuses by which services refuse an operation that they lack, or its form."""
 
 _CREDENTIALS = (
     "requests are signed with the usual AWS credentials, on every node",
@@ -87,6 +89,11 @@ class S3Location:
 def code_of(error: ClientError) -> str:
     """Return the service's error code, such as ``NoSuchKey``, or the HTTP status of an empty answer."""
     return str(error.response.get("Error", {}).get("Code", "unknown"))
+
+
+def status_of(error: ClientError) -> int:
+    """Return the HTTP status of the service's answer; 0 where it is not known."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 @contextmanager

@@ -6,7 +6,8 @@ selects is decided in ``storage/registry.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 
@@ -50,10 +51,64 @@ class ReadsInto(Protocol):
         """
 
 
+@runtime_checkable
+class ListsSizes(Protocol):
+    """Optional method of a store: the sizes of many objects by one listing."""
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield the keys that begin with ``prefix``, each with its object's length in bytes."""
+
+
+def sizes_below(store: Store, prefix: str, keys: Iterable[str]) -> Mapping[str, int]:
+    """Return the sizes in bytes of those of ``keys`` that exist; all begin with ``prefix``."""
+    if isinstance(store, ListsSizes):
+        return dict(store.sizes(prefix))
+    found = {}
+    for key in keys:
+        with suppress(KeyError):
+            found[key] = store.size(key)
+    return found
+
+
+@runtime_checkable
+class ListsFolders(Protocol):
+    """Optional method of a store: the names below a prefix, without the objects below those."""
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield in order each name below ``prefix`` that has keys below it; ``prefix`` is "" or ends with a slash."""
+
+
+def folders_below(store: Store, prefix: str) -> Iterator[str]:
+    """Yield what ``ListsFolders.folders`` yields, of any store."""
+    if isinstance(store, ListsFolders):
+        yield from store.folders(prefix)
+        return
+    segments = (key.removeprefix(prefix).partition("/") for key in store.list(prefix))
+    yield from sorted({name for name, slash, _ in segments if slash})
+
+
+@runtime_checkable
+class DeletesMany(Protocol):
+    """Optional method of a store: many objects are removed by one request."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects; missing keys are no error."""
+
+
+def delete_all(store: Store, keys: Sequence[str]) -> None:
+    """Remove the objects in order, many at a time where the store can."""
+    if isinstance(store, DeletesMany):
+        store.delete_many(keys)
+        return
+    for key in keys:
+        store.delete(key)
+
+
 class DelegatingStore:
     """A store that delegates every method to another; subclasses override some of them.
 
-    It is as thread-safe as the other store. It does not offer ReadsInto, even if the other does.
+    It is as thread-safe as the other store. It lists and deletes many objects in as few requests as the
+    other does. It does not offer ReadsInto, even if the other does.
     """
 
     def __init__(self, store: Store) -> None:
@@ -83,3 +138,20 @@ class DelegatingStore:
     def delete(self, key: str) -> None:
         """See Store."""
         self._store.delete(key)
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See ListsSizes."""
+        if isinstance(self._store, ListsSizes):
+            yield from self._store.sizes(prefix)
+            return
+        for key in self._store.list(prefix):
+            with suppress(KeyError):  # deleted meanwhile
+                yield key, self._store.size(key)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See ListsFolders."""
+        return folders_below(self._store, prefix)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See DeletesMany."""
+        delete_all(self._store, keys)

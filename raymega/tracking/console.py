@@ -215,7 +215,7 @@ def _trouble(event: Trouble) -> str:
         case RoutingCollapsed():
             return collapse_warning(event.layer, event.experts, event.step)
         case SaveFailed():
-            return f"Checkpoint of step {event.step} failed, training continues: {event.reason}"
+            return f"Checkpoint of step {event.step} failed: {event.reason}"
         case StragglerDetected():
             return (
                 f"Straggler: rank {event.rank} on node {event.node} works {event.work_s * 1000:.0f} ms per step, "

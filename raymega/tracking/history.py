@@ -6,14 +6,23 @@ Of a step that was done again the last value counts. It reads a file and draws n
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raymega.storage.rotated_file import parts_of, read_placed_lines
+from raymega.tracking.jsonl import kind_of_line
+
+log = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
+MOST_READ_BYTES = 64 * 2**20
+"""Bytes of lines of steps that a reader of curves parses at most: a second or two."""
 Record = dict[str, Any]  # Any: a line of JSON
 PLACE = frozenset({"event", "step", "attempt", "grid"})
 """Fields of a step's line that are no metrics."""
@@ -122,6 +131,9 @@ class RunHistory:
     def _restart(self, record: Record) -> None:
         """Add an attempt; the values of the lost one beyond its start do not count."""
         first = record["step"]
+        for name in ("grid", "plan"):
+            if not isinstance(record.get(name, {}), Mapping):
+                raise TypeError(f"{name}={record[name]!r} is no object")
         # The first attempt of a run is no restart.
         if self.attempts:
             lost = max(self.step, first)
@@ -159,26 +171,60 @@ class RunHistory:
                 known[name] = max(value or 0.0, known.get(name, 0.0))
 
 
-def load_history(path: Path) -> RunHistory:
-    """Read metrics.jsonl; a line torn by a killed driver is skipped.
+def load_history(path: Path, *, most_bytes: int = MOST_READ_BYTES) -> RunHistory:
+    """Read metrics.jsonl and its older parts; a line that was torn by a killed driver, or damaged, is skipped.
+
+    Beyond ``most_bytes`` only some lines of steps, memory, experts and timelines are read, evenly spaced: a
+    curve needs no more.
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: It has lines, but none is an event.
     """
-    history = RunHistory()
-    for record in read_records(path):
-        history.add(record)
+    history, num_events = RunHistory(), 0
+    num_bytes = sum(part.stat().st_size for part in parts_of(path))
+    for place, record in _placed_records(path, stride=-(-num_bytes // most_bytes)):
+        try:
+            history.add(record)
+            num_events += 1
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _warn(place, repr(error))
+    if not num_events and path.read_bytes().strip():
+        raise ValueError("no line is an event")
     return history
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the lines of metrics.jsonl that are valid JSON, one at a time."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+    """Yield the events of metrics.jsonl and its older parts, one at a time; lines that hold none are skipped."""
+    for _, record in _placed_records(path):
+        yield record
+
+
+def _placed_records(path: Path, *, stride: int = 1) -> Iterator[tuple[tuple[Path, int], Record]]:
+    """Yield each event with its file and the first byte of its line.
+
+    Of the many lines, such as those of steps, one in ``stride`` of each kind is yielded.
+    """
+    numbers: Counter[str] = Counter()
+    for part, byte, line in read_placed_lines(path):
+        # thin by the line's kind, before it is parsed
+        if stride > 1 and (kind := kind_of_line(line.decode("utf-8", errors="replace"))):
+            numbers[kind] += 1
+            if numbers[kind] % stride:
                 continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            _warn((part, byte), str(error))
+            continue
+        if isinstance(record, dict) and isinstance(record.get("event"), str):
+            yield (part, byte), record
+        else:
+            _warn((part, byte), "it is no event")
+
+
+def _warn(place: tuple[Path, int], why: str) -> None:
+    log.warning("%s: the line at byte %d is skipped, it is damaged (%s)", *place, why)
 
 
 def _put(series: dict[str, Series], record: Record) -> None:

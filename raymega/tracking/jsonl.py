@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
+from heapq import nlargest
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from statistics import median
+from typing import Protocol
 
 from raymega.events import (
+    AttemptFailed,
     AttemptStarted,
     EvaluationFinished,
     ExpertLoads,
@@ -23,10 +28,29 @@ from raymega.events import (
     StepFinished,
     TasksEvaluated,
     Timeline,
+    WorkersStarted,
 )
+from raymega.storage.rotated_file import RotatedFile
 from raymega.tracking.names import find_metric
 
 Record = dict[str, object]
+MOST_RANKS, NUM_WORST = 64, 8
+"""Number of ranks up to which a line has each, and number of ranks of each metric that it has of more."""
+MANY = ("step", "memory", "experts", "timeline")
+"""Events of each step or of each few steps, of which a long run needs one in ten."""
+
+
+class Stream(Protocol):
+    """Destination of the lines."""
+
+    def write(self, text: str, /) -> int:
+        """Append one line."""
+
+    def flush(self) -> None:
+        """Make it visible to readers."""
+
+    def close(self) -> None:
+        """End the file."""
 
 
 class JsonLinesSink:
@@ -36,7 +60,7 @@ class JsonLinesSink:
     Floats survive a round trip bit for bit; NaN and infinity become null.
     """
 
-    def __init__(self, stream: TextIO, *, is_owner: bool = False) -> None:
+    def __init__(self, stream: Stream, *, is_owner: bool = False) -> None:
         """Write to ``stream``, and with ``is_owner`` close it together with the sink."""
         self._stream = stream
         self._is_owner = is_owner
@@ -71,11 +95,12 @@ class JsonLinesSink:
                 return head | _place(event) | _by_short_name(event.metrics)
             # JSON has string keys only: ranks and layers become strings.
             case Memory():
-                ranks = {str(rank): _by_short_name(row) for rank, row in event.ranks.items()}
-                return head | _place(event) | {"ranks": ranks}
+                return head | _place(event) | _of_ranks(event.ranks)
             case ExpertLoads():
                 tokens = {str(layer): [*counts] for layer, counts in event.tokens.items()}
                 return head | _place(event) | {"tokens": tokens}
+            case AttemptFailed() | WorkersStarted():
+                return head | {name: _few(value) for name, value in _fields(event).items()}
             case _:
                 return head | _fields(event)
 
@@ -83,7 +108,40 @@ class JsonLinesSink:
 def open_jsonl(path: Path) -> JsonLinesSink:
     """Return a sink that appends to ``path``, whose folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return JsonLinesSink(path.open("a", encoding="utf-8"), is_owner=True)
+    return JsonLinesSink(RotatedFile(path, kind_of=kind_of_line), is_owner=True)
+
+
+def kind_of_line(line: str) -> str:
+    """Return the event of a line of which a long run needs some only; '' for one that must stay."""
+    return next((kind for kind in MANY if line.startswith(f'{{"event": "{kind}"')), "")
+
+
+def _of_ranks(ranks: Mapping[int, Mapping[str, float]]) -> Record:
+    """Return the values of each rank, or of many ranks those with the largest values and a summary.
+
+    The summary has the least, the median and the largest value of each metric.
+    """
+    if len(ranks) <= MOST_RANKS:
+        return {"ranks": {str(rank): _by_short_name(row) for rank, row in ranks.items()}}
+    # each metric's worst ranks
+    columns: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for rank, row in ranks.items():
+        for name, value in row.items():
+            columns[name].append((value, rank))
+    worst = sorted({r for column in columns.values() for _, r in nlargest(NUM_WORST, column)})
+    summary = {
+        kind: _by_short_name({n: of([value for value, _ in c]) for n, c in columns.items()})
+        for kind, of in (("least", min), ("median", median), ("most", max))
+    }
+    shown = {str(rank): _by_short_name(ranks[rank]) for rank in worst}
+    return {"ranks": shown, "num_ranks": len(ranks), **summary}
+
+
+def _few(value: object) -> object:
+    """Return a mapping by rank cut to MOST_RANKS entries; anything else as it is."""
+    if not isinstance(value, dict) or len(value) <= MOST_RANKS:
+        return value
+    return dict(islice(value.items(), MOST_RANKS))
 
 
 def _place(event: Timeline | Memory | ExpertLoads) -> Record:

@@ -54,3 +54,11 @@ def _copy_empty(path: Path, copy: Path) -> None:
         original.backup(other)
         other.execute("DELETE FROM experiments")
         other.commit()
+
+
+def artefact_location(uri: str) -> str | None:
+    """Return a folder beside the sqlite file; None for a server, which has its own location."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    folder = Path(uri.removeprefix("sqlite:///")).resolve().parent
+    return (folder / "mlflow-artefacts").as_uri()

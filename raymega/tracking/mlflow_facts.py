@@ -19,12 +19,18 @@ from pathlib import PurePosixPath
 from raymega.config.fields import by_path
 from raymega.config.schema import Job
 from raymega.drawing.svg import short
+from raymega.events import BadStep, RoutingCollapsed, StragglerDetected
 from raymega.plan.tensor_table import model_tensors
+from raymega.tracking.expert_load import collapse_warning
 
 log = logging.getLogger(__name__)
 
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""Tags with which MLflow opens an experiment as model training; without them it guesses GenAI."""
+"""Kind of an experiment, in MLflow's own word for training.
+
+The pages of MLflow 3.17 do not read it: they open in the mode that the browser kept, at first GenAI, or that the address
+names (``?workflowType=machine_learning``). Releases without that switch read the tag.
+"""
 COMPARED = frozenset(
     {
         "run.steps", "run.seed", "model.family", "model.num_layers", "model.hidden_size",
@@ -167,3 +173,14 @@ def changed_fields(now: Mapping[str, object], before: Mapping[str, str]) -> dict
             level, "MLflow keeps the param %s=%s; the run now has %s", name, before[name], value
         )
     return {f"changed.{name}": value for name, value in changed.items()}
+
+
+def sign_tag(event: BadStep | StragglerDetected | RoutingCollapsed) -> dict[str, str]:
+    """Return the tag of a warning; later ones of a layer or rank, and of a kind of bad step, replace it."""
+    if isinstance(event, RoutingCollapsed):
+        return {f"collapse.{event.layer}": collapse_warning(event.layer, event.experts, event.step)}
+    if isinstance(event, BadStep):
+        told = f"step {event.step}, {event.action}: {event.fact} {event.where}"
+        return {f"bad_step.{event.kind}": told.strip()}
+    told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"
+    return {f"straggler.{event.rank}": told}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mlflow.entities import Metric
 
 from raymega.events import EvaluationFinished, StepFinished, TasksEvaluated
+from raymega.tracking.names import TASK_METRIC
 from raymega.tracking.sink import Stamped, metrics_of
 
 NO_CURVE = frozenset(
@@ -19,6 +21,7 @@ NO_CURVE = frozenset(
 FIRST_FAMILIES = ("train", "eval")
 """Families that MLflow shows at once; it sorts families by name, and would begin with checkpoints."""
 OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
+KINDS = ("step", "evaluation", "tasks")
 HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
 
 
@@ -38,6 +41,26 @@ def may_be_constant(key: str) -> bool:
     """Return whether the metric's curve waits for a second value; loss, speed and results never do."""
     is_of_machine = key.startswith("system/") and not key.startswith("system/run/")
     return is_of_machine or key in OFTEN_CONSTANT
+
+
+def kind_of(key: str) -> str:
+    """Return the kind of series to which a metric belongs; those of one kind advance together."""
+    if key.startswith(f"{TASK_METRIC}/"):
+        return "tasks"
+    return "evaluation" if key.startswith("eval/") else "step"
+
+
+def last_steps_in(tag: str) -> dict[str, int]:
+    """Return the last step of each kind of series from the tag's text.
+
+    Earlier versions had the last step of each metric there, and MLflow cut a long text: all of it that can be
+    read counts.
+    """
+    found: dict[str, int] = {}
+    for name, step in re.findall(r'"([^"]+)": (\d+)(?=[,}])', tag):
+        kind = name if name in KINDS else kind_of(name)
+        found[kind] = max(int(step), found.get(kind, -1))
+    return found
 
 
 def is_series(item: Stamped) -> bool:

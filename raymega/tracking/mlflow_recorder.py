@@ -43,8 +43,7 @@ from raymega.events import (
     TasksEvaluated,
     WorkersStarted,
 )
-from raymega.tracking.expert_load import collapse_warning
-from raymega.tracking.mlflow_database import prepare_database
+from raymega.tracking.mlflow_database import artefact_location, prepare_database
 from raymega.tracking.mlflow_facts import (
     EXPERIMENT_TAGS,
     changed_fields,
@@ -52,14 +51,18 @@ from raymega.tracking.mlflow_facts import (
     describe,
     environment,
     params_of,
+    sign_tag,
     source_tags,
 )
 from raymega.tracking.mlflow_metrics import (
     HIDDEN,
     is_series,
+    kind_of,
+    last_steps_in,
     may_be_constant,
     metrics_in,
 )
+from raymega.tracking.queued_sink import is_local_refusal
 from raymega.tracking.sink import Stamped
 
 KEPT_FOLDER = ".raymega/mlflow"
@@ -101,8 +104,9 @@ def limit_client(*, timeout_s: int, max_retries: int) -> None:
 class Recorder:
     """Writer of events to one MLflow server or database.
 
-    In the parent run the steps of a series only rise: a recomputed step is written to the child run of
-    its attempt alone. A tag keeps the last step of each series, from which a later driver continues.
+    Series are in the parent run, where steps only rise: a recomputed step is not written again. The child
+    run of an attempt has the first value of each metric. A tag keeps the last step of each kind of series,
+    from which a later driver continues.
     """
 
     def __init__(self, *, uri: str, experiment: str) -> None:
@@ -110,12 +114,14 @@ class Recorder:
         kept = Path.home() / KEPT_FOLDER / f"{metadata.version('mlflow')}.db"
         prepare_database(uri, self._client.search_experiments, kept=kept)
         self._experiment = experiment
-        self._artefacts = _artefact_location(uri)
+        self._artefacts = artefact_location(uri)
         self._experiment_id = ""
         self._name = ""
         self._parent = ""
         self._child = ""
         self._last_steps: dict[str, int] = {}
+        self._floors: dict[str, int] = {}
+        self._in_child: set[str] = set()
         self._first_values: dict[str, Metric] = {}
 
     @property
@@ -141,7 +147,7 @@ class Recorder:
             case SaveFailed() as event:
                 self._tag(self._parent, {"raymega.failed_save": f"{event.step}: {event.reason}"})
             case BadStep() | StragglerDetected() | RoutingCollapsed() as event:
-                self._tag(self._child, _sign_tag(event))
+                self._tag(self._child, sign_tag(event))
             case AttemptFailed() as event:
                 self._fail_attempt(event)
             case ArtefactWritten() | SamplesDrawn() as event:
@@ -153,11 +159,19 @@ class Recorder:
         if isinstance(batch[-1].event, RunFinished):
             self._finish(batch[-1].event)
 
+    def close(self) -> None:
+        """Do nothing: RunFinished has ended the records."""
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Return whether MLflow refused the call, so that a retry would fail the same way."""
+        return is_refusal(error)
+
     def _open_run(self, event: RunStarted) -> None:
         self._name = event.name
         run, _ = self._find_or_make_parent(event.run_id, event.name)
         self._parent = run.info.run_id
-        self._last_steps = json.loads(run.data.tags.get(LAST_STEPS_TAG, "{}"))
+        self._floors = last_steps_in(run.data.tags.get(LAST_STEPS_TAG, ""))
+        self._last_steps = {key: self._floors.get(kind_of(key), -1) for key in run.data.metrics}
         self._client.update_run(self._parent, status="RUNNING")
         self._end_orphans()
         self._write_job(event, run.data)
@@ -283,6 +297,7 @@ class Recorder:
             {MLFLOW_PARENT_RUN_ID: self._parent, ATTEMPT_TAG: number, "reason": event.reason},
         )
         self._child = run.info.run_id
+        self._in_child = set()
         grid = {f"grid.{axis}": degree for axis, degree in event.grid.items()}
         plan = {f"plan.{name}": value for name, value in event.plan.items()}
         self._log_params(
@@ -322,13 +337,18 @@ class Recorder:
         parent: list[Metric] = []
         child: list[Metric] = []
         # Changed only after both requests succeeded: a failed batch is written again.
-        last_steps = dict(self._last_steps)
-        first_values = dict(self._first_values)
+        last_steps, first_values = dict(self._last_steps), dict(self._first_values)
+        floors, in_child = dict(self._floors), set(self._in_child)
         for item in batch:
             for metric in metrics_in(item):
-                child.append(metric)
-                # The child run gets every value, the parent only those beyond its last step.
+                # The child run gets the first value of each metric, the parent those beyond its last step.
+                if metric.key not in in_child:
+                    in_child.add(metric.key)
+                    child.append(metric)
                 last = last_steps.get(metric.key, -1)
+                if is_series(item):
+                    kind = kind_of(metric.key)
+                    floors[kind] = max(metric.step, floors.get(kind, -1))
                 if metric.key in HIDDEN or (is_series(item) and metric.step <= last):
                     continue
                 # A constant has no chart: its first value waits for one that differs.
@@ -342,8 +362,9 @@ class Recorder:
         if child and self._child:
             self._send(self._child, child, {})
         if parent:
-            self._send(self._parent, parent, {LAST_STEPS_TAG: json.dumps(last_steps)})
+            self._send(self._parent, parent, {LAST_STEPS_TAG: json.dumps(floors)})
         self._last_steps, self._first_values = last_steps, first_values
+        self._floors, self._in_child = floors, in_child
 
     def _send(self, run_id: str, metrics: list[Metric], tags: dict[str, str]) -> None:
         pairs = [RunTag(name, value) for name, value in tags.items()]
@@ -364,33 +385,14 @@ class Recorder:
             self._client.log_batch(run_id, params=chunk)
 
 
-def _sign_tag(event: BadStep | StragglerDetected | RoutingCollapsed) -> dict[str, str]:
-    if isinstance(event, RoutingCollapsed):
-        return {f"collapse.{event.layer}": collapse_warning(event.layer, event.experts, event.step)}
-    if isinstance(event, BadStep):
-        return {f"bad_step.{event.step}": f"{event.action}: {event.fact} {event.where}".strip()}
-    told = f"{event.ratio:.2f} at step {event.step}, node {event.node}"
-    return {f"straggler.{event.rank}": told}
-
-
 def is_refusal(error: Exception) -> bool:
     """Return whether MLflow refused the call, so that a retry would fail the same way."""
     if isinstance(error, MlflowException):
         # client errors, except timeout (408) and rate limit (429)
         status = error.get_http_status_code()
         return 400 <= status < 500 and status not in (408, 429)
-    # A missing or forbidden file stays so; other OSErrors are connections.
-    local = (FileNotFoundError, IsADirectoryError, PermissionError)
-    return isinstance(error, local) or not isinstance(error, OSError)
+    return is_local_refusal(error)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _artefact_location(uri: str) -> str | None:
-    """Return a folder beside the sqlite file; None for a server, which has its own location."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    folder = Path(uri.removeprefix("sqlite:///")).resolve().parent
-    return (folder / "mlflow-artefacts").as_uri()

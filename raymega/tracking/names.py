@@ -68,9 +68,15 @@ TASK_METRIC = "eval/task"
 
 METRICS = (
     # loss, gradient and learning rate
-    _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens."),
+    _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens, or mean loss of its pairs."),
     _gauge("train/mtp_loss", "nats",
            "Mean cross entropy of the multi-token prediction heads, mean over depths; MTP only."),
+    _gauge("train/pair_loss", "nats", "Mean cross entropy of an encoder's pairs of segments."),
+    _gauge("preference/chosen_reward", "1",
+           "Mean reward of chosen answers: beta times the log-ratio to the reference; preference training only."),
+    _gauge("preference/rejected_reward", "1", "Mean reward of rejected answers; preference training only."),
+    _gauge("preference/accuracy", "1",
+           "Share of pairs whose chosen answer has the larger reward; preference training only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
     _part_gauge("train/role_lr", "role", "1",
@@ -83,6 +89,11 @@ METRICS = (
     _part_gauge("data/source_tokens", "dataset", "tokens",
                 "Tokens read of a blend's dataset since the run began, padding included."),
     _part_gauge("data/source_epochs", "dataset", "1", "Passes over a blend's dataset since the run began."),
+    # shards of datasets in object stores
+    _gauge("data/wait_s", "s", "Time rank 0 waited for the step's input; datasets in object stores only."),
+    _counter("data/fetched_bytes", "bytes", "Bytes of shards that rank 0's node fetched in this attempt."),
+    _counter("data/cache_hits", "shards", "Shards that rank 0 opened without a wait."),
+    _counter("data/cache_misses", "shards", "Shards that rank 0 waited for."),
     # packed documents and dynamic context parallelism
     _gauge("data/packing_efficiency", "1", "Share of the tokens of packed rows that are not padding."),
     _gauge("data/imbalance", "1",
@@ -93,10 +104,10 @@ METRICS = (
     _gauge("data/schedule_wait_s", "s", "Time rank 0 waited for its packs; dynamic cp only."),
     _gauge("train/divergence_check_s", "s", "Time to compare the weights of replicas bit for bit."),
     # progress and throughput
-    _counter("train/tokens", "tokens", "Unmasked tokens trained on since the run began."),
+    _counter("train/tokens", "tokens", "Tokens whose loss counted since the run began."),
     _counter("train/samples", "sequences", "Sequences trained on since the run began."),
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
-    _gauge("train/tokens_per_s", "tokens/s", "Unmasked tokens of the step over its wall time."),
+    _gauge("train/tokens_per_s", "tokens/s", "Tokens that the step read, without padding, over its wall time."),
     _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
     _gauge("train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."),
     _gauge("train/mfu", "1", "Model FLOPs over the device's dense peak, where that is known."),
@@ -180,6 +191,8 @@ METRICS = (
            "Time an optimizer update stalled on this communication, mean over ranks."),
     _gauge("comm/experts_hidden_share", "1",
            "Share of the time of expert dispatch and combine that was overlapped with compute."),
+    # plug-ins
+    _part_gauge("plugin/metric", "name", "1", "Value of a plug-in's metric after a step."),
     # failures and recovery
     _gauge("run/detection_s", "s", "Time from the last sign of progress to a failure's detection."),
     _gauge("run/recovery_s", "s", "Time from a failure's detection until its lost steps are recomputed."),
@@ -192,7 +205,8 @@ METRICS = (
                 "Peak memory that torch held on the GPU; on CPUs, peak resident size."),
     _rank_gauge("memory/allocated_bytes", "bytes",
                 "Memory that torch holds on the GPU; on CPUs, resident size."),
-    _rank_gauge("worker/work_s", "s", "Time of a step without its waits for other ranks; CPUs only."),
+    _rank_gauge("worker/work_s", "s",
+                "Time of a step without its waits for other ranks; on a GPU, device time of its passes."),
     _gauge("worker/max_work_ratio", "1",
            "Largest ratio of worker/work_s to the median of the other ranks of its stage."),
     _rank_gauge("worker/forward_s", "s", "Time in forward passes of one recorded step."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from threading import Event, Lock, Thread
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -18,7 +18,6 @@ from raymega.events import (
     AttemptFailed,
     AttemptStarted,
     BadStep,
-    Measured,
     RunEvent,
     RunStarted,
     SaveFailed,
@@ -38,7 +37,6 @@ SINCE_BEGIN = (
     "checkpoint/failed_saves", "checkpoint/skipped_saves", "run/bad_steps", "run/rollbacks",
 )  # fmt: skip
 """Names of the metrics that count from the driver's start, and so begin at 0."""
-NO_RANK = -1
 
 
 class Instruments(Protocol):
@@ -48,15 +46,10 @@ class Instruments(Protocol):
         """Publish ``value`` under ``tags``; for a counter, the total under exactly these tags."""
 
 
-class _Key(NamedTuple):
-    name: str
-    rank: int
-
-
 class RayMetricsSink:
-    """Sink that publishes the newest value of each metric under the stable tags run, attempt and rank.
+    """Sink that publishes the newest value of each metric under the stable tags run and attempt.
 
-    ``emit`` only stores values. The thread publishes all of them every ``refresh_s``: a metric that is
+    Each rank publishes its own metrics in its own process, see RankMetrics. ``emit`` only stores values. The thread publishes all of them every ``refresh_s``: a metric that is
     measured rarely stays visible while the run lives, and values of an earlier attempt expire.
     """
 
@@ -77,8 +70,8 @@ class RayMetricsSink:
         self._clock, self._refresh_s = clock, refresh_s
         self._instruments = instruments or RayInstruments()
         self._run, self._attempt = "", 0
-        self._standing: dict[_Key, float] = {}
-        self._measured: dict[_Key, float] = {}
+        self._standing: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._lock = Lock()
         self._closing = Event()
         self._thread = Thread(target=self._work, name="ray-metrics-sink", daemon=True)
@@ -90,9 +83,7 @@ class RayMetricsSink:
             self._turn(event)
             # measured: forgotten with the attempt
             for name, value in metrics_of(event).items():
-                self._measured[_Key(name, NO_RANK)] = value
-            for rank, values in event.ranks.items() if isinstance(event, Measured) else ():
-                self._measured.update({_Key(name, rank): value for name, value in values.items()})
+                self._measured[name] = value
             # standing: kept over attempts
             for name, value in standing_metrics_of(event).items():
                 self._stand(name, value)
@@ -126,11 +117,11 @@ class RayMetricsSink:
                 self._count("run/rollbacks")
 
     def _count(self, name: str) -> None:
-        self._stand(name, self._standing.get(_Key(name, NO_RANK), 0) + 1)
+        self._stand(name, self._standing.get(name, 0) + 1)
 
     def _stand(self, name: str, value: float) -> None:
         """Store a value that outlives the attempt."""
-        self._standing[_Key(name, NO_RANK)] = value
+        self._standing[name] = value
 
     def _work(self) -> None:
         # The last round comes after close(), so that final values are published.
@@ -150,11 +141,59 @@ class RayMetricsSink:
             # Copied under the lock: publishing may take long.
             values = self._standing | self._measured
             tags = dict(zip(TAGS, (self._run, str(self._attempt)), strict=True))
-        for key, value in values.items():
-            metric = find_metric(key.name)
-            own = {RANK_TAG: str(key.rank)} if metric.is_per_rank else {}
-            own |= {metric.part: metric.of} if metric.part else {}
+        for name, value in values.items():
+            metric = find_metric(name)
+            own = {metric.part: metric.of} if metric.part else {}
             self._instruments.publish(metric, value, tags | own)
+
+
+class RankMetrics:
+    """Publisher of the metrics of one rank in that rank's process, under the tags run and rank.
+
+    The agent of the rank's own node exports them. Without the tag attempt a restart begins no new series.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        rank: int,
+        instruments: Instruments | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """Prepare; a thread starts with the first values.
+
+        Args:
+            run: Name of the run.
+            rank: Global rank.
+            instruments: Destination of the values; Ray's gauges unless a test passes others.
+            refresh_s: Seconds between two publications.
+        """
+        self._tags = {"run": run, RANK_TAG: str(rank)}
+        self._instruments, self._refresh_s = instruments or RayInstruments(), refresh_s
+        self._values: dict[str, float] = {}
+        self._closing = Event()
+        self._thread = Thread(target=self._work, name="rank-metrics", daemon=True)
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Publish these values, by metric name, now and until they are replaced; never block."""
+        self._values = {**self._values, **values}
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Publish no more: the values fade."""
+        self._closing.set()
+
+    def _work(self) -> None:
+        while not self._closing.is_set():
+            try:
+                for name, value in self._values.items():
+                    self._instruments.publish(find_metric(name), value, self._tags)
+            except Exception as error:  # noqa: BLE001 - the thread's edge: watching stops no run
+                log.warning("Ray does not accept metrics of this rank: %r", error)
+                return
+            self._closing.wait(self._refresh_s)
 
 
 class RayInstruments:

@@ -1,4 +1,4 @@
-"""Sinks of a run: metrics.jsonl, MLflow, Ray's metrics, pictures and incident pages."""
+"""Sinks of a run: metrics.jsonl, Ray's metrics, the job's trackers, pictures and incident pages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from raymega.config.schema import Job
+from raymega.config.schema import Job, PluginsSection
+from raymega.plugins import Plugin
 from raymega.tracking.history import METRICS_FILE
 from raymega.tracking.incidents import IncidentsSink
 from raymega.tracking.jsonl import open_jsonl
-from raymega.tracking.mlflow import MlflowSink, tracking_uri
 from raymega.tracking.plots_sink import PlotsSink
+from raymega.tracking.queued_sink import QueuedSink, Recorder
 from raymega.tracking.ray_metrics import RayMetricsSink
 from raymega.tracking.sink import SINK_CLOSE_S, CompositeSink, Sink
+from raymega.tracking.trackers.makers import TrackerSetup
+from raymega.tracking.trackers.named import NamedRecorder
+from raymega.tracking.trackers.selection import chosen_trackers
 
-MLFLOW_PATIENCE_S = 20.0
+TRACKER_PATIENCE_S = 20.0
 """Longest seconds for which records of a starting run wait for its first step."""
 
 
@@ -42,16 +46,8 @@ def run_sinks(
     """
     metrics = folder / METRICS_FILE
     watchers: list[Sink] = [open_jsonl(metrics), RayMetricsSink(clock=_unix_s), *more]
-    if job.tracking.mlflow_uri != "off":
-        uri = tracking_uri(job.tracking.mlflow_uri, folder)
-        watchers.append(
-            MlflowSink(
-                uri=uri,
-                experiment=job.tracking.experiment,
-                clock=_unix_s,
-                start_patience_s=MLFLOW_PATIENCE_S,
-            )
-        )
+    setup = TrackerSetup(section=job.tracking, folder=folder)
+    watchers += [_tracker_sink(row, setup, job.plugins) for row in chosen_trackers(job)]
     # Pictures and incident pages emit events of their own, which the other sinks receive.
     others = CompositeSink(watchers)
     pictures = PlotsSink(
@@ -65,6 +61,22 @@ def run_sinks(
         yield sink
     finally:
         sink.close(SINK_CLOSE_S)
+
+
+def _tracker_sink(row: Plugin, setup: TrackerSetup, plugins: PluginsSection) -> QueuedSink:
+    """Return the queue of a tracker, whose thread imports its code."""
+
+    def open_recorder() -> Recorder:
+        code = plugins.code("tracker", row.name)
+        return NamedRecorder(row, lambda: code(setup)) if row.is_outside else code(setup)
+
+    return QueuedSink(
+        open_recorder,
+        title=f"tracker {row.name}",
+        clock=_unix_s,
+        every=setup.section.tracker_every,
+        start_patience_s=TRACKER_PATIENCE_S,
+    )
 
 
 def _unix_s() -> float:

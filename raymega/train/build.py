@@ -19,26 +19,32 @@ from raymega.data.loader import Loader
 from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
+from raymega.model.preference import PairObjective
 from raymega.optim.optimizer import Optimizer
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import MicroBatch, make_context, make_contexts
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
-from raymega.parallel.data_parallel.state_tensors import StateTensor
+from raymega.parallel.data_parallel.state_tensors import FrozenWeights, StateTensor
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
+from raymega.pipeline.pass_timer import PassTimer
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
-from raymega.plan.memory.activation_bytes import activation_shape, attention_weight_bytes
+from raymega.plan.hardware.tp_overlap import overlaps_messages
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.memory.activation_bytes import attention_weight_bytes
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.posting import receive_posts
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.train.build_model import DTYPES, build_model
+from raymega.train.forward_only import AddReference, ForwardOnly, no_reference, reference_by_base
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +64,9 @@ class Evaluation:
 class TrainingComponents:
     """Everything one rank trains with; built once per attempt.
 
-    ``executor_for`` returns the executor for a number of micro-batches, and caches it.
-    ``has_loss`` is true on ranks that hold the last stage.
+    ``executor_for`` returns the executor for a number of micro-batches, and caches it; ``passes`` times
+    their passes. ``has_loss`` is true on ranks that hold the last stage. ``add_reference`` gives pairs
+    their reference log-probabilities before a pass that needs them.
     """
 
     plan: RunPlan
@@ -70,12 +77,15 @@ class TrainingComponents:
     modules: tuple[StageModule, ...]
     loader: Loader[Samples] | DynamicLoader
     executor_for: Callable[[int], Executor]
+    passes: PassTimer
     gradients: GradBuffer
     weights: WeightBuffer
     optimizer: Optimizer
+    frozen: tuple[FrozenWeights, ...]
     routers: Routers
     comm_log: CommLog
     evaluation: Evaluation | None
+    add_reference: AddReference = no_reference
 
     def follow_weights(self, executor: Executor) -> None:
         """Give the weight buffer the order in which ``executor`` uses weights, for ZeRO-3 prefetching."""
@@ -107,7 +117,11 @@ def build_parts(
     """
     job, coords, stages = plan.job, plan.grid.coords(rank), plan.stages_of(rank)
     # communication: tensor, context and expert parallelism, with one log of transfers
-    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
+    sp = SequenceParallel(
+        tp=groups.tp,
+        is_sequence_parallel=job.parallel.sequence_parallel,
+        is_overlapped=overlaps_messages(job, device.type),
+    )
     comm_log = CommLog()
     context = make_context(groups, job.parallel, comm_log)
     experts = make_expert_groups(job, groups, sp=sp, log=comm_log, device=device)
@@ -119,13 +133,16 @@ def build_parts(
         context=context,
         experts=experts,
         device=device,
-        has_initial_values=has_initial_values,
+        # with adapters a run's checkpoint lacks what is frozen
+        has_initial_values=has_initial_values or job.model.lora.r > 0,
     )
-    modules = model.modules
+    modules, frozen = model.modules, tuple(model.frozen)
+    states = [StateTensor(param=state, group=groups.replicas) for state in model.states]
     _log_attention_weights(job)
     load = partial(_build_loader, plan, rank=rank, groups=groups, log=comm_log, device=device)
+    passes = PassTimer.of(device)
     p2p = make_p2p(plan, groups, token_degree=context.degree * sp.degree, device=device)
-    return TrainingComponents(
+    parts = TrainingComponents(
         plan=plan,
         coords=coords,
         has_loss=any(stage.is_last for stage in stages),
@@ -140,26 +157,58 @@ def build_parts(
             p2p=p2p,
             interleaver=experts.interleaver,
             progress=progress,
+            passes=passes,
         ),
+        passes=passes,
         gradients=model.gradients,
         weights=model.weights,
         optimizer=Optimizer(
-            model.table,
+            model.table.trained,
             model.gradients,
             model.weights,
             job.optimizer,
             job.model,
             groups,
-            states=[StateTensor(param=state, group=groups.replicas) for state in model.states],
+            states=states if job.model.lora.r else [*states, *frozen],
             is_on_host="optimizer" in job.memory.offload,
             log=comm_log,
+            plugins=job.plugins,
         ),
+        frozen=frozen,
         routers=find_routers(job.model, modules, device),
         comm_log=comm_log,
         evaluation=_build_evaluation(
             plan, coords.pp, modules=modules, p2p=p2p, load=load, progress=progress
         ),
     )
+    return _with_objective(parts, p2p, progress)
+
+
+def _with_objective(
+    parts: TrainingComponents, p2p: PointToPoint, progress: Callable[[], None]
+) -> TrainingComponents:
+    """Return the components with the loss of pairs, and with the pass that computes its reference, if the job has them."""
+    section = parts.plan.job.preference
+    for module in parts.modules:
+        module.objective = PairObjective(section, parts.device) if section.is_on else None
+    if not section.needs_reference or section.reference != "base":
+        return parts
+    forward = make_forward(parts, p2p, progress)
+    return replace(parts, add_reference=reference_by_base(forward))
+
+
+def make_forward(
+    parts: TrainingComponents, p2p: PointToPoint, progress: Callable[[], None]
+) -> ForwardOnly:
+    """Return a forward-only pipeline with the weights of a rank that trains; they may be sharded."""
+
+    def before_pass(executor: Executor[MicroBatch]) -> None:
+        parts.weights.start_gather()
+        parts.follow_weights(executor)
+
+    return ForwardOnly(
+        parts.plan, parts.coords.pp, modules=parts.modules, p2p=p2p, before_pass=before_pass, progress=progress
+    )  # fmt: skip
 
 
 def make_expert_groups(
@@ -228,6 +277,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             context=make_context(groups, job.parallel, log),
             depth=depth,
             is_guessing=is_training,
+            is_encoder=not parts_of(job.model).is_causal,
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
@@ -245,7 +295,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
     )
 
 
-def _build_executors(
+def _build_executors(  # noqa: PLR0913  # what an executor is made of
     plan: RunPlan,
     coords: Coords,
     *,
@@ -253,6 +303,7 @@ def _build_executors(
     p2p: PointToPoint,
     interleaver: PassInterleaver | None,
     progress: Callable[[], None],
+    passes: PassTimer,
 ) -> Callable[[int], Executor]:
     @cache
     def make(num_micro_batches: int) -> Executor:
@@ -266,6 +317,7 @@ def _build_executors(
             deferrals=[module.grad_queue for module in modules],
             interleaver=interleaver,
             progress=progress,
+            passes=passes,
         )
 
     return make

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from raymega.config.schema import Job
+from raymega.errors import ConfigError
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import Context
@@ -20,11 +23,15 @@ from raymega.parallel.core.host_copies import HostMemory
 from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
+from raymega.parallel.data_parallel.state_tensors import FrozenWeights
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.tensor_parallel.vocab_logits import Loss, VocabLogits
+from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import level_of
+from raymega.plugins import call_plugin, find
 
 DTYPES = {
     "float64": torch.float64,
@@ -41,7 +48,7 @@ class ModelWeights:
     Attributes:
         modules: Model chunks, in the order of their stages.
         states: Tensors without gradients, such as the router's expert bias.
-        table: Bucket and place of each trained parameter.
+        table: Bucket and place of each weight, frozen ones last.
         weights: Buffer of the parameters' values.
     """
 
@@ -49,6 +56,12 @@ class ModelWeights:
     states: tuple[ShardedParameter, ...]
     table: BucketTable
     weights: WeightBuffer
+
+    @property
+    def frozen(self) -> list[FrozenWeights]:
+        """Parts of the frozen weights that this rank keeps."""
+        parts = [self.table.owned(bucket) for bucket in self.table.buckets if bucket.is_frozen]
+        return [FrozenWeights(part=part, values=self.weights.owned(part.bucket)) for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +101,7 @@ def build_model(  # noqa: PLR0913  # of an assembler, all that it assembles
         states=model.states,
         table=model.table,
         weights=model.weights,
-        gradients=GradBuffer(model.table, groups, log=experts.log),
+        gradients=GradBuffer(model.table.trained, groups, log=experts.log),
     )
 
 
@@ -150,6 +163,7 @@ def _build_modules(
 ) -> list[StageModule]:
     """Return the rank's model chunks; the last stage shares a tied embedding with a first on this rank."""
     job = plan.job
+    is_fused = compiles_kernels(job, device.type) and can_fuse(device)
     modules: list[StageModule] = []
     for stage in stages:
         first = modules[0].embedding if modules else None
@@ -164,13 +178,33 @@ def _build_modules(
                 context=context,
                 experts=experts,
                 token_table=first.tokens.weight if first is not None else None,
-                is_fused=job.run.kernels == "compile" and can_fuse(device),
+                is_fused=is_fused,
                 precision=job.precision,
                 is_meta=True,
             )
         )
         modules[-1].recompute(job.memory, host)
+        if modules[-1].head is not None and job.model.loss != "cross_entropy":
+            modules[-1].head.training_loss = plugin_loss(job)
     return modules
+
+
+def plugin_loss(job: Job) -> Loss:
+    """Return the loss of a plug-in; when it fails, or returns another shape, the error names it."""
+    row, code = find("loss", job.model.loss), job.plugins.code("loss", job.model.loss)
+
+    def loss(logits: VocabLogits, labels: Tensor) -> Tensor:
+        losses: Tensor = call_plugin(row, lambda: code(logits, labels))
+        if getattr(losses, "shape", None) == labels.shape and losses.requires_grad:
+            return losses
+        found = f"shape {[*losses.shape]}" if isinstance(losses, Tensor) else f"{losses!r:.60}"
+        raise ConfigError(
+            fact=f"loss {row.name} returned {found}",
+            rule=f"it is a loss for each label, {[*labels.shape]}, with a gradient",
+            remedy=f"correct {row.target}",
+        )
+
+    return loss
 
 
 def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
@@ -185,7 +219,7 @@ def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:
 def _parameters_by_chunk(
     modules: Sequence[StageModule],
 ) -> tuple[list[list[ShardedParameter]], list[ShardedParameter]]:
-    """Return each chunk's trained parameters in forward order, and the tensors without gradients.
+    """Return each chunk's weights in forward order, and the tensors that are no weights.
 
     A parameter that two chunks share belongs to the first one. Backward reaches that chunk last, so
     when its gradients are complete, those of the other chunk are too.
@@ -194,9 +228,9 @@ def _parameters_by_chunk(
     taken: dict[ShardedParameter, None] = {}
     for module in modules:
         found = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
-        chunks.append([p for p in found if p not in taken and p.spec.is_trained])
+        chunks.append([p for p in found if p not in taken and p.spec.role != "state"])
         taken |= dict.fromkeys(found)
-    return chunks, [param for param in taken if not param.spec.is_trained]
+    return chunks, [param for param in taken if param.spec.role == "state"]
 
 
 def _units(modules: Sequence[StageModule]) -> dict[ShardedParameter, int]:

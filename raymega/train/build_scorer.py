@@ -18,9 +18,14 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.state_tensors import StateTensor
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
-from raymega.pipeline.executor import Executor
+from raymega.plan.hardware.tp_overlap import overlaps_messages
 from raymega.plan.run_plan import RunPlan
-from raymega.train.build import TrainingComponents, make_expert_groups, make_p2p
+from raymega.train.build import (
+    TrainingComponents,
+    make_expert_groups,
+    make_forward,
+    make_p2p,
+)
 from raymega.train.build_model import build_weights
 from raymega.train.forward_only import ForwardOnly
 
@@ -55,7 +60,11 @@ def build_scorer(
     """Assemble a rank's scorer with weights of zeros; each instruction calls ``progress``."""
     job = plan.job
     # the model, as a training rank has it
-    sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=job.parallel.sequence_parallel)
+    sp = SequenceParallel(
+        tp=groups.tp,
+        is_sequence_parallel=job.parallel.sequence_parallel,
+        is_overlapped=overlaps_messages(job, device.type),
+    )
     log = CommLog()
     context = make_context(groups, job.parallel, log)
     modules = build_weights(
@@ -80,22 +89,11 @@ def scorer_of(parts: TrainingComponents, progress: Callable[[], None]) -> Scorer
 
 
 def forward_of(parts: TrainingComponents, progress: Callable[[], None]) -> ForwardOnly:
-    """Return a forward-only pipeline with the weights of a rank that trains; they may be sharded."""
+    """Return a forward-only pipeline with the weights of a rank that trains, and transfers of its own."""
     module, plan = parts.modules[0], parts.plan
     degree = module.context.degree * module.tp_stream.degree
-
-    def before_pass(executor: Executor[MicroBatch]) -> None:
-        parts.weights.start_gather()
-        parts.follow_weights(executor)
-
-    return ForwardOnly(
-        plan,
-        parts.coords.pp,
-        modules=parts.modules,
-        p2p=make_p2p(plan, parts.groups, token_degree=degree, device=parts.device),
-        before_pass=before_pass,
-        progress=progress,
-    )
+    p2p = make_p2p(plan, parts.groups, token_degree=degree, device=parts.device)
+    return make_forward(parts, p2p, progress)
 
 
 def _scorer(plan: RunPlan, rank: int, forward: ForwardOnly) -> Scorer:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 
-from raymega.checkpoint.format.manifest import read_manifest
-from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
+from raymega.checkpoint.format.manifest import read_blocks
+from raymega.checkpoint.load.init_from import (
+    WEIGHTS,
+    source_blocks,
+    starting_manifest,
+    upcycling_of,
+)
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
+from raymega.checkpoint.snapshots.copies import SnapshotCopies
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
 from raymega.messages import Box, Channel, Entered, StartWorker, Working
@@ -32,14 +39,16 @@ from raymega.parallel.context_parallel.varlen_attention import torch_kernel
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.workarounds.autograd_engine import add_gradients
+from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import is_reinitialised
+from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.plan.tensor_table import GlobalTensor, model_tensors
+from raymega.plan.tensor_table import saved_tensors
 from raymega.plan.upcycling import Upcycling
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
-from raymega.storage.replicated_store import ReplicatedStore
+from raymega.storage.retry import RETRY
 from raymega.storage.store import Store as StateStore
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.environment import (
@@ -65,7 +74,7 @@ def warm_up(plan_json: str, device: str) -> None:
     """Load ahead what the first step needs: kernel libraries, CUDA context, torch's lazy modules."""
     plan = read_plan(plan_json)
     where = prepare_process(plan, device=device, local_rank=0)
-    load_lazy_parts(plan)
+    load_lazy_parts(plan, where.type)
     # a first kernel and a first backward
     loss = torch.ones(1, device=where, requires_grad=True).sum()
     add_gradients(loss, torch.ones_like(loss))
@@ -163,6 +172,7 @@ def _train(
         rank=start.rank,
         attempt=start.attempt,
         report=channel.report,
+        last_retry=RETRY.lasting(plan.job.checkpoint.last_save_retry_s),
         limits=_limits(plan),
         local_cache=LocalCache(near) if near else None,
     )
@@ -208,46 +218,58 @@ def _restore(
     parts: TrainingComponents, start: StartWorker, progress: ProgressReporter
 ) -> TrainState:
     precision = parts.plan.job.precision
+    # with adapters a run's own checkpoint lacks the base, which is read anew; it has the adapters
+    section = parts.plan.job.checkpoint
+    if start.restore:
+        section = section.model_copy(update={"init_adapter": "none"})
+    if not start.restore or parts.plan.job.model.lora.r:
+        init_from(parts, section, progress=progress)
     if not start.restore:
-        init_from(parts, parts.plan.job.checkpoint, progress=progress)
         return first_state(precision)
     # A broken copy in memory has a second one; only the last failure ends the attempt.
     *others, last = _stores_to_restore_from(start)
     for store in others:
         try:
-            return _restore_from(store, parts, start.restore, progress)
+            return _restore_from(store, parts, start.restore, progress, rank=start.rank)
         except CheckpointError as error:
             log.warning("the other copy is next: %s", error)
-    return _restore_from(last, parts, start.restore, progress)
+    return _restore_from(last, parts, start.restore, progress, rank=start.rank)
 
 
 def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
     """Return the run's store, or snapshot servers in MAX_COPIES orders, each copy first once."""
     replicas = start.replicas
-    if not replicas.read_from:
+    if not replicas.read_from.servers:
         return [open_store(start.run_uri)]
-    addresses = sorted({name for names in replicas.read_from.values() for name in names})
-    snapshot_servers = {
-        address: RemoteMemoryStore(address, replicas.token) for address in addresses
-    }
+    held = replicas.read_from
+    servers = {address: RemoteMemoryStore(address, replicas.token) for address in held.servers}
     return [
-        ReplicatedStore(snapshot_servers, holders=replicas.read_from, first=start.rank + number)
-        for number in range(MAX_COPIES)
+        SnapshotCopies(servers, held, first=start.rank + number) for number in range(MAX_COPIES)
     ]
 
 
 def _restore_from(
-    store: StateStore, parts: TrainingComponents, key: str, progress: ProgressReporter
+    store: StateStore,
+    parts: TrainingComponents,
+    key: str,
+    progress: ProgressReporter,
+    *,
+    rank: int,
 ) -> TrainState:
-    manifest = read_manifest(store, key)
+    # the boxes of this rank's blocks: a large world's manifest leaves the others in its index
+    blocks = list(parts.optimizer.blocks())
+    if isinstance(store, SnapshotCopies):
+        grid = parts.plan.grid
+        manifest = store.read_blocks(key, _places(blocks), rank=rank, grid=grid)
+    else:
+        manifest = read_blocks(store, key, _places(blocks))
     local_cache = _near_store(parts.plan.job)
     source = store
     if local_cache is not None and not isinstance(
-        store, ReplicatedStore
+        store, SnapshotCopies
     ):  # what memory holds needs no disk
         source = CachedReader(local_cache, store, manifest)
     # fill masters and moments, then round the weights from the masters
-    blocks = list(parts.optimizer.blocks())
     load(source, manifest, blocks, expected=_all_names(parts.plan.job), progress=progress)
     parts.optimizer.sync_weights()
     files_near = source.num_near if isinstance(source, CachedReader) else 0
@@ -263,12 +285,24 @@ def init_from(
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load the weights of ``checkpoint.init_from``, rounded where the masters are narrower."""
+    """Load ``checkpoint.init_from`` and ``init_adapter``, rounded where the masters are narrower."""
+    if section.init_adapter != "none":
+        store, root = open_root(section.init_adapter)
+        factors = [
+            b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
+        ]
+        manifest = read_blocks(store, root.key, _places(factors))
+        load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
+        parts.optimizer.sync_weights()
     if section.init_from == "none":
         return
-    store, manifest = open_checkpoint(section.init_from)
+    store, manifest = open_root(section.init_from)
     model, seed = parts.plan.job.model, parts.plan.job.run.seed
-    weights = [block for block in parts.optimizer.blocks() if block.kind == WEIGHTS]
+    weights = [
+        block
+        for block in every_block(parts)
+        if block.kind == WEIGHTS and not is_adapter(block.tensor.name)
+    ]
     # A router made by upcycling, or a reinitialised tensor, keeps its initial values.
     upcycling = upcycling_of(manifest, section, model)
     taken = [
@@ -277,11 +311,29 @@ def init_from(
         if not is_reinitialised(section, block.tensor.name)
         and block.tensor.name not in upcycling.routers
     ]
-    source = starting_manifest(manifest, section, model)
+    # of a large world's checkpoint only the boxes of these weights
+    sources = source_blocks(manifest, section, model, {block.tensor.name for block in taken})
+    source = starting_manifest(read_blocks(store, manifest.key, sources), section, model)
     load(store, source, taken, is_narrowing_allowed=True, progress=progress)
     _finish_upcycling(upcycling, weights, seed)
     parts.optimizer.sync_weights()
     log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
+
+
+def _places(blocks: Sequence[TensorBlock]) -> dict[str, list[Box]]:
+    """Return the boxes of the blocks, by saved name."""
+    places: dict[str, list[Box]] = defaultdict(list)
+    for block in blocks:
+        places[block.name].append(block.box)
+    return places
+
+
+def every_block(parts: TrainingComponents) -> Iterator[TensorBlock]:
+    """Yield the blocks of a checkpoint, and with adapters also those of the base, which it lacks."""
+    yield from parts.optimizer.blocks()
+    if parts.plan.job.model.lora.r:
+        for weights in parts.frozen:
+            yield from weights.blocks()
 
 
 def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
@@ -303,7 +355,7 @@ def _all_names(job: Job) -> set[str]:
     """Return ``kind/name`` of every tensor that the ranks of a run hold together."""
     return {
         f"{kind}/{tensor.name}"
-        for tensor in model_tensors(job.model)
+        for tensor in saved_tensors(job.model)
         for kind in (WEIGHTS, *_state_kinds(job, tensor))
     }
 

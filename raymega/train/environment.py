@@ -12,6 +12,7 @@ import struct
 import torch
 
 from raymega.errors import ConfigError, Fault
+from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.run_plan import RunPlan
 
 REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -37,12 +38,12 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
     return torch.device("cuda", index)
 
 
-def load_lazy_parts(plan: RunPlan) -> None:
+def load_lazy_parts(plan: RunPlan, device: str) -> None:
     """Import the modules that torch loads lazily in the first step, while no other rank waits.
 
     torch.utils.checkpoint imports torch._dynamo at first use, 1.5 s of CPU time; Inductor takes 1.3 s more.
     """
-    is_compiling = plan.job.run.kernels == "compile"
+    is_compiling = compiles_kernels(plan.job, device)
     if is_compiling or plan.job.memory.recompute == "full":
         importlib.import_module("torch._dynamo")
     if is_compiling:

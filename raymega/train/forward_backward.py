@@ -44,6 +44,9 @@ def forward_backward(
     parts.routers.start_step(loss_gradient=loss_gradient)
     for module in parts.modules:
         module.mtp_loss_sum = 0.0
+        if module.objective:
+            module.objective.take_sums()
+    weigh_pairs(parts, micro_batches)
     # run the schedule; buckets are reduced as soon as the last backward fills them
     executor = parts.executor_for(len(micro_batches))
     parts.follow_weights(executor)
@@ -58,6 +61,28 @@ def forward_backward(
     # wait for the remaining reductions, and sum the copies of a tied embedding
     parts.gradients.finish()
     return replace(output, events=parts.comm_log.pause(output.events, began_s=output.began_s))
+
+
+def weigh_pairs(parts: TrainingComponents, micro_batches: Sequence[MicroBatch]) -> None:
+    """Set the weight of an encoder's pairs of segments: the step's masked tokens over its pairs.
+
+    It takes one all-reduce, and no number of the device comes to the host.
+    """
+    if not parts.plan.job.model.encoder.has_pairs:
+        return
+    counts = [sum(batch.num_counted for batch in micro_batches), num_segment_pairs(micro_batches)]
+    is_counted = parts.has_loss and parts.coords.tp == 0
+    mine = to_device([float(n) * is_counted for n in counts], parts.device)
+    tokens, pairs = all_reduce(mine, parts.groups.world).unbind()
+    for module in parts.modules:
+        if module.head is not None and module.head.segment_pairs is not None:
+            module.head.segment_pairs.start_step(tokens / pairs.clamp(min=1))
+
+
+def num_segment_pairs(micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the number of pairs of segments whose first token this rank has."""
+    encoders = (batch.encoder for batch in micro_batches)
+    return sum(encoder.first.numel() for encoder in encoders if encoder is not None)
 
 
 def evaluate(parts: TrainingComponents) -> dict[str, float]:
@@ -75,10 +100,16 @@ def evaluate(parts: TrainingComponents) -> dict[str, float]:
         name: _evaluate_set(parts, parts.evaluation, name, loader.micro_batches(batch, 0))
         for name, (batch, loader) in parts.evaluation.sets.items()
     }
-    metrics = _with_perplexity("eval/", "", next(iter(losses.values())))
+    # The loss of a pair is no logarithm of a probability.
+    metrics_of = _loss_alone if parts.plan.job.preference.is_on else _with_perplexity
+    metrics = metrics_of("eval/", "", next(iter(losses.values())))
     for name, loss in losses.items():
-        metrics |= _with_perplexity("eval/set_", f"/{name}", loss) if name else {}
+        metrics |= metrics_of("eval/set_", f"/{name}", loss) if name else {}
     return metrics
+
+
+def _loss_alone(prefix: str, suffix: str, loss: float) -> dict[str, float]:
+    return {f"{prefix}loss{suffix}": loss}
 
 
 def _with_perplexity(prefix: str, suffix: str, loss: float) -> dict[str, float]:
@@ -93,7 +124,8 @@ def _evaluate_set(
     name: str,
     micro_batches: Sequence[MicroBatch],
 ) -> float:
-    """Return the mean loss of a validation set, in nats per token."""
+    """Return the mean loss of a validation set, in nats per token, or of a pair."""
+    micro_batches = parts.add_reference(micro_batches)
     parts.weights.start_gather()
     executor = evaluation.executor_for(len(micro_batches))
     lengths = parts.lengths(micro_batches)
@@ -101,7 +133,7 @@ def _evaluate_set(
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
-    tokens = float(sum(batch.num_counted for batch in micro_batches))
+    tokens = float(sum(batch.divisor for batch in micro_batches))
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
     total_loss, total_tokens = sum_over_world(parts, mine)
     if not total_tokens:

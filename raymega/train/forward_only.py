@@ -1,8 +1,14 @@
-"""Forward passes without training: micro-batches through the pipeline, and what the last stage returns for each."""
+"""Forward passes without training: micro-batches through the pipeline, and what the last stage returns for each.
+
+One of them gives a step's pairs their reference log-probabilities, by the frozen weights under the adapters. It has no
+dropout, no noise and no adapters, and its results stay on the ranks of the last stage, where the loss is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -10,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raymega.model.pipeline_stage import StageModule
+from raymega.model.preference import own_log_probs, sum_over_context
 from raymega.parallel.context_parallel.context import MicroBatch
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
@@ -17,6 +24,8 @@ from raymega.plan.run_plan import RunPlan
 from raymega.schedule.table import make_forward_only
 
 T = TypeVar("T")
+AddReference = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
+"""Function that returns micro-batches whose pairs have reference log-probabilities."""
 
 
 class ForwardOnly:
@@ -64,6 +73,7 @@ class ForwardOnly:
         On other stages ``read`` returns the activation for the next one.
         """
         self._read, self._found = read, []
+        # run the forward passes; the last stage's results gather in _found
         executor = self._executor_for(len(micro_batches))
         self._before_pass(executor)
         degree = self.modules[0].tp_stream.degree
@@ -82,3 +92,53 @@ class ForwardOnly:
             return torch.zeros((), device=micro_batch.tokens.device)
 
         return run
+
+
+def no_reference(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches as they are: the loss needs no reference, or the data have it."""
+    return list(micro_batches)
+
+
+def reference_by_base(forward: ForwardOnly) -> AddReference:
+    """Return the function that computes the reference with the weights under the adapters."""
+
+    def add(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        with _without_adapters(forward.modules):
+            found: list[Tensor] = forward.run(answer_log_probs, micro_batches)
+        if not found:  # not the last stage
+            return list(micro_batches)
+        return [
+            batch
+            if batch.pairs is None
+            else replace(batch, pairs=replace(batch.pairs, reference=sums))
+            for batch, sums in zip(micro_batches, found, strict=True)
+        ]
+
+    return add
+
+
+def answer_log_probs(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    """Return the activation for the next stage, or the last stage's log-probability of each answer, [2 P] float64.
+
+    It is that of whole answers, equal on all context-parallel ranks, without dropout and without a gradient.
+    """
+    x, pairs = module.evaluated(micro_batch, hidden), micro_batch.pairs
+    if module.head is None:
+        return x
+    if pairs is None:  # no pair in any row
+        return x.new_zeros(0)
+    # sum each answer's labels, then over the ranks that share its tokens
+    losses = module.head.token_losses(x, micro_batch.labels)
+    context = micro_batch.rows.context or module.context
+    return sum_over_context(own_log_probs(losses, micro_batch.mask, pairs), context)
+
+
+@contextmanager
+def _without_adapters(modules: Sequence[StageModule]) -> Iterator[None]:
+    for module in modules:
+        module.adapters.is_off = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.adapters.is_off = False

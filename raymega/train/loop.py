@@ -25,6 +25,7 @@ from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import evaluate
+from raymega.train.plugin_hooks import PluginHooks
 from raymega.train.replica_divergence import DivergenceCheck
 from raymega.train.run_samples import RunSampler
 from raymega.train.save_schedule import SaveScheduler
@@ -61,9 +62,12 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     ``evaluate_tasks`` scores the run's evaluation tasks after a step, on all ranks; None for none.
     """
     job = parts.plan.job
-    speed = ThroughputMeter(parts.plan, parts.device, context=parts.loader.source.context)
-    sampler = RunSampler(parts, channel, rank)
-    check, work = DivergenceCheck(parts), BusyTimeMeter(parts.device, parts.groups.world.waited)
+    speed = ThroughputMeter(parts.plan, parts.device, parts.loader.source)
+    sampler, hooks = RunSampler(parts, channel, rank), PluginHooks(parts.plan, parts.groups.world)
+    check, work = (
+        DivergenceCheck(parts),
+        BusyTimeMeter(parts.device, parts.groups.world.waited, parts.passes),
+    )
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     while state.step < job.run.steps and not stopped:
@@ -74,6 +78,7 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         if is_recording:
             barrier(parts.groups.world)
         watches_activations = _is_due(state.step + 1, job.tracking.activations_every)
+        hooks.step_begins(state.step + 1)
         # the step itself, with the driver's requests in its all-reduce
         with activations_of(parts, is_due=watches_activations) as activations, work:
             began = time.monotonic()
@@ -89,7 +94,7 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
             )
             seconds = time.monotonic() - began
         # metrics of the step; all ranks collect them, as some need collectives
-        metrics = speed.metrics(tokens=outcome.tokens, seconds=seconds)
+        metrics = speed.metrics(samples=outcome.samples, seconds=seconds)
         metrics |= (
             _data_metrics(parts, outcome.state, job)
             | _sent_bytes(parts)
@@ -103,7 +108,7 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         is_saving = save_scheduler.is_checkpoint_due(outcome, is_last=is_last)
         metrics |= check.check(state.step, is_saving=is_saving)
         # report
-        _report_step(channel, rank, outcome, metrics)
+        _report_step(channel, rank, outcome, metrics, hooks)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             own = memory_metrics(parts.device) | work.pop_metrics()
             channel.report(RankMemory(rank=rank, step=state.step, metrics=own))
@@ -111,9 +116,10 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
                 channel.report(expert_loads(outcome.loads, step=state.step))
 
         # evaluate and save
-        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks)
+        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
         sampler.report_when_due(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
+        hooks.checkpoint_begins(state.step, is_due=is_saving)
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
     save_scheduler.wait()
@@ -127,12 +133,16 @@ def _evaluate_when_due(
     rank: int,
     step: int,
     evaluate_tasks: Callable[[int], None] | None,
+    hooks: PluginHooks,
 ) -> None:
     """Evaluate on held-out text and on the run's tasks, each at its steps and at the last one."""
     run = parts.plan.job.run
     is_last = step == run.steps
     if is_last or _is_due(step, run.eval_every):
-        _report_evaluation(channel, rank, step, evaluate(parts))
+        held_out = evaluate(parts)
+        _report_evaluation(channel, rank, step, held_out)
+        if held_out:
+            hooks.evaluation_ends(step, held_out)
     if evaluate_tasks and (is_last or _is_due(step, run.eval_tasks_every)):
         evaluate_tasks(step)
 
@@ -165,6 +175,15 @@ def _data_metrics(parts: TrainingComponents, after: TrainState, job: Job) -> dic
         metrics["data/packing_efficiency"] = parts.loader.source.efficiency
     if isinstance(parts.loader, DynamicLoader):
         metrics |= parts.loader.metrics()
+    # shards from object stores
+    if samples.fetcher:
+        use = samples.fetcher.use()
+        metrics |= {
+            "data/wait_s": parts.loader.waited_s,
+            "data/fetched_bytes": float(use.fetched_bytes),
+            "data/cache_hits": float(use.hits),
+            "data/cache_misses": float(use.misses),
+        }
     return metrics
 
 
@@ -190,9 +209,17 @@ def _statistics(
 
 
 def _report_step(
-    channel: Channel, rank: int, outcome: StepOutcome, others: dict[str, float]
+    channel: Channel,
+    rank: int,
+    outcome: StepOutcome,
+    others: dict[str, float],
+    hooks: PluginHooks,
 ) -> None:
+    """Report the step's metrics, and tell plug-ins, which may add to them."""
     step = outcome.state.step
+    metrics = _step_metrics(outcome) | others
+    metrics |= hooks.metrics(step, metrics)
+    hooks.step_ends(step, metrics)
     if outcome.events:
         channel.report(RankTimeline(rank=rank, step=step, events=outcome.events))
     # Other ranks only show that they are alive: metrics are equal on all ranks.
@@ -201,7 +228,7 @@ def _report_step(
         return
     if outcome.bad_step is not None:
         channel.report(outcome.bad_step)
-    channel.report(StepFinished(step=step, metrics=_step_metrics(outcome) | others))
+    channel.report(StepFinished(step=step, metrics=metrics))
 
 
 def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
@@ -214,8 +241,11 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
     }
+    metrics |= {f"preference/{name}": mean for name, mean in outcome.pair_means.items()}
     if outcome.mtp_loss is not None:
         metrics["train/mtp_loss"] = outcome.mtp_loss
+    if outcome.pair_loss is not None:
+        metrics["train/pair_loss"] = outcome.pair_loss
     if state.loss_scale is not None:
         metrics["train/loss_scale"] = state.loss_scale.factor
     if state.loss_scale is not None or state.skipped_steps:

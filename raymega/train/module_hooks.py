@@ -55,7 +55,7 @@ def hook_modules(
 
     With ``only``, these are the outputs of modules of that type and the gradients of these outputs.
     Without it, every module and the whole stage show their inputs and parameter gradients too.
-    Forward passes that recomputation repeats are not shown again.
+    Forward passes that recomputation repeats are not shown again, nor are those without training.
     """
     with ExitStack() as stack:
         for chunk, module in enumerate(modules):
@@ -95,20 +95,24 @@ class _Tap:
         def look(_module: nn.Module, args: tuple[Any, ...]) -> None:
             for tensor in args:
                 # A forward inside a backward is recomputation: shown before.
-                if not is_in_backward() and isinstance(tensor, Tensor):
+                if self._is_first_pass() and isinstance(tensor, Tensor):
                     self._show("input", name, tensor)
 
         return look
 
     def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _args: Any, output: Any) -> None:
-            if is_in_backward() or not isinstance(output, Tensor):
+            if not self._is_first_pass() or not isinstance(output, Tensor):
                 return
             self._show("output", name, output)
             if output.requires_grad:
                 output.register_hook(self._on_gradient(name))
 
         return look
+
+    def _is_first_pass(self) -> bool:
+        # The pass of a preference loss that computes its reference is no training.
+        return self._module.training and not is_in_backward()
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
         # Bound at forward: backward of this output runs when later micro-batches have begun.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from raymega.data.text_codec import codec_of_dataset
 from raymega.events import SamplesDrawn
 from raymega.messages import Channel, Working
-from raymega.plan.run_plan import RunPlan
+from raymega.plan.batch import row_length
 from raymega.plan.sampling import Sampling
 from raymega.train.build import TrainingComponents
 from raymega.train.build_scorer import forward_of
@@ -47,7 +47,7 @@ class RunSampler:
             parts.groups,
             context=parts.modules[0].context,
             device=parts.device,
-            seq_len=row_length(longest, plan),
+            seq_len=row_length(longest, plan.job),
         )
 
     def report_when_due(self, step: int) -> None:
@@ -64,11 +64,3 @@ class RunSampler:
             texts = tuple(self._codec.answer(tokens, self._sampling)[0] for tokens in answers)
             drawn = SamplesDrawn(step=step, prompts=self._run.sample_prompts, texts=texts)
             self._channel.report(drawn)
-
-
-def row_length(num_tokens: int, plan: RunPlan) -> int:
-    """Return a row length that holds ``num_tokens`` and that the grid can cut, at most ``data.seq_len``."""
-    seq_len, parallel = plan.job.data.seq_len, plan.job.parallel
-    # cuts of context and sequence parallelism, and tiles of fp8 products
-    unit = 2 * parallel.cp * parallel.tp * 16
-    return min(seq_len, -(-num_tokens // unit) * unit) if seq_len % unit == 0 else seq_len

@@ -112,15 +112,17 @@ class SaveScheduler:
         if self._snapshots and self._snapshots.is_due and not is_last:
             copy = self._snapshots.save(state.step, self._blocks(), state.scalars())
         if is_saving:
-            self._save_checkpoint(state, copy)
+            self._save_checkpoint(state, copy, is_last=is_last)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written."""
-        self._writer.wait()
+        """Wait until the last checkpoint is written or given up; its reports are the signs of life."""
+        while not self._writer.wait():
+            log.warning("the last checkpoint is still being written")
 
-    def _save_checkpoint(self, state: TrainState, copy: HostCopy | None) -> None:
+    def _save_checkpoint(self, state: TrainState, copy: HostCopy | None, *, is_last: bool) -> None:
         """Write a checkpoint from the snapshot's ``copy``, else through snapshot or own memory."""
-        save = partial(self._writer.save, state.step, self._blocks(), state.scalars())
+        writer = partial(self._writer.save, state.step, self._blocks(), state.scalars())
+        save = partial(writer, is_last=is_last)
         if self._snapshots is None or not self._is_shared:
             save()
         elif copy is not None:

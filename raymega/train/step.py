@@ -7,7 +7,7 @@ learns the same totals from one small all-reduce, so all ranks take the same dec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, isinf, sqrt
 
@@ -17,6 +17,7 @@ from raymega.errors import DataError
 from raymega.events import BadStep
 from raymega.messages import Requests
 from raymega.model.moe.load_balancing import Load
+from raymega.model.preference import STATISTICS
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.optim.loss_scale import next_loss_scale
 from raymega.optim.lr_schedule import learning_rate
@@ -30,6 +31,7 @@ from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import (
     forward_backward,
     no_labels,
+    num_segment_pairs,
     read_back,
     sum_over_world,
 )
@@ -45,14 +47,17 @@ class StepOutcome:
         state: State of the run after the step.
         loss: Mean loss in nats per token.
         mtp_loss: Mean loss of multi-token prediction over its depths, per token; None without it.
+        pair_loss: Mean loss of an encoder's pairs of segments; None without them.
         grad_norm: Global gradient norm before clipping; non-finite after a float16 overflow.
         lr: Learning rate of the update.
         samples: Number of sequences in the global batch.
         tokens: Number of unmasked tokens in the global batch.
+        divisor: Number that divided the sum of losses: unmasked tokens, or pairs of answers.
         is_skipped: Whether the step updated nothing.
         stop: Whether the driver asked any rank to stop.
         save: Whether the driver asked for a save.
         extra_reductions: Sums over all ranks of the numbers given to :func:`train_step`.
+        pair_means: Means of the statistics of pairs by name; empty where the loss is that of tokens.
         loads: Routing of all tokens, by layer with experts.
         events: Recorded events of this rank; empty unless the step was recorded.
         bad_step: Fault of the step's first pass, if it had one.
@@ -65,13 +70,20 @@ class StepOutcome:
     lr: float
     samples: int
     tokens: int
+    divisor: int
     is_skipped: bool
     stop: bool
     save: bool
     extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
+    pair_means: Mapping[str, float] = field(default_factory=dict)
     bad_step: BadStep | None = None
+    pair_loss: float | None = None
+
+
+FIXED = 7
+"""Sums of a step in front of the statistics of pairs."""
 
 
 def _do_nothing() -> None:
@@ -107,7 +119,7 @@ def train_step(
     """
     # forward and backward; gradients and totals summed over all ranks
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
-    micro_batches = parts.loader.micro_batches(batch, state.samples)
+    micro_batches = parts.add_reference(parts.loader.micro_batches(batch, state.samples))
     scale = loss_gradient(parts.plan, state)
     asked = (requests.stop, requests.save, *extra_reductions)
     do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
@@ -118,25 +130,38 @@ def train_step(
         seen, bad_step = _settle(parts, state, numbers, seen, do_pass, micro_batches)
     totals = seen.totals
     # update: clip, undo the loss scale and divide by tokens in one factor
-    lr = learning_rate(job.optimizer, total_steps=job.run.steps, step=state.updates)
+    lr = learning_rate(
+        job.optimizer,
+        total_steps=job.run.steps,
+        step=state.updates,
+        plugins=job.plugins,
+    )
     is_left_out = bad_step is not None and bad_step.action == BadStepAction.SKIP
     events = list(seen.events)
     if not (seen.is_overflow or is_left_out):
         factor = clip_factor(seen.grad_norm, job.optimizer.max_grad_norm)
         before_update()
-        factor = factor / totals.tokens / scale
+        factor = factor / totals.divisor / scale
         with parts.comm_log.rest() as in_update:
             parts.optimizer.step(lr=lr, step=state.updates + 1, gradient_factor=factor)
         events += in_update
         parts.routers.update(totals.routing)
         parts.weights.start_gather()  # overlaps with reports, saves and loading of the next batch
+    # totals, and the state after the step
     return StepOutcome(
         state=_state_after(parts, state, seen, is_left_out=is_left_out),
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
-        samples=batch.global_batch_size, tokens=round(totals.tokens),
+        samples=batch.global_batch_size, divisor=round(totals.divisor), tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
         extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
+        pair_loss=seen.pair_loss,
+        pair_means=_pair_means(totals) if job.preference.is_on else {},
     )  # fmt: skip
+
+
+def _pair_means(totals: _Totals) -> dict[str, float]:
+    sums = zip(STATISTICS, totals.pair_statistics, strict=True)
+    return {name: total / totals.divisor for name, total in sums}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +170,7 @@ class _Pass:
 
     loss: float
     mtp_loss: float | None
+    pair_loss: float | None
     grad_norm: float
     is_overflow: bool
     totals: _Totals
@@ -163,14 +189,17 @@ def _do_pass(
     """Run one pass and sum its totals; ``asked`` is summed in the same all-reduce."""
     output = forward_backward(parts, micro_batches, loss_gradient=scale, is_recording=is_recording)
     totals = _totals_of(parts, output.loss_sum, micro_batches, asked)
-    if not totals.tokens:
+    if not totals.divisor:
         raise DataError(no_labels(f"step {state.step + 1}"))
     # Gradients are those of the scaled sum of losses, so the norm is divided by both.
-    loss, grad_norm = totals.loss_sum / totals.tokens, sqrt(totals.norm_sq) / totals.tokens / scale
-    depth = parts.plan.job.model.num_nextn_predict_layers
+    divisor = totals.divisor
+    loss, grad_norm = totals.loss_sum / divisor, sqrt(totals.norm_sq) / divisor / scale
+    model = parts.plan.job.model
+    depth, has_pairs = model.num_nextn_predict_layers, model.encoder.has_pairs
     return _Pass(
         loss=loss,
-        mtp_loss=totals.mtp_loss_sum / totals.tokens / depth if depth else None,
+        mtp_loss=totals.mtp_loss_sum / divisor / depth if depth else None,
+        pair_loss=totals.pair_loss_sum / max(1.0, totals.segment_pairs) if has_pairs else None,
         grad_norm=grad_norm,
         is_overflow=state.loss_scale is not None and isfinite(loss) and not isfinite(grad_norm),
         totals=totals,
@@ -257,8 +286,13 @@ def loss_gradient(plan: RunPlan, state: TrainState) -> float:
 class _Totals:
     loss_sum: float
     mtp_loss_sum: float
+    divisor: float
+    """Number by which the loss is divided: labels that count, or pairs."""
     tokens: float
+    pair_statistics: tuple[float, ...]
     norm_sq: float
+    pair_loss_sum: float
+    segment_pairs: float
     stop: bool
     save: bool
     extra_reductions: tuple[float, ...]
@@ -278,10 +312,12 @@ def _totals_of(
     Tensor-parallel rank 0 counts the loss. Of each gradient element exactly one rank counts the square.
     """
     mine = _own_numbers(parts, loss_sum, micro_batches, others)
+    # one all-reduce: the step's sums, then the routing of each layer
     routing = parts.routers.take_sums()
     everything = all_reduce(torch.cat((mine, routing.flatten())), parts.groups.world)
     host = read_back(everything, "the step's totals")
     total = host[: len(mine)].tolist()
+    others_at = FIXED + len(STATISTICS)
     # Squares of float32 overflow: every rank sees it in the sum, and all take wide ones.
     if isinf(total[3]):
         wide = local_norm_sq(parts.gradients.shares(), parts.device, is_wide=True)
@@ -289,11 +325,15 @@ def _totals_of(
     return _Totals(
         loss_sum=total[0],
         mtp_loss_sum=total[1],
-        tokens=total[2],
+        divisor=total[2],
         norm_sq=total[3],
-        stop=total[4] > 0,
-        save=total[5] > 0,
-        extra_reductions=tuple(total[6:]),
+        tokens=total[4],
+        pair_loss_sum=total[5],
+        segment_pairs=total[6],
+        pair_statistics=tuple(total[FIXED:others_at]),
+        stop=total[others_at] > 0,
+        save=total[others_at + 1] > 0,
+        extra_reductions=tuple(total[others_at + 2 :]),
         loads=parts.routers.loads(host[len(mine) :].view_as(routing)),
         routing=everything[len(mine) :].view_as(routing),
     )
@@ -305,18 +345,28 @@ def _own_numbers(
     micro_batches: Sequence[MicroBatch],
     others: Sequence[float],
 ) -> torch.Tensor:
-    """Return this rank's numbers on the device, float64: four sums of the step, then ``others``.
+    """Return this rank's numbers on the device, float64: sums of the step, then ``others``.
 
     The order is that of :class:`_Totals`. No number of the device comes to the host.
     """
     counts_loss = parts.has_loss and parts.coords.tp == 0
-    tokens = sum(batch.num_counted for batch in micro_batches)
+    divisor = sum(batch.divisor for batch in micro_batches) * counts_loss
+    tokens = sum(batch.num_counted for batch in micro_batches) * counts_loss
     # float64, so that counts of tokens are exact
-    mine = to_device([0.0, 0.0, tokens * counts_loss, 0.0, *others], parts.device)
+    segment_pairs = num_segment_pairs(micro_batches) * counts_loss
+    sums = [0.0, 0.0, divisor, 0.0, tokens, 0.0, segment_pairs, *[0.0] * len(STATISTICS)]
+    mine = to_device([*sums, *others], parts.device)
+    # sums that the passes left on the device
     mtp_loss_sum = sum(module.take_mtp_loss_sum() for module in parts.modules)
+    heads = [module.head.segment_pairs for module in parts.modules if module.head is not None]
+    pair_loss_sum = sum(head.take_loss_sum() for head in heads if head is not None)
+    statistics = [module.objective.take_sums() for module in parts.modules if module.objective]
     if counts_loss:
+        for each in statistics:
+            mine[FIXED : FIXED + len(STATISTICS)] += each
         # fill_, as an assignment of a Python number copies it from the host
         mine[0].fill_(loss_sum)
         mine[1].fill_(mtp_loss_sum)
+        mine[5].fill_(pair_loss_sum)
     mine[3].fill_(local_norm_sq(parts.gradients.shares(), parts.device))
     return mine

@@ -6,10 +6,12 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from raymega.parallel.comm.process_groups import WaitTimer
+from raymega.pipeline.pass_timer import PassTimer
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.lookup import peak_flops
 from raymega.plan.run_plan import RunPlan
@@ -17,21 +19,35 @@ from raymega.plan.run_plan import RunPlan
 STATM = Path("/proc/self/statm")
 
 
+class SizedRows(Protocol):
+    """Measures of rows that decide how much work one is.
+
+    Attributes:
+        context: Mean length of a document that a token attends in; S without packing.
+        efficiency: Share of the rows' tokens that are not padding.
+    """
+
+    context: float
+    efficiency: float
+
+
 class ThroughputMeter:
-    """Conversion of a step's tokens and seconds into speeds of the run and of one worker."""
+    """Conversion of a step's samples and seconds into speeds of the run and of one worker."""
 
-    def __init__(self, plan: RunPlan, device: torch.device, *, context: float) -> None:
-        """Look up the device's peak; a device that is not in the table has no MFU.
-
-        ``context`` is the mean length of a document that a token attends in; S without packing.
-        """
+    def __init__(self, plan: RunPlan, device: torch.device, rows: SizedRows) -> None:
+        """Look up the device's peak; a device that is not in the table has no MFU."""
         self._world_size = plan.grid.world_size
-        self._flops = flops_per_token(plan.job.model, seq_len=context)
+        self._tokens_per_sample = plan.job.data.seq_len * rows.efficiency
+        self._flops = flops_per_token(plan.job.model, seq_len=rows.context)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
 
-    def metrics(self, *, tokens: int, seconds: float) -> dict[str, float]:
-        """Return the step's speeds by metric name; ``train/mfu`` only where the peak is known."""
+    def metrics(self, *, samples: int, seconds: float) -> dict[str, float]:
+        """Return the speeds of a step of ``samples`` rows by metric name; ``train/mfu`` only where the peak is known.
+
+        Tokens without a label that counts are work too: those of a prompt, and an encoder's that are not masked.
+        """
+        tokens = samples * self._tokens_per_sample
         per_worker = tokens / seconds / self._world_size
         flops = per_worker * self._flops
         speeds = {
@@ -44,19 +60,21 @@ class ThroughputMeter:
 
 
 class BusyTimeMeter:
-    """Meter of a rank's own work in a step: wall time less its waits for other ranks.
+    """Meter of a rank's own work in a step.
 
-    It measures host time, so it reports nothing on a GPU, whose work the host only queues.
+    On CPUs it is wall time less the waits for other ranks. On a GPU, whose work the host only queues, it is the
+    device time of the passes of the newest step.
     """
 
-    def __init__(self, device: torch.device, waited: WaitTimer) -> None:
-        self._is_host, self._waited = device.type == "cpu", waited
+    def __init__(self, device: torch.device, waited: WaitTimer, passes: PassTimer) -> None:
+        self._is_host, self._waited, self._passes = device.type == "cpu", waited, passes
         self._began_s = self._waited_s = self._work_s = 0.0
         self._num_steps = 0
 
     def __enter__(self) -> None:
         """Start the clock at the begin of a step."""
         self._began_s, self._waited_s = time.monotonic(), self._waited.seconds
+        self._passes.begin_step()
 
     def __exit__(self, *_: object) -> None:
         """Add the step's work, without the waits that the groups' timer counted meanwhile."""
@@ -65,10 +83,13 @@ class BusyTimeMeter:
         self._num_steps += 1
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the mean work in seconds of the steps since the last call; empty on a GPU."""
+        """Return the mean work in seconds of the steps since the last call; on a GPU that of the last step."""
         mean_s = self._work_s / max(1, self._num_steps)
         self._work_s, self._num_steps = 0.0, 0
-        return {"worker/work_s": mean_s} if self._is_host else {}
+        if self._is_host:
+            return {"worker/work_s": mean_s}
+        passes_s = self._passes.seconds()
+        return {} if passes_s is None else {"worker/work_s": passes_s}
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -79,7 +79,7 @@ class Activations:
         peaks = all_reduce(self._peaks, self._parts.groups.world, op="max")
         # Backward saw the gradient of the scaled sum of losses; report that of the mean loss.
         unit = torch.ones_like(peaks)
-        unit[:, 1] = 1 / (loss_gradient(self._parts.plan, before) * outcome.tokens)
+        unit[:, 1] = 1 / (loss_gradient(self._parts.plan, before) * outcome.divisor)
         # Rounding can make a variance of zero negative, hence the clamp.
         count, total, squares = sums.unbind(-1)
         mean = total / count

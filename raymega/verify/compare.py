@@ -40,6 +40,7 @@ class StepValues:
         lr: Learning rate of the update.
         tokens: Number of unmasked tokens of the batch.
         mtp_loss: Loss of multi-token prediction; None without it.
+        pair_loss: Loss of an encoder's pairs of segments; None without them.
         loads: Sums of each layer's routing by its number: choices by expert, then the rest of a load.
     """
 
@@ -48,6 +49,7 @@ class StepValues:
     lr: float
     tokens: int = 0
     mtp_loss: float | None = None
+    pair_loss: float | None = None
     loads: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, Sequence[float]]:
@@ -55,7 +57,8 @@ class StepValues:
         found: dict[str, Sequence[float]] = {
             name: (getattr(self, name),) for name in (*MAIN_SCALARS, "lr", "tokens")
         }
-        found["mtp_loss"] = (nan if self.mtp_loss is None else self.mtp_loss,)
+        for name, value in (("mtp_loss", self.mtp_loss), ("pair_loss", self.pair_loss)):
+            found[name] = (nan if value is None else value,)
         return found | {f"expert load of layer {layer}": sums for layer, sums in self.loads.items()}
 
 

@@ -15,19 +15,21 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from raymega.plan.run_plan import read_plan
 from raymega.train.environment import load_lazy_parts
 from raymega.verify.results import failure_path
-from raymega.verify.worker import train_rank
+from raymega.verify.worker import score_rank, train_rank
 
 GRACE_S = 2.0
 """Seconds that other ranks get after one has failed, to report their own errors."""
 TURN_S = 0.01
 COLLECTIVE_SHARE = 0.75
+WORK: Mapping[str, Callable[..., None]] = {"train": train_rank, "score": score_rank}
+"""Function of a rank by the request's `work`."""
 
 
 def main(folder: str) -> None:
@@ -58,7 +60,7 @@ def _serve() -> None:
 
 def _run_layout(request: Mapping[str, Any]) -> list[int]:
     """Run all ranks of a request to their end; return the ranks that had to be killed."""
-    load_lazy_parts(read_plan(request["plan"]))  # once here, and not in each rank
+    load_lazy_parts(read_plan(request["plan"]), "cpu")  # once here, and not in each rank
     # fork one process a rank
     ranks = {_fork(rank, request): rank for rank in range(request["world_size"])}
     deadline = time.monotonic() + request["timeout_s"]
@@ -80,18 +82,13 @@ def _fork(rank: int, request: Mapping[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # in the child: die with the server, train, and leave by os._exit without the parent's clean-up
+    # in the child: die with the server, work, and leave by os._exit without the parent's clean-up
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     folder, code = Path(request["folder"]), 1
     try:
-        train_rank(
-            rank,
-            request["plan"],
-            folder,
-            steps=request["steps"],
-            timeout_s=request["timeout_s"] * COLLECTIVE_SHARE,
-            checkpoints=request["checkpoints"],
-            restore=request["restore"],
+        timeout_s = request["timeout_s"] * COLLECTIVE_SHARE
+        WORK[request["work"]](
+            rank, request["plan"], folder, timeout_s=timeout_s, **request["options"]
         )
         code = 0
     except BaseException as error:  # noqa: BLE001  # the edge of the process: it becomes a text

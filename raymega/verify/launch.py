@@ -8,28 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from raymega.config.schema import Job
 from raymega.errors import InternalError
-from raymega.plan.run_plan import make_plan
+from raymega.evaluate.plan import plan_beside
+from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.verify.compare import RankResult
 from raymega.verify.layout import Layout
 from raymega.verify.legal_layouts import with_layout
-from raymega.verify.results import failure_path, read_result, result_path
+from raymega.verify.results import failure_path, read_eval_losses, read_result, result_path
+from raymega.verify.shares import LayoutFailedError, commit_shares
+from raymega.verify.tasks import is_beside
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-
-
-class LayoutFailedError(Exception):
-    """Failure of a layout: ranks raised, died or timed out; the text names the first cause."""
 
 
 class ForkServer:
@@ -45,31 +44,57 @@ class ForkServer:
 
     @contextmanager
     def run(
-        self, job: Job, layout: Layout, *, steps: int, checkpoints: str = "", restore: str = ""
+        self, job: Job, layout: Layout, *, steps: int, save_to: str = "", restore: str = ""
     ) -> Iterator[list[RankResult]]:
         """Train to step ``steps`` on ``layout``; yield the results by rank, readable in the body only.
 
-        With a store of ``checkpoints`` the ranks save after the last step, or begin from its ``restore``.
+        Args:
+            job: Job that trains.
+            layout: Layout of the ranks. Where it has workers beside the run, these score the tasks afterwards.
+            steps: Number of steps, those before the checkpoint included.
+            save_to: Store to which the ranks save after the last step, for another run; empty saves nothing.
+            restore: URI of the checkpoint from which the ranks begin; empty begins at step 0.
 
         Raises:
             LayoutFailedError: A rank raised, died or took longer than the timeout.
         """
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
-        try:
-            request = {
-                "plan": make_plan(with_layout(job, layout)).to_json(),
-                "folder": str(folder),
-                "world_size": layout.world_size,
-                "steps": steps,
-                "timeout_s": self._timeout_s,
-                "checkpoints": checkpoints,
-                "restore": restore,
-            }
-            late = self._ask(request)
-            _raise_failures(folder, layout.world_size, late, self._timeout_s)
-            yield [read_result(folder, rank) for rank in range(layout.world_size)]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        trained = with_layout(job, layout)
+        is_scored = is_beside(trained) and not save_to
+        with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as place:
+            folder = Path(place)
+            store = str(folder / "checkpoints") if is_scored else save_to
+            options = {"steps": steps, "save_to": store, "restore": restore}
+            self._run_ranks("train", make_plan(trained), folder, options)
+            results = [read_result(folder, rank) for rank in range(layout.world_size)]
+            if is_scored:
+                scores = self._score_beside(trained, commit_shares(results, store), folder)
+                results = [
+                    replace(each, eval_losses={**each.eval_losses, **scores[rank % len(scores)]})
+                    for rank, each in enumerate(results)
+                ]
+            yield results
+
+    def _score_beside(self, job: Job, uri: str, folder: Path) -> list[dict[str, float]]:
+        """Score the tasks as workers beside the run do, from its checkpoint; return each rank's number by name."""
+        plan, place = plan_beside(job), folder / "beside"
+        place.mkdir()
+        self._run_ranks("score", plan, place, {"restore": uri})
+        return [read_eval_losses(place, rank) for rank in range(plan.grid.world_size)]
+
+    def _run_ranks(
+        self, work: str, plan: RunPlan, folder: Path, options: Mapping[str, object]
+    ) -> None:
+        """Run ``work`` on every rank of a plan to its end; the results lie in ``folder``."""
+        request = {
+            "work": work,
+            "plan": plan.to_json(),
+            "folder": str(folder),
+            "world_size": plan.grid.world_size,
+            "timeout_s": self._timeout_s,
+            "options": options,
+        }
+        late = self._ask(request)
+        _raise_failures(folder, plan.grid.world_size, late, self._timeout_s)
 
     def _ask(self, request: Mapping[str, object]) -> list[int]:
         assert self._process.stdin and self._process.stdout, "both are pipes"

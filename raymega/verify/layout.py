@@ -14,6 +14,7 @@ from raymega.config.schema import Job
 from raymega.plan.grid import AXES
 from raymega.plan.stages import KINDS, LAYER, even_counts
 from raymega.schedule.table import MANY, SCHEDULES
+from raymega.verify.tasks import GRIDS
 
 DEGREES = ("tp", "cp", "pp", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -180,6 +181,11 @@ class Layout:
     overlap_moe_expert_parallel_comm: bool = _option(
         "parallel.overlap_moe_expert_parallel_comm", matters=_cuts_experts
     )
+    # workers that evaluate tasks; before dynamic_cp, which needs them beside the run
+    eval_tasks_on: str = _option("run.eval_tasks_on")
+    eval_tasks_grid: str = _option(
+        "run.eval_tasks_grid", *GRIDS, matters=lambda at: at.eval_tasks_on == "beside"
+    )
     # sharding of state, sequence and context parallelism
     sharding: str = _option("parallel.sharding", matters=_has_replicas)
     data_parallel_shard_degree: int | str = _option(
@@ -187,6 +193,12 @@ class Layout:
         matters=lambda at: _has_replicas(at) and at.sharding != "none",
     )  # fmt: skip
     sequence_parallel: bool = _option("parallel.sequence_parallel", matters=lambda at: at.tp > 1)
+    # verify runs on CPUs, where auto is off
+    tp_comm_overlap: bool | str = _option(
+        "parallel.tp_comm_overlap",
+        *("auto", True),
+        matters=lambda at: at.tp > 1 and at.sequence_parallel,
+    )
     cp_method: str = _option("parallel.cp_method", matters=lambda at: at.cp > 1 or at.dynamic_cp)
     hierarchical_cp_size: int = _option(
         "parallel.hierarchical_cp_size", 2, others=_ring_sizes,
@@ -204,7 +216,9 @@ class Layout:
     )
     offload: tuple[str, ...] = _option("memory.offload", (), ("activations", "optimizer"))
     # Every rank compiles for itself, for seconds, whatever the number of ranks: few are enough.
-    kernels: str = _option("run.kernels", matters=lambda at: at.world_size <= FEW_RANKS)
+    kernels: str = _option(
+        "run.kernels", "eager", "compile", matters=lambda at: at.world_size <= FEW_RANKS
+    )
 
     @property
     def world_size(self) -> int:

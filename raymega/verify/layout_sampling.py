@@ -6,18 +6,20 @@ It is pure: the same job, count, bound and seed give the same layouts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from random import Random
 
 from raymega.config.schema import Job
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.stages import CUT, LAYER
 from raymega.verify.layout import DEGREES, OPTIONS, Layout, Option
 from raymega.verify.legal_layouts import fault_counter, fixed_size, legal_shapes, mend
 
 Feature = tuple[object, ...]
+Pair = tuple[Feature, Feature]
 MICRO_BATCH_SIZES = (1, 2, 3, 4)
 SHAPES = 8
 """Number of degree choices that a pick considers: SHAPES with the largest gain, SHAPES at random."""
@@ -46,6 +48,7 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
         }),
     ),
     (lambda job: job.data.packing != "none", frozenset({"cp", "cp_method", "dynamic_cp", "dp"})),
+    (lambda job: not parts_of(job.model).is_causal, frozenset({"cp", "cp_method", "sequence_parallel", "pp", "dp"})),
     (lambda job: job.model.num_nextn_predict_layers, frozenset({"pp", "chunks", "stages", "cp", "schedule"})),
     (lambda job: job.model.mla.kv_lora_rank, frozenset({"tp", "cp", "cp_method", "sequence_parallel"})),
     (lambda job: job.optimizer.name == "muon", frozenset({"tp", "sharding", "dp", "pp"})),
@@ -64,10 +67,25 @@ SIMPLEST = frozenset((option.name, option.simplest) for option in OPTIONS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Layouts that were drawn, and the number of pairs of options and degrees that they cover."""
+    """Layouts that were drawn, and the pairs of options and degrees of all that were looked at."""
 
     layouts: tuple[Layout, ...]
-    num_pairs: int
+    pairs: frozenset[Pair]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairCoverage:
+    """Pairs of options and degrees, none the simplest, that layouts cover of those that are possible.
+
+    Attributes:
+        num_drawn: Number of pairs that the layouts cover.
+        num_possible: Number of these and of pairs that a layout looked at has; others may exist.
+        own_left_out: Pairs not covered that the job's own features run through, in words, by the first of each.
+    """
+
+    num_drawn: int
+    num_possible: int
+    own_left_out: tuple[str, ...]
 
 
 def draw_layouts(job: Job, *, own: Layout, count: int, max_ranks: int, seed: int) -> Draw:
@@ -86,16 +104,17 @@ def draw_layouts(job: Job, *, own: Layout, count: int, max_ranks: int, seed: int
     met = _Coverage(job)
     for layout in chosen:
         met.add(layout)
+    possible: set[Pair] = set()
     # greedy cover of features and pairs
     while maker.shapes and len(chosen) < count:
         candidates = [each for each in maker.candidates(met) if each not in chosen]
         if not candidates:
             break
+        possible.update(*(_seen(each).pairs for each in candidates))
         maker.random.shuffle(candidates)
         chosen.append(max(candidates, key=met.gain))
         met.add(chosen[-1])
-    layouts = tuple(chosen[:count])
-    return Draw(layouts=layouts, num_pairs=len(met.pairs))
+    return Draw(layouts=tuple(chosen[:count]), pairs=frozenset(possible | met.pairs))
 
 
 def left_out(job: Job, layouts: Iterable[Layout], *, max_ranks: int) -> tuple[str, ...]:
@@ -108,6 +127,24 @@ def left_out(job: Job, layouts: Iterable[Layout], *, max_ranks: int) -> tuple[st
         met.add(layout)
     missing = (aim for aim in maker.aims(met) if aim not in SIMPLEST)
     return _texts([aim for aim in missing if maker.reach(aim) is not None])
+
+
+def pair_coverage(job: Job, layouts: Iterable[Layout], possible: Collection[Pair]) -> PairCoverage:
+    """Return how many pairs ``layouts`` cover of ``possible`` ones, and which of the job's own they do not."""
+    met = _Coverage(job)
+    for layout in layouts:
+        met.add(layout)
+    missing = sorted((pair for pair in set(possible) - met.pairs if met.is_own_pair(pair)), key=str)
+    seconds: dict[str, list[Feature]] = defaultdict(list)
+    for first, second in missing:
+        seconds[_texts([first])[0]].append(second)
+    return PairCoverage(
+        num_drawn=len(met.pairs),
+        num_possible=len(met.pairs.union(possible)),
+        own_left_out=tuple(
+            f"{first} with {', '.join(_texts(found))}" for first, found in seconds.items()
+        ),
+    )
 
 
 def features(layout: Layout) -> frozenset[Feature]:
@@ -133,7 +170,7 @@ class _Seen:
     """Features of one layout, and the pairs of those that are not the simplest."""
 
     all: frozenset[Feature]
-    pairs: frozenset[tuple[Feature, Feature]]
+    pairs: frozenset[Pair]
 
 
 class _Coverage:
@@ -141,7 +178,7 @@ class _Coverage:
 
     def __init__(self, job: Job) -> None:
         self.features: set[Feature] = set()
-        self.pairs: set[tuple[Feature, Feature]] = set()
+        self.pairs: set[Pair] = set()
         self._own = frozenset().union(*(names for holds, names in BEARS_ON if holds(job)))
 
     def add(self, layout: Layout) -> None:
@@ -154,9 +191,12 @@ class _Coverage:
         seen = _seen(layout)
         gain: float = sum(map(self._weight, seen.all - self.features))
         for pair in seen.pairs - self.pairs:
-            is_own = all(_name(feature) in self._own for feature in pair)
-            gain += OWN_PAIR_GAIN if is_own else PAIR_GAIN
+            gain += OWN_PAIR_GAIN if self.is_own_pair(pair) else PAIR_GAIN
         return gain
+
+    def is_own_pair(self, pair: Pair) -> bool:
+        """Return whether the job's own features bear on both of a pair."""
+        return all(map(self.is_own, pair))
 
     def is_own(self, feature: Feature) -> bool:
         """Return whether the job's own features bear on this one."""
@@ -225,16 +265,17 @@ class _CandidateMaker:
             yield from (shape for shape in self.shapes if aim in features(shape))
             return
         option = next(each for each in OPTIONS if each.name == aim[0])
-        tried = 0
-        for shape in self.random.sample(self.shapes, len(self.shapes)):
-            for value in (*option.values, *option.others(self._job, shape)):
-                forced = replace(shape, **{option.name: value})
-                if _met(option, forced) != aim or tried == TRIES:
-                    continue
-                tried += 1
-                layout = mend(self._job, forced, self._count, keep=(option.name,))
-                if layout is not None and aim in features(layout):
-                    yield layout
+        forced = [
+            layout
+            for shape in self.random.sample(self.shapes, len(self.shapes))
+            for value in (*option.values, *option.others(self._job, shape))
+            if _met(option, layout := replace(shape, **{option.name: value})) == aim
+        ]
+        # degrees on which the option has an effect as they are come first
+        for each in sorted(forced, key=lambda layout: aim not in features(layout))[:TRIES]:
+            mended = mend(self._job, each, self._count, keep=(option.name,))
+            if mended is not None and aim in features(mended):
+                yield mended
 
     def _dress(self, shape: Layout, *, keep: str = "") -> Layout:
         """Return the shape with random options, dropping those that are not legal together.
@@ -283,14 +324,16 @@ def _texts(found: Sequence[Feature]) -> tuple[str, ...]:
 def _met(option: Option, layout: Layout) -> Feature:
     """Return an option's value as a feature, with the many values of some options merged into few.
 
-    Rank orders are merged by their fastest axis, placements by whether a stage is empty, and numbers in
-    place of ``pp`` by whether they are below it.
+    Rank orders are merged by their fastest axis, placements by whether a stage is empty, grids beside the run by
+    whether they have several ranks, and numbers in place of ``pp`` by whether they are below it.
     """
     value = layout.value(option)
     if option.name == "order":
         value = value.split("-")[0]
     if option.name == "stages" and value not in option.values:
         value = "uneven" if all(LAYER in stage for stage in value.split(CUT)) else "empty"
+    if option.name == "eval_tasks_grid" and value != option.simplest:
+        value = "several ranks"
     if isinstance(value, int) and "pp" in option.values:
         value = "less" if value < layout.pp else "more"
     return (option.name, value)

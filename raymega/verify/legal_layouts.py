@@ -13,6 +13,7 @@ from raymega.plan.run_plan import job_values
 from raymega.plan.validation.registry import job_faults
 from raymega.schedule.table import SCHEDULES
 from raymega.verify.layout import DEGREES, OPTIONS, PATHS, Layout
+from raymega.verify.tasks import GRIDS, legal_grids
 
 BY_HAND = ("stages", "first_stage_layers", "last_stage_layers")
 """Options that place layers by hand."""
@@ -21,9 +22,27 @@ MOST_CHANGES = 3
 
 
 def layout_of(job: Job) -> Layout:
-    """Return the layout that the job asks for."""
-    values: dict[str, Any] = job_values(job)
+    """Return the layout that the job asks for; ``run.kernels: auto`` is what it is on CPUs."""
+    values: dict[str, Any] = dict(job_values(job))
+    if values[PATHS["kernels"]] == "auto":
+        values[PATHS["kernels"]] = "eager"
     return Layout(**{name: values[path] for name, path in PATHS.items()})
+
+
+def own_layout(job: Job, small: Job) -> Layout:
+    """Return the layout that ``job`` asks for, as ``small``, which was made from it, can have it.
+
+    The micro-batch is the small one's. With dynamic context parallelism only workers beside the run evaluate tasks.
+    """
+    own, grids = layout_of(job), legal_grids(small)
+    has_grid = own.eval_tasks_on == "beside" and own.eval_tasks_grid in grids
+    is_beside = bool(grids) and (own.dynamic_cp or own.eval_tasks_on == "beside")
+    return replace(
+        own,
+        micro_batch_size=small.schedule.micro_batch_size,
+        eval_tasks_on="beside" if is_beside else "grid",
+        eval_tasks_grid=own.eval_tasks_grid if has_grid else GRIDS[0],
+    )
 
 
 def reference_layout(job: Job) -> Layout:
@@ -61,10 +80,11 @@ def legality(job: Job) -> Callable[[Layout], bool]:
 
 def fault_counter(job: Job) -> Callable[[Layout], int]:
     """Return a function of a layout to the number of rules that the job breaks on it."""
-    values, size = job_values(job), fixed_size(job)
+    values, size, beside = job_values(job), fixed_size(job), legal_grids(job)
 
     def count(layout: Layout) -> int:
         own = (layout.dp > job.data.global_batch_size) + (size not in (0, layout.micro_batch_size))
+        own += layout.eval_tasks_on == "beside" and layout.eval_tasks_grid not in beside
         return own + len(job_faults(values | layout.values()))
 
     return count

@@ -1,7 +1,8 @@
-"""Held-out loss computed a second way: one document at a time, with torch's own cross entropy.
+"""Held-out loss and scores of tasks computed a second way: one document at a time, with torch's own cross entropy.
 
-It shares the model and the order of samples with `raymega.train.forward_backward.evaluate`, and nothing else: no
-batch, no masked slot, no packed row, no schedule, no loss head. So it is the reference that layouts are compared with.
+It shares the model and the order of samples with `raymega.train.forward_backward.evaluate`, the model and the requests
+with `raymega.evaluate.worker`, and nothing else: no batch, no masked slot, no packed row, no schedule, no loss head. So
+it is the reference that layouts are compared with.
 """
 
 from __future__ import annotations
@@ -10,39 +11,60 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raymega.config.data import DataSource
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture
 from raymega.data.open_split import open_split, shape_of
+from raymega.data.row_rules.rules import row_rules
+from raymega.data.rows import Row
 from raymega.data.samples import Samples
+from raymega.evaluate.requests import Request
 from raymega.model.pipeline_stage import StageModule
+from raymega.model.preference_losses import LOSSES, Answers
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.train.build import TrainingComponents
 from raymega.verify.compare import EVAL_LOSS
+from raymega.verify.tasks import TASK_SCORES, Floats, compared_number, drawn_requests
 
 
 def plain_eval_losses(parts: TrainingComponents) -> dict[str, float]:
-    """Return the mean held-out losses of a run on one rank by name, in nats per token.
+    """Return the mean held-out losses of a run on one rank by name, in nats per token, and the number of its tasks.
 
     Empty where the job evaluates nothing, and where a token's loss depends on the other tokens of its micro-batch
     (`depends_on_micro_batch_size`): there a document by itself has another loss.
     """
-    job = parts.plan.job
-    if not job.run.eval_samples or depends_on_micro_batch_size(job):
+    job, found = parts.plan.job, {}
+    if depends_on_micro_batch_size(job):
         return {}
     (module,) = parts.modules
-    losses = {name: _loss(module, samples, job) for name, samples in _sets(job)}
-    first = next(iter(losses))
-    return {EVAL_LOSS: losses[first]} | {
-        f"{EVAL_LOSS}/{name}": losses[name] for name in losses if name
-    }
+    if job.run.eval_samples:
+        mean = _pair_loss if job.preference.is_on else _loss
+        losses = {name: mean(module, samples, job) for name, samples in _sets(job)}
+        found[EVAL_LOSS] = next(iter(losses.values()))
+        found |= {f"{EVAL_LOSS}/{name}": loss for name, loss in losses.items() if name}
+    if job.run.eval_tasks:
+        requests = drawn_requests(seq_len=job.data.seq_len, vocab_size=job.model.vocab_size)
+        found[TASK_SCORES] = compared_number([_log_probs(module, each) for each in requests])
+    return found
+
+
+def _log_probs(module: StageModule, request: Request) -> Floats:
+    """Return the log-probability of each target of a request."""
+    tokens = torch.from_numpy(request.tokens)
+    module.eval()
+    with torch.no_grad():
+        logits = module.logits(tokens[None, :-1], None)[:, 0].double()  # [length, V]
+        losses = cross_entropy(logits, tokens[1:], reduction="none")
+    module.train()
+    return -losses[-request.num_targets :].numpy()
 
 
 def _sets(job: Job) -> Iterator[tuple[str, Samples]]:
     """Yield each validation set and its samples, opened here anew; the blend's has no name."""
-    shape, seed, vocab_size = shape_of(job.data), job.run.seed, job.model.vocab_size
+    shape, seed, vocab_size = shape_of(job.data, job.preference), job.run.seed, job.model.vocab_size
     blends = [("", "valid", job.data.blends[:1])]
     if job.data.validation:
         blends = [
@@ -52,10 +74,11 @@ def _sets(job: Job) -> Iterator[tuple[str, Samples]]:
     for name, split, blend in blends:
         mixture = Mixture(blend)
         sources = [
-            open_split(path, split, shape, seed=seed, vocab_size=vocab_size)
+            open_split(path, split, shape, seed=seed, vocab_size=vocab_size, plugins=job.plugins)
             for path in mixture.datasets
         ]
-        yield name, Samples(sources, mixture, seed=seed)
+        rules, block_bytes = row_rules(job, split), job.data.shuffle_block_bytes
+        yield name, Samples(sources, mixture, seed=seed, block_bytes=block_bytes, rules=rules)
 
 
 def _loss(module: StageModule, samples: Samples, job: Job) -> float:
@@ -65,13 +88,52 @@ def _loss(module: StageModule, samples: Samples, job: Job) -> float:
     with torch.no_grad():
         for sample in range(min(job.run.eval_samples, samples.num_samples)):
             row = samples.row(sample)
-            for start, stop in pairwise(accumulate(row.documents, initial=0)):
-                tokens = torch.from_numpy(row.tokens[start:stop].copy())
-                labels = torch.from_numpy(row.labels[start:stop].copy())
-                counted = torch.from_numpy(row.mask[start:stop].copy())
-                logits = module.logits(tokens[None], None)[:, 0]  # [length, V]
-                losses = cross_entropy(logits, labels, reduction="none")
-                loss_sum += float(losses[counted].sum())
-                num_labels += int(counted.sum())
+            for each in _document_losses(module, row):
+                loss_sum += float(each.sum())
+                num_labels += len(each)
     module.train()
     return loss_sum / num_labels
+
+
+def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
+    """Yield the losses of each document's labels that count, of one document at a time."""
+    for start, stop in pairwise(accumulate(row.documents, initial=0)):
+        tokens = torch.from_numpy(row.tokens[start:stop].copy())
+        labels = torch.from_numpy(row.labels[start:stop].copy())
+        counted = torch.from_numpy(row.mask[start:stop].copy())
+        types = None
+        if row.token_types is not None:
+            types = torch.from_numpy(row.token_types[None, start:stop].copy())
+        logits = module.logits(tokens[None], None, types)[:, 0].double()  # [length, V]
+        yield cross_entropy(logits, labels, reduction="none")[counted]
+
+
+def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
+    """Return the mean loss of the pairs in a set's first samples, by the loss's formula on answers alone."""
+    section, losses = job.preference, list[float]()
+
+    def sums(row: Row) -> Tensor:
+        found = [-each.sum() for each in _document_losses(module, row)]
+        return torch.stack(found[: 2 * row.num_pairs]).view(-1, 2)
+
+    module.eval()
+    with torch.no_grad():
+        for sample in range(min(job.run.eval_samples, samples.num_samples)):
+            row = samples.row(sample)
+            policy = sums(row)
+            counts = [len(each) for each in _document_losses(module, row)][: 2 * row.num_pairs]
+            module.adapters.is_off = True
+            reference = sums(row) if section.needs_reference else torch.zeros_like(policy)
+            module.adapters.is_off = False
+            if row.reference is not None:
+                reference = torch.from_numpy(row.reference).view(-1, 2)
+            labels = torch.tensor(counts, dtype=policy.dtype).view(-1, 2)
+            for pair in torch.nonzero((labels > 0).all(1)).flatten():
+                each = Answers(
+                    policy=policy[pair, None],
+                    reference=reference[pair, None],
+                    counts=labels[pair, None],
+                )
+                losses.append(float(LOSSES[section.loss_type](each, section)))
+    module.train()
+    return sum(losses) / len(losses)

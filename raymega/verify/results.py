@@ -42,6 +42,13 @@ def read_result(folder: Path, rank: int) -> RankResult:
     )
 
 
+def read_eval_losses(folder: Path, rank: int) -> dict[str, float]:
+    """Return the numbers of a rank that evaluated only."""
+    with np.load(result_path(folder, rank)) as arrays:
+        losses: dict[str, float] = json.loads(str(arrays["index"]))["eval_losses"]
+    return losses
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Blocks:
     path: Path

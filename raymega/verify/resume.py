@@ -5,16 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-from raymega.checkpoint.format.manifest import commit, parse_manifest
-from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.config.schema import Job
-from raymega.errors import CheckpointError, raise_faults
-from raymega.storage.registry import open_store
 from raymega.verify.compare import RankResult
-from raymega.verify.launch import ForkServer, LayoutFailedError
+from raymega.verify.launch import ForkServer
 from raymega.verify.layout import Layout
+from raymega.verify.shares import commit_shares
 
 
 def resuming_pair(layouts: Sequence[Layout], steps: int) -> tuple[Layout, Layout] | None:
@@ -34,18 +30,7 @@ def run_resumed(
         LayoutFailedError: A rank of either layout failed, or the ranks' shares are no checkpoint.
     """
     with tempfile.TemporaryDirectory(prefix="raymega-verify-") as folder:
-        with fork_server.run(job, saved, steps=steps - 1, checkpoints=folder) as results:
-            key = _commit(results, folder)
-        with fork_server.run(job, resumed, steps=steps, checkpoints=folder, restore=key) as results:
+        with fork_server.run(job, saved, steps=steps - 1, save_to=folder) as results:
+            uri = commit_shares(results, folder)
+        with fork_server.run(job, resumed, steps=steps, restore=uri) as results:
             yield results
-
-
-def _commit(results: Sequence[RankResult], uri: str) -> str:
-    """Commit the ranks' shares as one checkpoint, as the driver does, and return its key."""
-    parts = [parse_manifest(result.manifest.encode(), key="a rank's share") for result in results]
-    whole = replace(parts[0], boxes=tuple(box for part in parts for box in part.boxes))
-    try:
-        raise_faults(CheckpointError, coverage_faults(whole))
-        return commit(open_store(uri), whole)
-    except CheckpointError as error:
-        raise LayoutFailedError(f"the ranks' shares are no checkpoint: {error}") from error

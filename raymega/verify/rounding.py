@@ -139,7 +139,7 @@ def _kind(quantity: str) -> str:
         return quantity
     if quantity.startswith("eval_loss"):
         return "eval_loss"
-    return "other" if quantity in (*EXACT, "mtp_loss") else "tensor"
+    return "other" if quantity in (*EXACT, "mtp_loss", "pair_loss") else "tensor"
 
 
 def _multiple(name: str, distance: float, spread: Spread) -> float:

@@ -25,10 +25,10 @@ from raymega.verify.compare import (
     compare,
     make_reference,
 )
-from raymega.verify.launch import ForkServer, LayoutFailedError, open_fork_server
+from raymega.verify.launch import ForkServer, open_fork_server
 from raymega.verify.layout import Layout
-from raymega.verify.layout_sampling import draw_layouts, left_out
-from raymega.verify.legal_layouts import layout_of, reference_layout
+from raymega.verify.layout_sampling import PairCoverage, draw_layouts, left_out, pair_coverage
+from raymega.verify.legal_layouts import own_layout, reference_layout
 from raymega.verify.minimise import minimise
 from raymega.verify.resume import resuming_pair, run_resumed
 from raymega.verify.rounding import (
@@ -38,6 +38,7 @@ from raymega.verify.rounding import (
     in_precision,
     measure_spread,
 )
+from raymega.verify.shares import LayoutFailedError
 from raymega.verify.shrink import Shrunk, shrink_job
 
 
@@ -93,8 +94,8 @@ class Outcome:
 class Report:
     """Verdict of a verification, with its evidence.
 
-    ``left_out`` are option values and degrees that are possible and were not drawn, ``num_pairs`` the pairs
-    that were. ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
+    ``left_out`` are option values and degrees that are possible and were not drawn; ``pairs`` tells the same of
+    pairs. ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
     decision on one rank, infinite without experts: if it is below rounding errors, a layout may choose
     another expert. ``fp8_margin`` is the same for roundings to fp8. ``undecided`` weights may differ by
     noise, see Reference.
@@ -104,7 +105,7 @@ class Report:
     options: Options
     outcomes: tuple[Outcome, ...]
     left_out: tuple[str, ...]
-    num_pairs: int
+    pairs: PairCoverage
     smallest: Outcome | None
     router_margin: float
     undecided: tuple[str, ...]
@@ -151,7 +152,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         seed=options.seed,
     )
     # The shrunk job has a grid of one rank and a smaller micro-batch: take the grid from ``job``.
-    own = replace(layout_of(job), micro_batch_size=shrunk.job.schedule.micro_batch_size)
+    own = own_layout(job, shrunk.job)
     draw = partial(
         draw_layouts, shrunk.job, own=own, count=options.layouts, max_ranks=options.max_ranks
     )
@@ -169,23 +170,24 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         watcher.on_reference()
         outcomes = [*_alone(trial, watcher), *_outcomes(trial, first.layouts, watcher)]
         # further draws, until the time is over
+        possible = set(first.pairs)
         for seed in count(options.seed + 1):
             if time.monotonic() - began >= options.budget_s:
                 break
-            drawn = [each for each in draw(seed=seed).layouts if not _has(outcomes, each)]
+            further = draw(seed=seed)
+            possible |= further.pairs
+            drawn = [each for each in further.layouts if not _has(outcomes, each)]
             outcomes += _outcomes(trial, drawn, watcher, until_s=began + options.budget_s)
         # minimise a failure
         failed = [outcome for outcome in outcomes if not outcome.is_same]
         smallest = _find_smallest(trial, failed, watcher.on_shrinking) if failed else None
-    reference = trial.reference
+    reference, tried = trial.reference, [outcome.layout for outcome in outcomes]
     return Report(
         shrunk=shrunk,
         options=options,
         outcomes=tuple(outcomes),
-        left_out=left_out(
-            shrunk.job, (outcome.layout for outcome in outcomes), max_ranks=options.max_ranks
-        ),
-        num_pairs=first.num_pairs,
+        left_out=left_out(shrunk.job, tried, max_ranks=options.max_ranks),
+        pairs=pair_coverage(shrunk.job, tried, possible),
         smallest=smallest,
         router_margin=reference.router_margin,
         undecided=tuple(sorted(reference.undecided)),

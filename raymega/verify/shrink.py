@@ -16,7 +16,14 @@ from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
 from raymega.verify.shrink_model import MAX_SEQ_LEN, shrink_model
-from raymega.verify.small_data import drawn_blend, early_stages, short_ramp, small_datasets
+from raymega.verify.small_data import (
+    drawn_blend,
+    drawn_blocks,
+    early_stages,
+    short_ramp,
+    small_datasets,
+)
+from raymega.verify.tasks import tasks_of
 
 MAX_BATCH = 16
 MAX_WARMUP_STEPS = 2
@@ -65,8 +72,9 @@ def shrink_job(
     for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
         draft.set(field, new, why)
     if seed is not None:
-        for field, new, why in drawn_blend(draft.job(), seed):
-            draft.set(field, new, why)
+        for draw in (drawn_blend, drawn_blocks):
+            for field, new, why in draw(draft.job(), seed):
+                draft.set(field, new, why)
     return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
 
 
@@ -94,8 +102,8 @@ def _shorten(draft: Draft, steps: int) -> None:
         "epochs": 0,
         "samples_every": 0,  # they change nothing that is compared
         "sample_prompts": (),
-        # held-out loss stands for evaluation; tests/dist/runs has the tasks' scores on layouts
-        "eval_tasks": (),
+        # drawn requests take the place of files, in every job
+        "eval_tasks": tasks_of(job),
         "eval_tasks_every": 0,
         "eval_tasks_on": "grid",
         "eval_tasks_grid": "tp=1",

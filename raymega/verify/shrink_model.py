@@ -63,6 +63,11 @@ def _cut_vocabulary(draft: Draft) -> None:
         rows,
         "so that tp cuts the table as in the whole model",
     )
+    # special tokens of masks move to the end of what is left
+    masking = draft.job().data.masking
+    for place, name in enumerate(("mask_token_id", "cls_token_id", "sep_token_id")):
+        if getattr(masking, name) >= rows - padding:
+            draft.set(f"data.masking.{name}", rows - padding - 1 - place)
 
 
 def _cut_experts(draft: Draft) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from raymega.config.data import NO_PATH, SYNTHETIC_PATH, is_synthetic
+from raymega.config.data import NO_PATH, SYNTHETIC_PATH, is_computed, is_synthetic
 from raymega.config.schema import Job
 from raymega.data.megatron import is_megatron
-from raymega.data.remote_dataset import meta_at
-from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
+from raymega.data.streaming.remote_dataset import meta_at
+from raymega.data.synthetic import SHARD_WINDOWS, SYNTHETIC_VOCAB_SIZE
 from raymega.errors import RaymegaError
+from raymega.plan.layers.family_parts import parts_of
 
 
 def small_datasets(
@@ -30,10 +31,14 @@ def small_datasets(
         why = "its tokens need the whole vocabulary"
     elif job.data.packing != "none" and small.data.seq_len != job.data.seq_len:
         why = "its documents would fill every shorter row alone"
+    elif is_real and job.preference.needs_reference and job.preference.reference == "stored":
+        why = "its stored reference is of the job's own rows"
     if why:
         yield from _synthetic(job, small, why, is_data_there=is_data_there)
     if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:
         yield "model.vocab_size", SYNTHETIC_VOCAB_SIZE, "the synthetic tokens need it"
+    if (why or not is_real) and job.preference.is_on:
+        yield "data.loss_on", "all", "both answers of few synthetic pairs have another label"
 
 
 def _synthetic(
@@ -54,7 +59,8 @@ def _synthetic(
     if sets := data["validation"]:
         own = {each["path"]: f"{SYNTHETIC_PATH}:valid-{number}" for number, each in enumerate(sets)}
         yield "data.validation", _with_paths(sets, own), why
-    if is_data_there and job.data.loss_on == "auto" and any(map(_has_answers, paths)):
+    is_auto = job.data.loss_on == "auto" and not job.preference.is_on
+    if is_data_there and is_auto and any(map(_has_answers, paths)):
         yield "data.loss_on", "assistant", "synthetic conversations take their place"
 
 
@@ -82,13 +88,21 @@ def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
     yield "data.sources", blend(range(number)), why
     yield "data.stages", (stage,), why
     yield "data.path", NO_PATH, why
-    if job.data.loss_on == "auto":
+    has_labels_of_answers = parts_of(job.model).is_causal and not job.preference.is_on
+    if job.data.loss_on == "auto" and has_labels_of_answers:
         loss_on = random.choice(("all", "assistant", "completion"))
         yield "data.loss_on", loss_on, "drawn, so that labels that do not count are tested"
 
 
+def drawn_blocks(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
+    """Yield the change that cuts the shards of a job's synthetic tokens into small blocks, in one of two draws."""
+    if all(map(is_synthetic, job.data.datasets)) and Random(f"{seed}/blocks").random() < 0.5:
+        size = SHARD_WINDOWS * job.data.seq_len
+        yield "data.shuffle_block_bytes", size, "drawn, so that the borders of blocks are tested"
+
+
 def _has_answers(path: str) -> bool:
-    if is_synthetic(path) or is_megatron(path):
+    if is_computed(path) or is_megatron(path):
         return False
     try:
         return meta_at(path).has_targets

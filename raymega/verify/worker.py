@@ -7,6 +7,8 @@ server import torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from raymega.checkpoint.format.manifest import Manifest, read_manifest
+from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.tools.handle import Checkpoint
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.errors import CheckpointError
+from raymega.evaluate.requests import Request
+from raymega.evaluate.worker import score_requests
 from raymega.messages import Box, Requests, ShardSaved
 from raymega.optim.param_groups import rates_of
-from raymega.parallel.comm.process_groups import groups_of_plan
+from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.parallel.comm.world import close_world, file_store, open_world
-from raymega.plan.run_plan import read_plan
+from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.storage.registry import open_store
-from raymega.storage.store import Store
 from raymega.train.build import TrainingComponents, build_parts
+from raymega.train.build_scorer import build_scorer, load_weights, scorer_of
 from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState, first_state, state_from
 from raymega.train.step import StepOutcome, train_step
 from raymega.verify.compare import EVAL_LOSS, StepValues
 from raymega.verify.plain_evaluation import plain_eval_losses
 from raymega.verify.results import result_path
+from raymega.verify.tasks import TASK_SCORES, compared_number, drawn_requests, is_beside
+
+CPU = torch.device("cpu")
 
 
 def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls it
@@ -41,7 +50,7 @@ def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls 
     *,
     steps: int,
     timeout_s: float,
-    checkpoints: str = "",
+    save_to: str = "",
     restore: str = "",
 ) -> None:
     """Train rank ``rank`` of the plan in a world of its own to step ``steps``, and save its numbers.
@@ -52,12 +61,52 @@ def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls 
         folder: Folder of the results.
         steps: Number of steps, those before the checkpoint included.
         timeout_s: Longest wait for other ranks in seconds.
-        checkpoints: Store to which the state after the last step is saved, or from which it is restored.
-        restore: Key of the checkpoint to start from; the last step is then not saved.
+        save_to: Store to which the state after the last step is saved; empty saves nothing.
+        restore: URI of the checkpoint to start from; empty starts at step 0.
     """
+    plan = read_plan(plan_json)
+    with _world(plan, rank, folder, timeout_s) as groups:
+        # build, restore, train, save
+        parts = build_parts(plan, rank=rank, groups=groups, device=CPU)
+        for module in parts.modules:
+            # Margins of fp8 roundings matter for the reference alone.
+            module.fp8.margin.is_watched = plan.grid.world_size == 1
+        state = first_state(plan.job.precision)
+        if restore:
+            state = _restore(parts, open_checkpoint(restore))
+        state, index, arrays = _train(parts, state, steps)
+        if save_to:
+            index["manifest"] = _save(parts, state, save_to, rank)
+        with result_path(folder, rank).open("wb") as file:
+            np.savez(file, index=np.array(json.dumps(index)), **arrays)
+        parts.weights.wait_for_all()
+
+
+def score_rank(rank: int, plan_json: str, folder: Path, *, timeout_s: float, restore: str) -> None:
+    """Score the drawn requests with a checkpoint's weights, as workers beside a run do, and write the number.
+
+    Args:
+        rank: Global rank.
+        plan_json: Plan of the evaluation.
+        folder: Folder of the results.
+        timeout_s: Longest wait for other ranks in seconds.
+        restore: URI of the checkpoint.
+    """
+    plan = read_plan(plan_json)
+    with _world(plan, rank, folder, timeout_s) as groups:
+        scorer = build_scorer(plan, rank=rank, groups=groups, device=CPU)
+        load_weights(scorer, open_checkpoint(restore), groups)
+        log_probs, _ = score_requests(plan, scorer, groups, _requests(plan), device=CPU)
+        index = {"eval_losses": {TASK_SCORES: compared_number(log_probs)}}
+        with result_path(folder, rank).open("wb") as file:
+            np.savez(file, index=np.array(json.dumps(index)))
+
+
+@contextmanager
+def _world(plan: RunPlan, rank: int, folder: Path, timeout_s: float) -> Iterator[Groups]:
+    """Open a world of the plan's ranks for the body, and yield this rank's process groups."""
     # All ranks share this machine's cores.
     torch.set_num_threads(1)
-    plan, cpu = read_plan(plan_json), torch.device("cpu")
     world_size = plan.grid.world_size
     if world_size > 1:
         open_world(
@@ -66,23 +115,9 @@ def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls 
             rendezvous="",
             store=file_store(folder / "store", world_size),
             timeout_s=timeout_s,
-            device=cpu,
+            device=CPU,
         )
-    groups = groups_of_plan(plan, rank, timeout_s=timeout_s)
-    # build, restore, train, save
-    parts = build_parts(plan, rank=rank, groups=groups, device=cpu)
-    for module in parts.modules:
-        # Margins of fp8 roundings matter for the reference alone.
-        module.fp8.margin.is_watched = world_size == 1
-    state = first_state(plan.job.precision)
-    if restore:
-        state = _restore(parts, open_store(checkpoints), restore)
-    state, index, arrays = _train(parts, state, steps)
-    if checkpoints and not restore:
-        index["manifest"] = _save(parts, state, checkpoints, rank)
-    with result_path(folder, rank).open("wb") as file:
-        np.savez(file, index=np.array(json.dumps(index)), **arrays)
-    parts.weights.wait_for_all()
+    yield groups_of_plan(plan, rank, timeout_s=timeout_s)
     close_world()
 
 
@@ -123,7 +158,7 @@ def _train(
 def _values(outcome: StepOutcome) -> StepValues:
     return StepValues(
         loss=outcome.loss, grad_norm=outcome.grad_norm, lr=outcome.lr, tokens=outcome.tokens,
-        mtp_loss=outcome.mtp_loss,
+        mtp_loss=outcome.mtp_loss, pair_loss=outcome.pair_loss,
         loads={
             str(layer): [*load.counts.tolist(), load.tokens, load.kept, load.entropy, load.balance, load.z]
             for layer, load in outcome.loads.items()
@@ -135,11 +170,21 @@ def _eval_losses(parts: TrainingComponents) -> dict[str, float]:
     """Return the held-out losses by their names in a comparison."""
     metrics, prefix = evaluate(parts), "eval/set_loss/"
     losses = {EVAL_LOSS: metrics["eval/loss"]} if metrics else {}
-    return losses | {
+    losses |= {
         f"{EVAL_LOSS}/{name.removeprefix(prefix)}": loss
         for name, loss in metrics.items()
         if name.startswith(prefix)
     }
+    # tasks on this grid; those beside a run are scored by `score_rank`
+    if parts.plan.job.run.eval_tasks and not is_beside(parts.plan.job):
+        scorer, requests = scorer_of(parts, lambda: None), _requests(parts.plan)
+        log_probs, _ = score_requests(parts.plan, scorer, parts.groups, requests, device=CPU)
+        losses[TASK_SCORES] = compared_number(log_probs)
+    return losses
+
+
+def _requests(plan: RunPlan) -> list[Request]:
+    return drawn_requests(seq_len=plan.job.data.seq_len, vocab_size=plan.job.model.vocab_size)
 
 
 def _save(parts: TrainingComponents, state: TrainState, uri: str, rank: int) -> str:
@@ -162,9 +207,9 @@ def _save(parts: TrainingComponents, state: TrainState, uri: str, rank: int) -> 
     return mine.to_json()
 
 
-def _restore(parts: TrainingComponents, store: Store, key: str) -> TrainState:
+def _restore(parts: TrainingComponents, checkpoint: Checkpoint) -> TrainState:
     """Load a checkpoint of any grid, and return the state of its run."""
-    manifest = read_manifest(store, key)
+    store, manifest = checkpoint
     load(store, manifest, list(parts.optimizer.blocks()))
     parts.optimizer.sync_weights()
     return state_from(manifest.state, parts.plan.job.precision)

@@ -36,15 +36,18 @@ def main() -> int:
     """Run the command."""
     options = _options()
     start_server(build_device(options.build.absolute()))
+    # what is asked for: --layout alone leaves the plants out, --plant alone the layouts
     layouts = options.layout or ([] if options.plant else list(LAYOUTS))
     names = options.plant or ([] if options.layout else list(PLANTS))
     passed = Passed(options.resume)
     layouts = [name for name in layouts if name not in passed]
     plants = {name: PLANTS[name] for name in names if name not in passed}
+    # ranks, each in a process of its own
     with tempfile.TemporaryDirectory() as name:
         books, planted = _keep_books(layouts, plants, options.keep or Path(name))
     if options.write:
         write_budgets(books)
+    # verdicts: layouts against their budgets, plants against what they must change
     budgets = read_budgets()
     faults = {book["layout"]: over_budget(book, budgets.get(book["layout"], {})) for book in books}
     red = {name: is_red(plants[name], book, budgets) for name, book in planted.items()}
@@ -103,6 +106,7 @@ def _keep_books(
     layouts: Iterable[str], plants: dict[str, Plant], folder: Path
 ) -> tuple[list[Book], dict[str, Book]]:
     """Run layouts and planted mistakes, two at a time, with a line for each that is over."""
+    # pairs of a layout and a planted mistake, which is empty for a plain book
     work = [(name, "") for name in layouts] + [
         (plant.layout, name) for name, plant in plants.items()
     ]
@@ -141,6 +145,7 @@ def report(books: list[Book], faults: dict[str, list[str]], red: dict[str, bool]
         f"{'layout':32}{'launches':>9}{'a layer':>9}{'syncs':>7}{'NCCL GiB':>9}{'comms':>6}{'unused':>7}"
         f"{'build GiB':>10}{'peak GiB':>9}{'plan':>8}"
     )
+    # one row a layout that ran to its end
     whole = [book for book in books if "error" not in book]
     for book in whole:
         figures = book["figures"]
@@ -157,6 +162,7 @@ def report(books: list[Book], faults: dict[str, list[str]], red: dict[str, bool]
             print(f"{layout}: {fault}")
     for name, is_caught in red.items():
         print(f"planted: {name}: {'red' if is_caught else 'NOT SEEN'}")
+    # the last line, for programs that read it
     errors = [abs(peak_error(book)) for book in whole]
     summary = {
         "layouts": len(whole),

@@ -64,6 +64,11 @@ def put_in(plan: RunPlan) -> None:
     put_in_even_routing(plan.grid.ep)
     put_in_initial_values()
     put_in_finite_state()
+    use_flash_attention()
+
+
+def use_flash_attention() -> None:
+    """Leave flash attention as the only kernel of whole rows."""
     # cuDNN plans its kernels on the device, and the memory-efficient ones ask it for limits: both need a real one
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -71,12 +76,13 @@ def put_in(plan: RunPlan) -> None:
 
 def answer_no() -> None:
     """Take the device's answer to a question for no, after it has been read: it holds what was there before."""
+    # the read itself stays: it is a host synchronisation, which is counted
     read = torch.Tensor.__bool__
 
     def is_true(tensor: torch.Tensor) -> bool:
         return read(tensor) and not tensor.is_cuda
 
-    torch.Tensor.__bool__ = is_true  # type: ignore[method-assign]
+    torch.Tensor.__bool__ = is_true
 
 
 def put_in_other_ranks() -> None:
@@ -89,9 +95,11 @@ def put_in_totals(tokens: float) -> None:
     read = train_step._totals_of
 
     def totals_of(*args: Any) -> Any:
-        return replace(read(*args), tokens=tokens, loss_sum=tokens, norm_sq=1.0)
+        read_back = read(*args)
+        return replace(read_back, divisor=tokens, tokens=tokens, loss_sum=tokens, norm_sq=1.0)
 
     train_step._totals_of = totals_of
+    # an evaluation's sums: 1 each, which makes a finite loss
     read_sums = forward_backward.sum_over_world
 
     def sums(*args: Any) -> tuple[float, ...]:
@@ -102,6 +110,7 @@ def put_in_totals(tokens: float) -> None:
 
 def put_in_even_routing(ep: int) -> None:
     """Give each expert-parallel rank equally many rows, whichever the dispatcher."""
+    # the number of a rank's rows is read from the device, and is an argument of the permutation
     read, permute = dispatcher._read_parts, dispatcher.permute
 
     def read_parts(dispatch: Any, counts: torch.Tensor) -> Any:

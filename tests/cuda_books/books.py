@@ -43,6 +43,7 @@ class Books:
     @contextmanager
     def counting(self, trace: Path) -> Iterator[dict[str, int]]:
         """Trace what runs inside; the mapping has the counts of it when that is over."""
+        # counters only grow, so a phase has the difference
         before, found = self.counts(), dict[str, int]()
         self._library.books_open(str(trace).encode())
         try:
@@ -63,7 +64,8 @@ class Traffic:
         used: Communicators that a call went over.
         closed: Communicators that were destroyed or aborted.
         early_receives: Receives that were queued before the first matrix product. On a GPU such a receive
-            occupies multiprocessors until the peer sends, and the peer may be waiting for this rank.
+            occupies multiprocessors until the peer sends, and the peer may be waiting for this rank. The
+            receives of an exchange, each behind a send of the same call, are none.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -84,7 +86,7 @@ class Traffic:
 
 def traffic_of(lines: Iterable[str]) -> Traffic:
     """Read what a trace's lines say of NCCL."""
-    found, has_product = Traffic(), False
+    found, has_product, is_exchange = Traffic(), False, False
     for line in lines:
         _, _, kind, *fields = line.rstrip("\n").split("\t")
         match kind:
@@ -93,7 +95,10 @@ def traffic_of(lines: Iterable[str]) -> Traffic:
                 found.calls[what] += 1
                 found.num_bytes[what] += max(int(sent), int(received))
                 found.used.add(communicator)
-                found.early_receives += what == "recv" and not has_product
+                # an exchange sends first, and its receive stands behind that
+                is_early = what == "recv" and not (has_product or is_exchange)
+                found.early_receives += is_early
+                is_exchange = what == "send"
             case "gemm":
                 has_product = True
             case "communicator":

@@ -12,7 +12,7 @@ from tests.cuda_books.layouts import LAYOUTS, OFF_PLAN
 BUDGETS = Path(__file__).with_name("budgets.json")
 Figures = dict[str, float]
 PEAK_ERROR = 0.02
-"""Largest share by which `raymega plan` may miss the allocator's peak, except where `OFF_PLAN` says so."""
+"""Largest share by which `raymega plan` may miss the peak of what torch's allocator is asked for."""
 PINNED_SLACK_BYTES = 3 * 32 * 2**10
 """Bytes by which pinned memory may be more than planned: rows that replicas share unevenly, in up to 3 copies."""
 
@@ -25,6 +25,7 @@ def read_budgets() -> dict[str, Figures]:
 def write_budgets(books: Iterable[Mapping[str, Any]]) -> None:
     """Write the figures of ``books`` anew, and leave out layouts that no longer exist; others stay as they are."""
     new = {book["layout"]: figures_of(book) for book in books if "error" not in book}
+    # in the order of LAYOUTS, so that a diff shows figures and no moves
     known = read_budgets() | new
     kept = {name: known[name] for name in LAYOUTS if name in known}
     BUDGETS.write_text(json.dumps(kept, indent=1) + "\n")
@@ -33,10 +34,8 @@ def write_budgets(books: Iterable[Mapping[str, Any]]) -> None:
 def figures_of(book: Mapping[str, Any]) -> Figures:
     """Return what is budgeted of a book, by name."""
     figures, off = dict(book["figures"]), OFF_PLAN.get(book["layout"], ())
-    for kind in ("peak", "pinned"):
-        if kind in off:
-            error = book[f"planned_{kind}_bytes"] - figures[f"{kind}_bytes"]
-            figures[f"{kind}_error_bytes"] = error
+    if "pinned" in off:
+        figures["pinned_error_bytes"] = book["planned_pinned_bytes"] - figures["pinned_bytes"]
     return {
         "launches_per_layer": book["launches_per_layer"],
         **{name: figures[name] for name in sorted(figures)},
@@ -64,12 +63,14 @@ def over_budget(book: Mapping[str, Any], budget: Mapping[str, float]) -> list[st
     """Return what differs from the budget or the plan, the number of races, and the first of them."""
     if "error" in book:
         return [f"it failed: {book['error']}"]
+    # figures, equal to the digit: more and less are both told
     figures = figures_of(book)
     found = [
         f"{name} {figures.get(name, 'is gone')}, budget {budget.get(name, 'none')}"
         for name in sorted({*figures, *budget})
         if figures.get(name) != budget.get(name)
     ]
+    # the plan, within its limits; a layout that is right again must leave OFF_PLAN
     off, known = off_plan(book), OFF_PLAN.get(book["layout"], frozenset[str]())
     found += [
         f"planned {kind} {off[kind]:+} bytes off, not in OFF_PLAN" for kind in off.keys() - known

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,26 +30,40 @@ NO_ACCESS = (
 
 @contextmanager
 def noting(books: Books) -> Iterator[None]:
-    """Note the operations of this thread, of autograd's, of helper threads, and kernels made by Inductor."""
+    """Note the memory of the operations of this thread, of autograd's, of helper threads, and of Inductor's."""
+    with noting_with(lambda: MemoryNotes(books), partial(_note_compiled, books)):
+        yield
+
+
+@contextmanager
+def noting_with(
+    mode: Callable[[], TorchDispatchMode], note_compiled: Callable[[Any, Any, int], None]
+) -> Iterator[None]:
+    """Note operations by a dispatch mode, and kernels made by Inductor by a function.
+
+    Args:
+        mode: Maker of the mode that notes operations, one for each thread.
+        note_compiled: Function of a kernel, its arguments and its stream.
+    """
     submit, run = ThreadPoolExecutor.submit, CachingAutotuner.run
 
     def submit_noted(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         def noted() -> Any:
             # a mode belongs to a thread, and autograd alone hands it on
-            with MemoryNotes(books):
+            with mode():
                 return function(*args, **kwargs)
 
         return submit(self, noted)
 
     def run_noted(self: Any, *args: Any, stream: int, **kwargs: Any) -> Any:
         result = run(self, *args, stream=stream, **kwargs)
-        _note_compiled(books, self, args, stream)
+        note_compiled(self, args, stream)
         return result
 
     ThreadPoolExecutor.submit = submit_noted  # type: ignore[method-assign]
     CachingAutotuner.run = run_noted  # type: ignore[method-assign]
     try:
-        with MemoryNotes(books):
+        with mode():
             yield
     finally:
         ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
@@ -74,8 +89,9 @@ class MemoryNotes(TorchDispatchMode):
         """Run the operation, then note it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _is_noted(func):
+        if not is_noted(func):
             return result
+        # the schema says which arguments are written; `out` and in-place ones are among them
         arguments = [*zip(args, func._schema.arguments, strict=False)]
         arguments += [(kwargs[a.name], a) for a in func._schema.arguments if a.name in kwargs]
         written = [v for v, a in arguments if a.alias_info and a.alias_info.is_write]
@@ -83,7 +99,8 @@ class MemoryNotes(TorchDispatchMode):
         return result
 
 
-def _is_noted(func: Any) -> bool:
+def is_noted(func: Any) -> bool:
+    """Return whether an operation touches memory by itself: no view, no allocation, not made of others."""
     is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )

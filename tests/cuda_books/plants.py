@@ -53,6 +53,7 @@ def _fill_what_is_being_copied() -> None:
     copy = PackedBatches.on_device
 
     def lame(self: PackedBatches, device: Any) -> Any:
+        # the copy is queued and not waited for, as the loader leaves it
         found = copy(self, device)
         assert self.buffer is not None, "it runs on a GPU"
         self.buffer.zero_()
@@ -102,6 +103,21 @@ def _read_back_in_each_instruction() -> None:
     executor.Executor.run = reading  # type: ignore[method-assign]
 
 
+def _multiply_blocks_that_still_travel() -> None:
+    from raymega.parallel.comm.work import nothing_pending
+    from raymega.parallel.tensor_parallel import layers, overlap
+
+    # a block whose gather is said to be over already
+    start = overlap.start_gather_blocks
+
+    def lame(*args: Any) -> Any:
+        whole, blocks = start(*args)
+        return whole, [block._replace(gather=nothing_pending()) for block in blocks]
+
+    overlap.start_gather_blocks = lame
+    layers.start_gather_blocks = lame
+
+
 def _open_a_communicator_nobody_uses() -> None:
     import torch
     import torch.distributed as dist
@@ -112,6 +128,7 @@ def _open_a_communicator_nobody_uses() -> None:
 
     def with_one_more(plan: Any, number: int, device: Any) -> Any:
         groups = open_alone(plan, number, device)
+        # opened by a first message, as a group is lazy; no phase sends over it again
         group = dist.new_group(list(range(plan.grid.world_size)))
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return groups
@@ -131,6 +148,7 @@ def _post_all_receives_at_once() -> None:
     run = executor.Executor.run
 
     def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # all posts move to the first instruction
         everything = tuple(receive for posts in self._posts for receive in posts)
         self._posts = (everything, *[()] * (len(self._posts) - 1))
         return run(self, *args, **kwargs)
@@ -159,6 +177,7 @@ def _hold_the_model_in_an_autograd_hook() -> None:
 
     def holding(self: Any, table: Any, *args: Any, **kwargs: Any) -> None:
         make(self, table, *args, **kwargs)
+        # the hook's default argument refers to the buffer, and the buffer to all gradients
         for bucket in table.buckets:
             for param, _ in bucket.spans:
                 param.register_post_accumulate_grad_hook(lambda _, held=self: None)
@@ -168,6 +187,9 @@ def _hold_the_model_in_an_autograd_hook() -> None:
 
 PLANTS = {
     "a wait for a collective is missing": Plant("tp8 sp", "races", _forget_every_fifth_wait),
+    "a product does not wait for its block": Plant(
+        "tp8 sp", "races", _multiply_blocks_that_still_travel
+    ),
     "a wait for a copy from host memory is missing": Plant(
         "offload activations", "races", _forget_wait_for_host_copy
     ),

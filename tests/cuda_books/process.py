@@ -23,11 +23,14 @@ def start_server(environment: dict[str, str]) -> None:
     _SERVER.set_forkserver_preload([PRELOADED])
 
 
-def keep_book(layout: str, plant: str, folder: Path) -> dict[str, Any]:
-    """Run one layout, with a planted mistake if ``plant`` names one; return its book, or its error."""
+def keep_book(layout: str, plant: str, folder: Path, *, module: str = PRELOADED) -> dict[str, Any]:
+    """Run one layout, with a planted mistake if ``plant`` names one; return its book, or its error.
+
+    The function ``keep_book`` of ``module`` runs it.
+    """
     own = folder / f"{layout} {plant}"
     own.mkdir(parents=True)
-    process = _SERVER.Process(target=_keep, args=(layout, plant, own))
+    process = _SERVER.Process(target=_keep, args=(layout, plant, own, module))
     process.start()
     process.join(TIMEOUT_S)
     if process.is_alive():
@@ -40,7 +43,7 @@ def keep_book(layout: str, plant: str, folder: Path) -> dict[str, Any]:
     return json.loads(book.read_text())
 
 
-def _keep(layout: str, plant: str, folder: Path) -> None:
+def _keep(layout: str, plant: str, folder: Path, module: str) -> None:
     """Write the book of a layout; the body of its process."""
     from tests.cuda_books.plants import PLANTS
 
@@ -50,7 +53,7 @@ def _keep(layout: str, plant: str, folder: Path) -> None:
         try:
             if plant:
                 PLANTS[plant].make()
-            book = importlib.import_module(PRELOADED).keep_book(layout, folder)
+            book = importlib.import_module(module).keep_book(layout, folder)
         except Exception as error:  # the process's edge
             text = "".join(traceback.format_exception(error))
             sys.stderr.write(text)

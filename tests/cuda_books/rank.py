@@ -33,8 +33,9 @@ from raymega.train.state import TrainState, first_state
 from tests.cuda_books import answers
 from tests.cuda_books.books import Books, Traffic, atomic_sums, traffic_of
 from tests.cuda_books.happens_before import find_races
-from tests.cuda_books.layouts import WITHOUT_SAVE, job_of, rank_of
+from tests.cuda_books.layouts import READS, WITHOUT_SAVE, job_of, rank_of
 from tests.cuda_books.memory_notes import noting
+from tests.cuda_books.reads import continue_prompts, score_rows
 from tests.cuda_books.saves import make_scheduler, save_beside_a_step
 from tests.cuda_books.trace import read_trace
 
@@ -140,13 +141,14 @@ def keep_book(name: str, folder: Path) -> dict[str, Any]:
     ledger = Ledger(Books(), folder)
     answers.put_in(plan)
     device = prepare_process(plan, device="cuda", local_rank=0)
-    _live(plan, number, device, ledger, is_saved=name not in WITHOUT_SAVE)
+    is_saved, is_read = name not in WITHOUT_SAVE, name in READS
+    _live(plan, number, device, ledger, is_saved=is_saved, is_read=is_read)
     # an abort, and a new start in the same process, of a model with twice the layers
     ledger.trace("abort", _abort)
     ledger.figures["left_bytes"] = torch.cuda.memory_allocated()
     num_layers = plan.job.model.num_layers
     deeper = make_plan(parse_mapping(job_of(name, num_layers=2 * num_layers)).job())
-    launches = ledger.enter("reopened", _start(deeper, number, device).step)["launches"]
+    launches = ledger.enter("reopened", start(deeper, number, device).step)["launches"]
     # sums over phases
     more_layers = num_layers // plan.grid.pp * plan.batch.num_micro_batches
     ledger.figures |= _communicators(ledger.traffic)
@@ -164,13 +166,19 @@ def keep_book(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _live(
-    plan: RunPlan, number: int, device: torch.device, ledger: Ledger, *, is_saved: bool
+    plan: RunPlan,
+    number: int,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    is_saved: bool,
+    is_read: bool,
 ) -> None:
     """Let a rank live up to the abort; nothing of it is held when this returns."""
     passes = count_passes(ledger.books)
     # start: communicators, model and state, and the first steps
     made: list[Rank] = []
-    ledger.trace("start", lambda: made.append(_start(plan, number, device, ledger)))
+    ledger.trace("start", lambda: made.append(start(plan, number, device, ledger)))
     rank = made.pop()
     torch.empty(1, device=device)  # an allocation collects what copies have let go of
     ledger.figures["state_bytes"] = torch.cuda.memory_allocated()
@@ -182,7 +190,7 @@ def _live(
     torch.cuda.reset_peak_memory_stats()
     counts = ledger.trace("step", rank.step)
     ledger.keep("step", counts)
-    ledger.figures |= {"peak_bytes": torch.cuda.max_memory_allocated()}
+    ledger.figures |= {"peak_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"]}
     ledger.figures |= {"step.launches": counts["launches"], "step.syncs_in_passes": passes[-1]}
     ledger.figures |= {f"step.{k}": v for k, v in ledger.traffic["step"].figures().items()}
     ledger.look_for_races("noted", rank.step)
@@ -193,9 +201,13 @@ def _live(
     if plan.job.elastic.snapshot_every:
         ledger.enter("snapshot", partial(save_beside_a_step, rank, is_snapshot=True))
     ledger.enter("evaluation", lambda: evaluate(rank.parts))
+    for phase, read in (("scores", score_rows), ("generation", continue_prompts)):
+        if is_read:
+            read(rank.parts)  # the first pass of these shapes takes memory that stays
+            ledger.enter(phase, partial(read, rank.parts))
 
 
-def _start(plan: RunPlan, number: int, device: torch.device, ledger: Ledger | None = None) -> Rank:
+def start(plan: RunPlan, number: int, device: torch.device, ledger: Ledger | None = None) -> Rank:
     """Open the communicators, assemble and restore the rank, reserve memory for its saves, and warm up."""
     groups = open_alone(plan, number, device)
     torch.cuda.reset_peak_memory_stats()

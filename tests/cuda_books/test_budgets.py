@@ -19,12 +19,12 @@ budgets = read_budgets()
 def book_of(layout):
     figures = dict(budgets[layout])
     launches = figures.pop("launches_per_layer")
-    planned = figures["peak_bytes"] + figures.pop("peak_error_bytes", 0)
+    figures.pop("pinned_error_bytes", 0)
     return {
         "layout": layout,
         "launches_per_layer": launches,
         "figures": figures,
-        "planned_peak_bytes": planned,
+        "planned_peak_bytes": figures["peak_bytes"],
         "planned_pinned_bytes": figures["pinned_bytes"],
         "races": [],
     }
@@ -38,11 +38,9 @@ def test_each_layout_has_a_budget_and_no_step_allocates_or_pins():
         "recorded.pinned_bytes",
         "communicators_opened_late",
         "communicators_left",
+        "communicators_unused",
     )
     assert {budget[name] for budget in budgets.values() for name in nothing} == {0}
-    unused = {name for name, budget in budgets.items() if budget["communicators_unused"]}
-    # documents decide over how many ranks a sequence is cut; in these steps over all
-    assert unused == {"dynamic cp"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -56,10 +54,13 @@ def test_a_step_waits_once_and_only_experts_wait_in_its_passes(name):
 def test_the_plan_knows_each_byte_of_state_except_where_it_is_written_down():
     missed = {name for name, budget in budgets.items() if budget["state_error_bytes"]}
     assert missed == {name for name, kinds in OFF_PLAN.items() if "state" in kinds}
-    for kind in ("peak", "pinned"):
-        missed = {name for name, budget in budgets.items() if f"{kind}_error_bytes" in budget}
-        assert missed == {name for name, kinds in OFF_PLAN.items() if kind in kinds}
+    missed = {name for name, budget in budgets.items() if "pinned_error_bytes" in budget}
+    assert missed == {name for name, kinds in OFF_PLAN.items() if "pinned" in kinds}
     assert set(OFF_PLAN) <= set(LAYOUTS)
+
+
+def test_no_layout_may_miss_the_planned_peak():
+    assert set().union(*OFF_PLAN.values()) <= {"state", "pinned"}
 
 
 def test_deterministic_steps_have_no_atomic_sum():
@@ -92,12 +93,14 @@ def test_each_plant_is_in_a_layout_and_shows_in_what_is_looked_at():
 def test_one_more_launch_one_new_figure_and_one_race_are_told():
     book, budget = book_of("one rank"), budgets["one rank"]
     assert over_budget(book, budget) == []
+    # figures: one that grew, one that is new
     more = {**book, "launches_per_layer": book["launches_per_layer"] + 1}
     assert len(over_budget(more, budget)) == 1
     figures = {**book["figures"], "step.all_reduce_calls": 1}
     assert over_budget({**book, "figures": figures}, budget) == [
         "step.all_reduce_calls 1, budget none"
     ]
+    # the plan, races, a rank that failed
     missed = {**book, "planned_peak_bytes": round(0.97 * budget["peak_bytes"])}
     assert over_budget(missed, budget) == [
         f"planned peak {missed['planned_peak_bytes'] - budget['peak_bytes']:+} bytes off, not in OFF_PLAN"

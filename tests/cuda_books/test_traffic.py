@@ -29,6 +29,13 @@ def test_communicators_are_followed_from_opening_to_abort():
 
 
 def test_a_receive_is_early_until_the_first_product_is_queued():
-    receive = call("recv", received=4)
-    assert traffic_of([receive, call("send", sent=4), PRODUCT, receive]).early_receives == 1
+    receive, send = call("recv", received=4), call("send", sent=4)
+    assert traffic_of([receive, send, PRODUCT, receive]).early_receives == 1
     assert traffic_of([PRODUCT, receive]).early_receives == 0
+    assert traffic_of([receive, receive, PRODUCT]).early_receives == 2
+
+
+def test_an_exchange_sends_as_it_receives_and_is_not_early():
+    send, receive = call("send", sent=4), call("recv", received=4)
+    assert traffic_of([send, receive, send, receive, PRODUCT]).early_receives == 0
+    assert traffic_of([receive, send, receive, PRODUCT]).early_receives == 1

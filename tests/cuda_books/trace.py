@@ -76,12 +76,14 @@ def read_trace(lines: Iterable[str]) -> Iterator[Entry]:
             case "nccl":
                 stream, what, source, sent, target, received, *_ = fields
                 reads, writes = _span(source, sent), _span(target, received)
+                # in place, the rank's own part lies inside the result and is read only
                 if what == "all_gather":
                     writes = _without(writes, reads)
                 yield Access(
                     int(number), int(thread), _stream(stream), f"nccl {what}", reads, writes
                 )
             case "copy":
+                # a copy reads and writes equally many bytes
                 stream, way, size, _, source, target = fields
                 yield Access(
                     int(number),

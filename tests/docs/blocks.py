@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks/figures").glob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
 ]
 # A fence of any language, or lines that are indented by four behind an empty one.
@@ -58,6 +59,7 @@ class Block:
         lines = re.sub(r" *\\\n *", " ", self.text).splitlines()
         if self.language not in SHELLS and (self.language or not _IS_COMMAND.match(lines[0])):
             return []
+        # with prompts, lines without one are output
         if any(line.startswith("$ ") for line in lines):
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         commands = (re.sub(r"(^|\s+)# .*", "", line).strip() for line in lines)

@@ -17,6 +17,7 @@ NOT_RUN = {
     r"^make$|^\. |^python3 -m venv|^pip install|^sudo apt-get": "sets a machine up",
     r"^git clone|^docker |^kubectl |^aws |^GROUP=\$\(aws": "needs an account",
     r"^nvidia-smi|torch\.cuda": "needs a GPU",
+    r"tests\.cuda_books|gpu_day\.py": "needs torch's CUDA build, and a GPU or its stand-in: `make cuda-books`",
     r"^(sudo )?\S*python cluster/rehearse": "tests/cluster does it, as root",
     r"^export |^SETTINGS=": "sets variables for commands that are not run",
     r"^ray (up|down|dashboard|attach|start|stop|job|get-auth-token)|^raymega node-agent": "needs a cluster of nodes",
@@ -28,9 +29,9 @@ NOT_RUN = {
     r"JOB\.yaml|\bmy[-.]\S*|outputs/|\bDIR\b": "the reader's own files",
     r"/tmp/docs-torn|--mtbf ": "tests/unit/data and tests/chaos show it; the fault takes preparing, or minutes",
     r"smollm2|real_model": "needs a package of 93 MB; tests/docs/test_smollm2.py runs them where it is installed",
-    r"primer|last_first|sqlite": "needs the changes to the package that docs/extending.md describes",
+    r"primer|last_first|sqlite": "needs the changes to the package that docs/in-the-source.md describes",
 }  # fmt: skip
-QUICK = re.compile(r"raymega (plan|schedule|schema)\b(?!.*--top)")
+QUICK = re.compile(r"raymega (plan|schedule|schema)\b(?!.*(--top|/tmp/docs-))")
 """Commands that `make test` runs: they start nothing, and search no layouts."""
 RUNNABLE = re.compile(r"(raymega|python) |kill -9 ")
 """Programs that the tests run."""
@@ -49,6 +50,7 @@ def parse_faults(command: str) -> list[str]:
         What the parser refuses, and fields of ``--set`` that no job has.
     """
     faults: list[str] = []
+    # a line may hold several commands; what a substitution gives is not known
     for part in re.split(r" *(?:&&|;|\||>) *", re.sub(r"\$\(.*\)", "X", command)):
         if not part.startswith("raymega "):
             continue
@@ -58,6 +60,7 @@ def parse_faults(command: str) -> list[str]:
             None,
         )
         try:
+            # from group to group down to the command, as click does
             while hasattr(found := context.command, "resolve_command"):
                 rest = [*context._protected_args, *context.args]
                 name, found, rest = found.resolve_command(context, rest)
@@ -65,6 +68,7 @@ def parse_faults(command: str) -> list[str]:
         except Exception as error:  # of typer's own click
             faults.append(f"{part}: {getattr(error, 'message', error)}")
             continue
+        # options are click's; names of fields are the schema's
         for override in context.params.get("overrides") or ():
             if not _is_field(override.partition("=")[0]):
                 faults.append(f"{part}: a job has no {override}")

@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raymega.config.fields import MOST, Section
+from raymega.config.fields import MOST, PLUGIN_NAME, Section
 from raymega.config.schema import Job
 
 PAGE = Path(__file__).parents[2] / "docs" / "job-file.md"
 HEADING = re.compile(r"^##+ ([a-z][\w.]*)\n", re.MULTILINE)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 HEAD = "| field | value | default | what it is |\n|---|---|---|---|\n"
-KINDS = {"integer": "whole number", "number": "number", "string": "text"}
+KINDS = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping"}
+PLUGIN = "a plug-in's name"
+EXAMPLES = {"family": "stablelm", "loss": "focal", "name": "nesterov", "lr_schedule": "triangle", "transforms": "skip",
+            "callbacks": "steps", "metrics": "bits"}  # fmt: skip
+"""Part of the package of docs/extending.md by the field that names it."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -51,10 +55,20 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
 def _table(section: type[Section]) -> str:
     schema = section.model_json_schema()
     rows = [
-        f"| `{name}` | {_value(field, schema)} | {_default(section, name)} | {_cell(field['description'])} |\n"
+        f"| `{name}` | {_words(name, field, schema)} | {_default(section, name)} | {_cell(field['description'])} |\n"
         for name, field in schema["properties"].items()
     ]
     return HEAD + "".join(rows)
+
+
+def _words(name: str, field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Say which values a field takes, with an example of a plug-in's name."""
+    text = _value(field, schema)
+    if PLUGIN not in text:
+        return text
+    return (
+        f"{text.replace(f'list of {PLUGIN}', 'list of plug-ins')}, such as `acme.{EXAMPLES[name]}`"
+    )
 
 
 def _value(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
@@ -77,6 +91,8 @@ def _value(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     bounds = [
         f"{sign} {field[key]}" for key, sign in BOUNDS.items() if field.get(key, MOST) != MOST
     ]
+    if field.get("pattern") == PLUGIN_NAME:
+        return PLUGIN
     pattern = [f"that matches `{field['pattern']}`"] if "pattern" in field else []
     return " ".join([KINDS[field["type"]], *pattern, ", ".join(bounds)]).rstrip()
 

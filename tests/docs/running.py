@@ -35,7 +35,7 @@ VARIES = re.compile(
 def page_folder() -> Iterator[Path]:
     """Stand in a folder that has what a reader's checkout has; `raymega` and `python` are this interpreter's."""
     with scratch() as folder:
-        for name in ("jobs", "raymega", "benchmarks"):
+        for name in ("jobs", "raymega", "benchmarks", "docs", "README.md"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "bin").mkdir()
         for name, words in {"python": '"$@"', "raymega": '-m raymega "$@"'}.items():
@@ -81,6 +81,7 @@ def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool)
         Commands that did not end as the page says: with 0, or with an error where the output names one.
     """
     faults = []
+    # pages that show a run's folder need a run in it
     shown = [each for block in blocks for each in block.commands if not reason(each)]
     if not only_quick and any(f"{PLACE}runs" in each for each in shown):
         run(BEGUN_RUN, folder)
@@ -101,6 +102,7 @@ def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool)
 def regenerated(text: str, page: str, folder: Path, *, only_quick: bool) -> str:
     """Return a page with the outputs of its commands as they are now, and as they were where nothing but times differs."""
     found = list(blocks_of(text, page))
+    # from the end on, so that offsets of earlier blocks stay right
     for at, block in reversed([*enumerate(_outputs(found, folder, only_quick=only_quick))]):
         if block is not None and masked(block) != masked(found[at].text):
             begin = found[at].at
@@ -119,6 +121,7 @@ def _outputs(found: list[Block], folder: Path, *, only_quick: bool) -> list[str 
     for at, block in enumerate(found):
         if block.language not in SHELLS or SECOND_TERMINAL.search(block.title):
             continue
+        # a block for a second terminal may lie between the commands and their output
         second, output = (*found[at + 1 : at + 3], None, None)[:2]
         if not second or not SECOND_TERMINAL.search(second.title):
             second, output = None, second

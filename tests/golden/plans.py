@@ -1,24 +1,21 @@
 """`raymega plan --json` of every job file, as it is and on H100s, and of the table of published runs.
 
-What is printed is kept as its sha256, all of it but the ranks as it stands, and the ranks by what they
-hold: equal ones once, with their numbers. Where the rest shows no difference and the digest does, ranks
-have changed places.
+What is printed is kept as its sha256, all of it but the ranks as it stands, and the kinds of ranks by what
+they hold: equal ones once. Where the rest shows no difference and the digest does, kinds have another order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields
 from pathlib import Path
 
 from raymega.cli.plan import text
-from raymega.plan.grid import Coords
 from raymega.plan.tensor_table import stage_tensors
 from raymega.planner.search.selection import best_grid
 from raymega.schedule.table import make_schedule
 from tests.golden.commands import called
-from tests.golden.folding import fold, ranges
+from tests.golden.folding import fold
 from tests.golden.remembering import remembered
 from tests.golden.scratch import scratch
 
@@ -29,7 +26,6 @@ SHARED = (text._plan_object, best_grid, stage_tensors, make_schedule)
 """What the variants of a plan, and its ranks, have in common."""
 PUBLISHED, RUNS = "plans/published.txt", JOBS.with_name("benchmarks") / "published_runs.csv"
 RANKS = ', "ranks": '
-PLACES = {"rank", *(field.name for field in fields(Coords))}
 
 
 def job_names() -> list[str]:
@@ -75,8 +71,10 @@ def _kept(printed: str) -> str:
 
 
 def _by_content(ranks: list[dict[str, object]]) -> str:
-    holders: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        content = {name: value for name, value in rank.items() if name not in PLACES}
-        holders.setdefault(json.dumps(content), []).append(number)
-    return "".join(f"{content}\n  on {ranges(numbers)}\n" for content, numbers in holders.items())
+    """One line for the same content, with the stages and numbers of the ranks that hold it."""
+    holders: dict[str, list[str]] = {}
+    for kind in ranks:
+        at = {name: kind.pop(name) for name in ("first_rank", "num_ranks", "pp", "tp")}
+        place = f"pp {at['pp']}: {at['num_ranks']} from {at['first_rank']}, tp {at['tp']}"
+        holders.setdefault(json.dumps(kind), []).append(place)
+    return "".join(f"{text}\n  on {'; '.join(at)}\n" for text, at in holders.items())

@@ -50,7 +50,9 @@ def saved(overrides: Sequence[str], folder: Path, *, timeout_s: float) -> dict[s
     text = store.get(manifest.key).decode()
     return {
         "manifest.txt": f"{manifest.key}\n{fold(COMPUTED.sub('*', text), depth=3)}\n",
-        "files.txt": "".join(_described(store, key) for key in keys if key != manifest.key),
+        "files.txt": "".join(
+            _described(store, key) for key in keys if key.endswith(".safetensors")
+        ),
         "digests.txt": "".join(f"{_digest(store.get(key))} {key}\n" for key in keys),
     }
 

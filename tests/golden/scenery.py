@@ -14,7 +14,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from raymega.checkpoint.format.epochs import LeaseGrant, LeaseHolder
-from raymega.checkpoint.format.manifest import VERSION, Manifest, commit
+from raymega.checkpoint.format.manifest import READABLE, Manifest, commit
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.load import parse_job
@@ -25,7 +25,7 @@ from raymega.convert.safetensors_files import INDEX, WHOLE
 from raymega.data.export import index_bytes
 from raymega.data.format import META_FILE, TOKENIZER_FILE
 from raymega.messages import SavedBox
-from raymega.orchestrate.run_store.journal import RECORD_KEY, open_record, write_record
+from raymega.orchestrate.run_store.journal import open_record, write_record
 from raymega.plan.tensor_table import model_tensors
 from raymega.planner.calibration.measured_run import METRICS_FILE
 from raymega.prepare.tokenizer.trained import byte_tokenizer
@@ -152,7 +152,7 @@ def _put_checkpoints(folder: Path) -> None:
         "mixed": {"boxes": (*manifest.boxes, replace(manifest.boxes[0], dtype="float64"))},
         "outside": {"boxes": (_moved_down(manifest.boxes[0]), *manifest.boxes[1:])},
         "moments": {"boxes": (*manifest.boxes, replace(manifest.boxes[0], tensor="adam8/x"))},
-        "unread": {"job": {"model": {"family": "bert"}}},
+        "unread": {"job": {"model": {"family": "mamba"}}},
         "other": {"job": {"model": manifest.job["model"] | {"num_layers": 3}}},
         "nameless": {"job": {}},
         "mup": {"job": {"model": model.model_dump() | {"mup_base_width": 16}}},
@@ -177,9 +177,9 @@ def _put_checkpoints(folder: Path) -> None:
     (folder / "fileless" / data).unlink()
     text = store.get(manifest.key).decode()
     (folder / "damaged" / manifest.key).write_text(text.replace('"step":0', '"step":1'))
-    (folder / "newer" / manifest.key).write_text(text.replace('"version": 2', '"version": 3'))
+    (folder / "newer" / manifest.key).write_text(text.replace('"version": 3', '"version": 5'))
     (folder / "illegible" / manifest.key).write_text(text[:100])
-    odd = {"version": VERSION, "crc32": crc32(b"{}"), "checkpoint": {}}
+    odd = {"version": max(READABLE), "crc32": crc32(b"{}"), "checkpoint": {}}
     (folder / "odd-manifest" / manifest.key).write_text(json.dumps(odd))
     for name, grant in (("fenced", _grant().to_json()), ("unleased", b"{}")):
         shutil.copytree(folder / "ours", folder / name)
@@ -229,8 +229,6 @@ def _put_runs(folder: Path) -> None:
         known = replace(record, run_id="0" * 12, status=status)
         write_record(LocalStore(folder / name / job.run.name), known)
     write_record(LocalStore(folder / "later" / job.run.name), replace(record, version=2))
-    (folder / "odd" / job.run.name).mkdir(parents=True)
-    (folder / "odd" / job.run.name / RECORD_KEY).write_text("{}")
     (folder / "short").mkdir()
     lines = [{"event": "run", "job": job.model_dump(mode="json")}, {"event": "attempt", "grid": {}}]
     (folder / "short" / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import difflib
+import logging
 
 from tests.golden.compare import FILES, stored, stored_names
 from tests.golden.produce import units
@@ -21,6 +22,7 @@ from tests.golden.sites import problems
 
 def main() -> None:
     """Make, write and tell."""
+    logging.getLogger().addHandler(logging.NullHandler())  # as under pytest: logs are no output
     made = {name: text for unit in units() for name, text in unit.make().items()}
     changed = 0
     for name, text in sorted(made.items()):

@@ -3,6 +3,7 @@
 A mistake that no test sees is a survivor: it shows a missing test, or it changes nothing. The list of what was tried
 (``.mutate/SEED.jsonl``) is appended to as each ends, and read first: the same command continues where it ended, and
 ``SHARD=2/5`` tries every fifth mistake from the second on. A file that has changed since is drawn from anew.
+Survivors that change nothing stand in ``equivalent.yaml`` with the reason, and are not drawn again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import yaml
+
 from tests.mutate.nearest import nearest_tests
 from tests.mutate.operators import OPERATORS, places, plant
 from tests.mutations.tree import ROOT, Tree
 
 PACKAGE = ROOT / "raymega"
 FOLDERS = ("model", "parallel", "optim", "train", "data", "schedule", "checkpoint")
+EQUIVALENT: dict[str, set[str]] = {}
+"""Mistakes that change nothing, by file: the statement before and after."""
+for entry in yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text()):
+    EQUIVALENT.setdefault(entry["file"], set()).add(entry["change"])
 HEALTHY: dict[str, bool] = {}
 """Whether a test passes in the copy without a mistake, by its id."""
 TIMEOUT_S = 900.0
@@ -28,7 +35,10 @@ TIMEOUT_S = 900.0
 
 
 def draw(num: int, seed: int) -> list[dict]:
-    """Draw mistakes: an operator first, then a file that it can change, then a place, none twice."""
+    """Draw mistakes: an operator first, then a file that it can change, then a place, none twice.
+
+    Of those in EQUIVALENT none is drawn, and another one takes its place.
+    """
     found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in OPERATORS}
     for path in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
         file = str(path.relative_to(PACKAGE))
@@ -36,18 +46,25 @@ def draw(num: int, seed: int) -> list[dict]:
             continue
         for operator, number, line in places(path.read_text()):
             found[operator].setdefault(file, []).append((number, line))
-    source, drawn = random.Random(seed), {}
-    while len(drawn) < min(
-        num, sum(len(some) for files in found.values() for some in files.values())
-    ):
+    source, drawn, passed_over = random.Random(seed), {}, set()
+    total = sum(len(some) for files in found.values() for some in files.values())
+    while len(drawn) < min(num, total - len(passed_over)):
         operator = source.choice(list(OPERATORS))
         file = source.choice(sorted(found[operator]))
         number, line = source.choice(found[operator][file])
         key = f"{operator}/{file}/{number}"
+        if file in EQUIVALENT and _change_of(file, operator, number) in EQUIVALENT[file]:
+            passed_over.add(key)
+            continue
         drawn.setdefault(
             key, {"key": key, "operator": operator, "file": file, "number": number, "line": line}
         )
     return list(drawn.values())
+
+
+def _change_of(file: str, operator: str, number: int) -> str:
+    """Return what a mistake changes, as it is printed."""
+    return plant((PACKAGE / file).read_text(), operator, number)[1]
 
 
 def attempt(tree: Tree, mistake: dict) -> dict:
@@ -58,9 +75,10 @@ def attempt(tree: Tree, mistake: dict) -> dict:
     with tree.planted(mistake["file"], changed):
         verdict, said = tree.verdict(tests, "--sample-seed=0", timeout_s=TIMEOUT_S)
     seconds = round(time.monotonic() - began, 1)
-    if verdict == "failed" and not _is_sound(tree, said):
+    if verdict in ("failed", "not run") and not _is_sound(tree, said):
         verdict = "unsound"
-    verdict = {"passed": "survived", "failed": "killed", "late": "killed"}.get(verdict, verdict)
+    seen = {"passed": "survived", "failed": "killed", "not run": "killed", "late": "killed"}
+    verdict = seen.get(verdict, verdict)
     return {
         **mistake,
         "change": text,

@@ -1,14 +1,12 @@
 """Planted mistakes in which tokens of a conversation are learned, and the labels that then count.
 
-Run as a script it gets folders that hold a copy of the package, and prints what each of them does.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-import tempfile
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -26,7 +24,7 @@ CONVERSATION_MUTATIONS = (
     ),
     ConversationMutation(
         name="the mask of a window is not shifted",
-        file="data/open_split.py",
+        file="data/streaming/stream_rows.py",
         old="self._labels(start + 1, start + self.seq_len + 1)",
         new="self._labels(start, start + self.seq_len)",
         caught="chatml none: other labels",
@@ -62,7 +60,7 @@ CONVERSATION_MUTATIONS = (
     ConversationMutation(
         name="a truncated conversation goes on in the next row",
         file="data/packing.py",
-        old="is_truncated=documents.is_truncated",
+        old="is_truncated=self._documents.is_truncated",
         new="is_truncated=False",
         caught="chatml best_fit: other labels",
     ),
@@ -211,7 +209,7 @@ def _prepare(folder: Path, source: str, rows: list, *, row_format: str = "chat")
     from raymega.prepare.chat.rows import DEFAULT_KEYS
     from raymega.prepare.options import PrepareOptions
 
-    pipeline._on_cluster, pipeline.session_at = (
+    pipeline.on_cluster, pipeline.session_at = (
         lambda items, run: map(run, items),
         lambda _: nullcontext(),
     )
@@ -236,18 +234,3 @@ def _prepare(folder: Path, source: str, rows: list, *, row_format: str = "chat")
         found.append(_tokenizer().decode(ids.tolist(), skip_special_tokens=False))
         at += length
     return found
-
-
-def main(folders: list[str]) -> None:
-    """Print one line a folder."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        with tempfile.TemporaryDirectory() as place:
-            print(json.dumps(outcome(Path(place))), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

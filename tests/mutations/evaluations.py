@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymega.verify.layout import Layout
-from tests.mutations.mutation import LATENT, LOSSES, PACKED, Mutation
+from tests.mutations.mutation import LATENT, LOSSES, PACKED, TASKS, Mutation
 
 EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -31,7 +31,7 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation counts padding",
         file="train/forward_backward.py",
-        old="    tokens = float(sum(batch.num_counted for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
+        old="    tokens = float(sum(batch.divisor for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         new="    tokens = float(sum(batch.mask.numel() for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         layout=Layout(dp=2),
         job=("run.eval_samples=7",),  # odd: one rank has a masked slot
@@ -39,7 +39,7 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation with fp8 counts padding",
         file="train/forward_backward.py",
-        old="    tokens = float(sum(batch.num_counted for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
+        old="    tokens = float(sum(batch.divisor for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         new="    tokens = float(sum(batch.mask.numel() for batch in micro_batches))\n    mine = [float(loss_sum), tokens]",
         layout=Layout(dp=2),
         job=("run.eval_samples=7", "precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
@@ -47,9 +47,11 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation forgets the borders of documents",
         file="model/pipeline_stage.py",
-        old="            return self(*parts, hidden, rows=rows)",
-        new="            whole = rows._replace(documents=((sum(rows.documents[0]),),))\n"
-        "            return self(*parts, hidden, rows=whole)",
+        old="            b = micro_batch\n"
+        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
+        new="            b = micro_batch\n"
+        "            whole = b.rows._replace(documents=((sum(b.rows.documents[0]),),))\n"
+        "            return self(*parts, hidden, rows=whole, encoder=b.encoder, pairs=b.pairs)",
         layout=Layout(dp=2),
         job=PACKED,
     ),
@@ -73,9 +75,11 @@ EVALUATIONS: tuple[Mutation, ...] = (
         name="evaluation keeps dropout",
         file="model/pipeline_stage.py",
         old="        self.eval()\n        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
-        "            return self(*parts, hidden, rows=rows)",
+        "            b = micro_batch\n"
+        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
         new="        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
-        "            return self(*parts, hidden, micro_batch.samples, rows=rows)",
+        "            b = micro_batch\n"
+        "            return self(*parts, hidden, b.samples, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
         layout=Layout(dp=2),
         job=("model.hidden_dropout=0.1",),
     ),
@@ -86,5 +90,29 @@ EVALUATIONS: tuple[Mutation, ...] = (
         new="loader.micro_batches(batch, 1)",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED,
+    ),
+    Mutation(
+        name="every data-parallel rank scores rank 0's rows of a task",
+        file="evaluate/worker.py",
+        old="dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp",
+        new="dp_rank=0",
+        layout=Layout(dp=2),
+        job=TASKS,
+    ),
+    Mutation(
+        name="requests of a task that share a row see each other",
+        file="evaluate/requests.py",
+        old="            documents=tuple([*documents, rest] if rest else documents),",
+        new="            documents=(self.seq_len,),",
+        layout=Layout(pp=2),
+        job=TASKS,
+    ),
+    Mutation(
+        name="workers beside a run leave one tensor of its checkpoint out",
+        file="train/build_scorer.py",
+        old="        blocks,\n        is_narrowing_allowed=True,",
+        new="        blocks[:-1],\n        is_narrowing_allowed=True,",
+        layout=Layout(dp=2, eval_tasks_on="beside", eval_tasks_grid="tp=2"),
+        job=TASKS,
     ),
 )

@@ -58,7 +58,7 @@ EXPERTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="experts are cut in another order than they are dispatched",
-        file="plan/tensor_table.py",
+        file="plan/layers/global_tensor.py",
         old="            offset[0] = shape[0] * experts.ep_rank",
         new="            offset[0] = shape[0] * (experts.ep - 1 - experts.ep_rank)",
         layout=Layout(dp=2, ep=2, micro_batch_size=2),

@@ -35,8 +35,8 @@ FP8: tuple[Mutation, ...] = (
     Mutation(
         name="blocks that stay wide are counted from each stage's own begin",
         file="model/pipeline_stage.py",
-        old="fp8=self.fp8 if i in in_fp8 else None",
-        new="fp8=self.fp8 if i - stage.layers[0] in in_fp8 else None",
+        old="of_fp8 if i in in_fp8 else factory",
+        new="of_fp8 if i - stage.layers[0] in in_fp8 else factory",
         layout=Layout(pp=2),
         job=("model.num_layers=4", "precision.fp8=rowwise"),
     ),

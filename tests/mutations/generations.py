@@ -1,13 +1,10 @@
 """Planted mistakes in generated text, and the property of the text that then does not hold.
 
-Run as a script it gets folders that hold a copy of the package, and prints what each of them does.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from pathlib import Path
 
 from tests.mutations.saves import SaveMutation as GenerationMutation
@@ -225,18 +222,3 @@ def _recomputed(ready, uri: str):
         return continue_prompts(plan, scorer, groups, ready.task, device=device)
     finally:
         world.close_world()
-
-
-def main(folders: list[str]) -> None:
-    """Print one line a folder; torch and transformers are loaded once."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        with tempfile.TemporaryDirectory() as place:
-            print(json.dumps(outcome(Path(place))), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

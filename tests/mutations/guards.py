@@ -1,15 +1,14 @@
 """Planted mistakes in the guards of a run, and what each of them then lets pass or accuses.
 
-Run as a script it gets folders that hold a copy of the package, and prints what the guards of each do.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import nan
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +110,14 @@ GUARD_MUTATIONS = (
     GuardMutation(
         name="ranks are held against those of other stages",
         file="orchestrate/driver/rank_reports.py",
-        old="if other != rank and grid.coords(other).pp == stage",
-        new="if other != rank",
+        old="_median_without(by_stage[stage], work_s[rank])",
+        new="_median_without(sorted(work_s.values()), work_s[rank])",
         caught="a stage with more work is a straggler",
     ),
 )
 
 
-def outcome() -> str:
+def outcome(_folder: Path) -> str:
     """The first thing that the guards of this package do wrong, or that they are sound."""
     for guard in (_numbers, _hangs, _divergence, _stragglers):
         for wrong in guard():
@@ -192,25 +191,11 @@ def _divergence() -> Iterator[str]:
 
 
 def _stragglers() -> Iterator[str]:
-    from raymega.orchestrate.driver.rank_reports import Stragglers
+    from raymega.orchestrate.driver.rank_reports import Stragglers, ratios
     from tests.unit.orchestrate.driver.test_rank_reports import EVEN, GRID
 
-    if Stragglers(GRID, ratio=1.5).observe(EVEN | {1: 9.0}):
+    if Stragglers(ratio=1.5).observe(dict(ratios(EVEN | {1: 9.0}, GRID))):
         yield "a passing disturbance is a straggler"
-    watched = Stragglers(GRID, ratio=1.5)
-    if watched.observe(EVEN) or watched.observe(EVEN):
+    watched, found = Stragglers(ratio=1.5), dict(ratios(EVEN, GRID))
+    if watched.observe(found) or watched.observe(found):
         yield "a stage with more work is a straggler"
-
-
-def main(folders: list[str]) -> None:
-    """One line a folder; torch is loaded once."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        print(json.dumps(outcome()), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -11,7 +11,7 @@ KERNELS: tuple[Mutation, ...] = (
     Mutation(
         name="a bias that the compiled GELU adds is added by the product too",
         file="model/layers/mlp.py",
-        old="adds_bias=not factory.is_fused)",
+        old="adds_bias=not self.is_fused)",
         new="adds_bias=True)",
         layout=COMPILED,
         job=GPT2,
@@ -37,8 +37,8 @@ KERNELS: tuple[Mutation, ...] = (
     Mutation(
         name="compiled gradients of queries and keys are turned forward once more",
         file="model/attention/rope.py",
-        old="fused(_join, is_on=True)(q, k, v, cos, -sin)",
-        new="fused(_join, is_on=True)(q, k, v, cos, sin)",
+        old="torch.cat((a * cos + b * sin, b * cos - a * sin, *rest), -1)",
+        new="torch.cat((a * cos - b * sin, b * cos + a * sin, *rest), -1)",
         layout=Layout(tp=2, kernels="compile"),
     ),
     Mutation(

@@ -5,10 +5,55 @@ from __future__ import annotations
 from raymega.verify.layout import Layout
 from tests.mutations.mutation import DROPOUT, GPT2, LATENT, LOSSES, Mutation
 
+OVERLAPPED = Layout(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+
 LAYERS: tuple[Mutation, ...] = (
     Mutation(
+        name="a sum by blocks gives ranks each other's positions",
+        file="parallel/tensor_parallel/overlap.py",
+        old="by_rank.tensor_split(",
+        new="by_rank.flip(1).tensor_split(",
+        layout=OVERLAPPED,
+    ),
+    Mutation(
+        name="a block of a product has no bias",
+        file="parallel/tensor_parallel/overlap.py",
+        old="whole[positions].flatten(0, 1), weight, bias)",
+        new="whole[positions].flatten(0, 1), weight, None)",
+        layout=OVERLAPPED,
+        job=GPT2,
+    ),
+    Mutation(
+        name="each block of an input's gradient comes from the first positions",
+        file="parallel/tensor_parallel/overlap.py",
+        old="whole[positions].flatten(0, 1), weight)",
+        new="whole[: positions.stop - positions.start].flatten(0, 1), weight)",
+        layout=OVERLAPPED,
+    ),
+    Mutation(
+        name="a block is fetched into the rows of this rank's own",
+        file="parallel/comm/collectives.py",
+        old="block = whole[sources.start * length : sources.stop * length]",
+        new="block = whole[targets.start * length : targets.stop * length]",
+        layout=Layout(tp=4, sequence_parallel=True, tp_comm_overlap=True),
+    ),
+    Mutation(
+        name="a weight gradient that a layer holds back is added in the next micro-batch",
+        file="pipeline/executor.py",
+        old="            self._deferrals[task.chunk].run_held()\n",
+        new="            pass\n",
+        layout=OVERLAPPED,
+    ),
+    Mutation(
+        name="a weight gradient that a layer holds back is dropped for the next one",
+        file="parallel/tensor_parallel/linear.py",
+        old="    ctx.grad_queue.run_held()\n",
+        new="    ctx.grad_queue._held = None\n",
+        layout=OVERLAPPED,
+    ),
+    Mutation(
         name="gradient of a column layer's input is not summed",
-        file="parallel/tensor_parallel/layers.py",
+        file="parallel/tensor_parallel/linear.py",
         old="        grad_x, summing = ctx.sp.start_sum(product(grad, weight))",
         new="        grad_x = product(grad, weight)\n"
         "        _, summing = ctx.sp.start_sum(grad_x.clone())",
@@ -16,7 +61,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="every rank adds a row layer's bias",
-        file="parallel/tensor_parallel/layers.py",
+        file="parallel/tensor_parallel/linear.py",
         old="        y, summing = sp.start_sum(project(x, weight, None))\n"
         "        summing.wait(sp.tp.timeout_s)\n"
         "        return y if bias is None else y.add_(bias)",
@@ -28,7 +73,7 @@ LAYERS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a small layer that no rank shares has no bias",
-        file="parallel/tensor_parallel/layers.py",
+        file="parallel/tensor_parallel/linear.py",
         old="        return linear(x, weight, bias)\n    return _Linear",
         new="        return linear(x, weight)\n    return _Linear",
         layout=Layout(pp=2),
@@ -37,7 +82,7 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="positions start at zero on every rank",
         file="model/layers/embedding.py",
-        old="embedding(self.sp.own(positions), self.positions)",
+        old="embedding(self.sp.own(positions + self.first_position), self.positions)",
         new="embedding(positions[: x.shape[0]], self.positions)",
         layout=Layout(tp=2, sequence_parallel=True),
         job=GPT2,
@@ -130,8 +175,8 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="each context-parallel rank divides by its own tokens",
         file="train/step.py",
-        old="        tokens=total[2],",
-        new="        tokens=float(mine[2]) * parts.plan.grid.dp or total[2],",
+        old="        divisor=total[2],",
+        new="        divisor=float(mine[2]) * parts.plan.grid.dp or total[2],",
         layout=Layout(cp=2),
     ),
     Mutation(

@@ -49,7 +49,13 @@ BIASED = (
 )
 LAST_LOAD = (*EXPERTS, "model.moe.load_balancing_type=global", "model.moe.router_aux_loss_coef=0.5")
 DROPPED = (*EXPERTS, "model.moe.capacity_factor=0.5", "model.moe.token_drop_policy=position")
+TASKS = ("run.eval_tasks=[{task: perplexity, path: drawn}]",)
 LOSSES = ("model.vocab_size=70", "model.label_smoothing=0.1", "model.z_loss=1e-2")
+FOCAL = (
+    "plugins.modules=[tests.support.focal_parts]",
+    "model.loss=tests.focal",
+    "model.vocab_size=70",
+)
 LION = ("optimizer.name=lion", "optimizer.lr=1e-3")
 EIGHT_BITS = ("optimizer.state_dtype=8bit",)
 MUON = ("optimizer.name=muon", "model.num_kv_heads=2")

@@ -1,14 +1,13 @@
 """Planted mistakes in what a planner expects of schedules and ranks, and what each of them then gets wrong.
 
-Run as a script it gets folders that hold a copy of the package, and prints what the planner of each does.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ PLAN_MUTATIONS = (
 )  # fmt: skip
 
 
-def outcome() -> str:
+def outcome(_folder: Path) -> str:
     """The first thing that the planner of this package gets wrong, or that it is sound."""
     for part in (_orders, _messages, _slow_ranks, _systems, _space, _even_ranks):
         for wrong in part():
@@ -239,17 +238,3 @@ def _even_ranks() -> Iterator[str]:
 
     if evened([0.0, 0.0], uneven, [5, 6, 9, 1], in_tens) != uneven:
         yield "a rank ends later than before"
-
-
-def main(folders: list[str]) -> None:
-    """One line a folder; torch is loaded once."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        print(json.dumps(outcome()), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

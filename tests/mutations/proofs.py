@@ -37,7 +37,73 @@ DYNAMIC_TEST = "tests/unit/data/test_dynamic_loader.py::test_positions_are_those
 ROPE_TESTS = "tests/unit/model/attention/test_rope.py"
 FLOPS_TESTS = "tests/unit/plan/test_flops.py"
 TABLE_TESTS = "tests/unit/plan/test_tensor_table.py"
+HEAD_TESTS = "tests/unit/model/layers/test_lm_head.py"
+RNG = "parallel/core/rng.py"
+RNG_TESTS = "tests/unit/parallel/core/test_rng.py"
+CUTS_TEST = f"{RNG_TESTS}::test_rows_and_columns_are_bit_for_bit_those_of_the_whole_at_any_chunk"
+TUNED_TESTS = "tests/unit/convert/test_tuned.py"
 PROOFS: tuple[ProofMutation, ...] = (
+    ProofMutation(
+        name="LoRA trains its base",
+        file="plan/adapters.py",
+        old="return not (model.lora.r or any(",
+        new="return not (False or any(",
+        tests=(
+            "tests/unit/plan/test_adapters.py::test_an_adapter_is_cut_as_its_layer_and_alone_is_trained_and_saved",
+        ),
+    ),
+    ProofMutation(
+        name="a merge forgets the scale",
+        file="convert/tuned/merge.py",
+        old="self._tuned.lora.scale * (b @ a)",
+        new="b @ a",
+        tests=(f"{TUNED_TESTS}::test_a_merge_adds_the_scaled_product_to_the_base",),
+    ),
+    ProofMutation(
+        name="a mean of checkpoints forgets its weights",
+        file="convert/tuned/merge.py",
+        old="[weight / sum(weights) for weight in weights]",
+        new="[1 / len(weights) for _ in weights]",
+        tests=(f"{TUNED_TESTS}::test_a_mean_has_the_weights_that_are_given",),
+    ),
+    ProofMutation(
+        name="A and B are swapped in PEFT's file",
+        file="convert/tuned/peft_names.py",
+        old='FACTORS = (".lora_A.weight", ".lora_B.weight")',
+        new='FACTORS = (".lora_B.weight", ".lora_A.weight")',
+        tests=(f"{TUNED_TESTS}::test_a_file_of_peft_has_its_names_and_comes_back",),
+    ),
+    ProofMutation(
+        name="initial values of a shard begin one element late",
+        file=RNG,
+        old="drawn[:, before[0] : before[0] + run]",
+        new="drawn.roll(-1)[:, before[0] : before[0] + run]",
+        tests=(CUTS_TEST, f"{RNG_TESTS}::test_values_are_those_of_the_definition_on_any_box"),
+    ),
+    ProofMutation(
+        name="initial values are the same in every row of a shard",
+        file=RNG,
+        old="(block - self._next_block) % (1 << 256)",
+        new="-self._next_block % (1 << 256)",
+        tests=(CUTS_TEST, f"{RNG_TESTS}::test_values_are_those_of_the_definition_on_any_box"),
+    ),
+    ProofMutation(
+        name="a task's targets are scored by the logits of other positions",
+        file="model/layers/lm_head.py",
+        old="at = order[: micro_batch.num_counted]",
+        new="at = order.roll(1)[: micro_batch.num_counted]",
+        tests=(
+            "tests/dist/runs/test_scores.py::test_one_rank_scores_as_transformers",
+            f"{HEAD_TESTS}::test_scores_are_those_of_the_whole_logits_where_a_label_counts_and_nothing_elsewhere",
+        ),
+    ),
+    ProofMutation(
+        name="positions of further rows of a micro-batch are those of the first",
+        file="model/layers/lm_head.py",
+        old="position * len(is_asked) + row)",
+        new="position * len(is_asked))",
+        tests=(f"{HEAD_TESTS}::test_top_tokens_are_those_of_the_whole_logits_row_by_row",),
+    ),
     ProofMutation(
         name="scores of attention with dropout are not scaled",
         file=CORE,

@@ -1,13 +1,10 @@
 """Planted mistakes in how a corpus is read, cut and joined, and the form that then gives another dataset.
 
-Run as a script it gets folders that hold a copy of the package, and prints what each of them does.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from pathlib import Path
 
 from tests.mutations.saves import SaveMutation as ReaderMutation
@@ -211,18 +208,3 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
     for plan in assembly.plan_shards(made, reports):
         assembly.write_shard(plan, state=state, folder=final, dtype="uint16")
     return {name: sorted(final.glob(f"{name}/*.arrow")) for name in ("train", "valid")}
-
-
-def main(folders: list[str]) -> None:
-    """Print one line a folder; pyarrow is loaded once."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        with tempfile.TemporaryDirectory() as place:
-            print(json.dumps(outcome(Path(place))), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

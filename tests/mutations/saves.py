@@ -1,13 +1,12 @@
 """Planted mistakes in how checkpoints are saved, and the save and load that must not take them for whole.
 
-Run as a script it gets folders that hold a copy of the package, and prints what each of them does.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ SAVE_MUTATIONS = (
 )
 
 
-def outcome() -> str:
+def outcome(_folder: Path) -> str:
     """What becomes of a checkpoint of known values that one grid saves and another one loads."""
     from raymega.checkpoint.format.manifest import commit
     from raymega.checkpoint.load.reader import load
@@ -144,17 +143,3 @@ def snapshot_outcome() -> str:
         found = find_snapshot({"snapshot server": store}, job={}, now="")
         step = found.manifest.step if found else 0
     return "whole" if step == 1 else f"snapshot: of step {step}"
-
-
-def main(folders: list[str]) -> None:
-    """One line a folder; torch is loaded once."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        print(json.dumps(outcome()), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

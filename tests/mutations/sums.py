@@ -88,8 +88,8 @@ SUMS: tuple[Mutation, ...] = (
     Mutation(
         name="loss is divided by the rank's own tokens",
         file="train/step.py",
-        old="        tokens=total[2],",
-        new="        tokens=float(mine[2]) or total[2],",
+        old="        divisor=total[2],",
+        new="        divisor=float(mine[2]) or total[2],",
         layout=Layout(dp=4),
     ),
     Mutation(
@@ -102,7 +102,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="biases are cut in reverse order",
-        file="plan/tensor_table.py",
+        file="plan/layers/global_tensor.py",
         old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
         new="            at = (tp - 1 - tp_rank if len(shape) == 1 else tp_rank) // sharers\n"
         "            offset[self.tp_dim] = shape[self.tp_dim] * at",
@@ -111,7 +111,7 @@ SUMS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="ranks take key and value heads in turn instead of next to one another",
-        file="plan/tensor_table.py",
+        file="plan/layers/global_tensor.py",
         old="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank // sharers)",
         new="            offset[self.tp_dim] = shape[self.tp_dim] * (tp_rank % (tp // sharers))",
         layout=Layout(tp=4),

@@ -6,14 +6,17 @@ A row replaces one piece of the package's text; what catches it is the compariso
 from __future__ import annotations
 
 from tests.mutations.batches import BATCHES
+from tests.mutations.encoders import ENCODERS
 from tests.mutations.evaluations import EVALUATIONS
 from tests.mutations.experts import EXPERTS
 from tests.mutations.fp8 import FP8
 from tests.mutations.kernels import KERNELS
 from tests.mutations.layers import LAYERS
 from tests.mutations.mutation import Mutation
+from tests.mutations.preference import PREFERENCE
 from tests.mutations.sharding import SHARDING
 from tests.mutations.sums import SUMS
+from tests.mutations.tuning import TUNING
 from tests.mutations.updates import UPDATES
 
 KINDS: dict[str, tuple[Mutation, ...]] = {
@@ -26,5 +29,8 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "updates": UPDATES,
     "fp8": FP8,
     "evaluations": EVALUATIONS,
+    "tuning": TUNING,
+    "encoders": ENCODERS,
+    "preference": PREFERENCE,
 }
 MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

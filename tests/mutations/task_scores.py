@@ -1,12 +1,11 @@
 """Planted mistakes that make a number of an evaluation silently wrong, and which number each of them changes.
 
-Run as a script it gets folders that hold a copy of the package, and prints what is wrong with the tasks of each.
+`tests.mutations.outcomes` calls `outcome` in copies of the package.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -98,6 +97,13 @@ TASK_MUTATIONS = (
         caught="requests: positions of targets",
     ),
     TaskMutation(
+        name="requests that share their tokens all have the targets of the first",
+        file="evaluate/requests.py",
+        old="        request = self._requests[number]\n        stop =",
+        new="        request = self._requests[next(n[0] for n in self._shared if number in n)]\n        stop =",
+        caught="requests: targets of shared tokens",
+    ),
+    TaskMutation(
         name="context parallelism cuts requests that are not padded for it",
         file="evaluate/requests.py",
         old="2 * plan.grid.cp if plan.grid.cp > 1 else 1)",
@@ -130,7 +136,7 @@ class _Bytes:
         return list(text.encode())
 
 
-def outcome() -> str:
+def outcome(_folder: Path) -> str:
     """What is wrong with the tasks of the package, the first thing; ``sound`` if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         for check in (_wikitext, _windows, _lambada, _race, _perplexity, _requests, _run):
@@ -232,6 +238,12 @@ def _requests(_folder: Path) -> Iterator[str]:
             at = source.targets(number)
             if row.labels[at].tolist() != asked[number].tokens[-2:].tolist():
                 yield "requests: positions of targets"
+    ends = [make_request(range(6), number, seq_len=16) for number in (4, 1)]
+    source = RequestSource(ends, seq_len=16)
+    if source.num_rows != 1 or source.row(0).documents != (5, 11):
+        yield "requests: shared tokens are read twice"
+    if [source.targets(number) for number in source.members(0)] != [slice(1, 5), slice(4, 5)]:
+        yield "requests: targets of shared tokens"
     verify = Path(__file__).parents[2] / "jobs" / "verify.yaml"
     plan = make_plan(parse_job(verify, ["parallel.cp=2"]).job())
     if request_multiple(plan) % 4:
@@ -258,17 +270,3 @@ def _run(folder: Path) -> Iterator[str]:
         yield "run: metrics of the second task"
     if event.step != 7:
         yield "run: step of the metrics"
-
-
-def main(folders: list[str]) -> None:
-    """One line a folder."""
-    for folder in folders:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("raymega", "tests")]:
-            del sys.modules[name]
-        sys.path.insert(0, folder)
-        print(json.dumps(outcome()), flush=True)
-        sys.path.remove(folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,11 +1,7 @@
 """Every planted mistake is caught: the run deviates from one rank by more than the limit."""
 
-import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +9,16 @@ import torch
 from raymega.errors import NumericsError
 from raymega.parallel.core.compile import can_fuse
 from raymega.verify.compare import LIMIT, Reference, compare, make_reference
-from raymega.verify.launch import LayoutFailedError, open_fork_server
+from raymega.verify.launch import open_fork_server
 from raymega.verify.layout import Layout
 from raymega.verify.legal_layouts import is_legal, reference_layout
-from tests.mutations.table import KINDS, MUTATIONS
+from raymega.verify.shares import LayoutFailedError
+from tests.mutations.table import KINDS
+from tests.mutations.tree import planted_package
 from tests.unit.verify.jobs import make_job
 
 pytestmark = pytest.mark.dist
 
-PACKAGE = Path(__file__).parents[2] / "raymega"
 STEPS = 2
 TIMEOUT_S = 300.0
 SMALL = ("model.num_layers=2", "data.global_batch_size=6", "optimizer.lr_warmup_steps=1")
@@ -47,21 +44,6 @@ def _reference(healthy: dict, overrides: tuple[str, ...]) -> Reference:
     return healthy[overrides]
 
 
-@contextmanager
-def _planted(mutation, folder: Path) -> Iterator[None]:
-    """A copy of the package with the mistake, first on the path of what starts here."""
-    shutil.copytree(PACKAGE, folder / "raymega", ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "raymega" / mutation.file
-    text = file.read_text()
-    assert text.count(mutation.old) == 1, f"{mutation.file} no longer has the text exactly once"
-    file.write_text(text.replace(mutation.old, mutation.new))
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
 def _is_same_run(
     fork_server, overrides: tuple[str, ...], layout: Layout, reference: Reference
 ) -> bool:
@@ -85,15 +67,6 @@ def _rows():
             yield pytest.param(row, id=row.name, marks=pytest.mark.sample(1, of=kind))
 
 
-def test_list_is_long_and_its_names_differ():
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 15
-
-
-def test_every_row_still_fits_the_package():
-    stale = [m.name for m in MUTATIONS if (PACKAGE / m.file).read_text().count(m.old) != 1]
-    assert not stale
-
-
 @pytest.mark.parametrize("mutation", list(_rows()))
 def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
     if mutation.layout.kernels == "compile" and not can_fuse(torch.device("cpu")):
@@ -101,5 +74,5 @@ def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, heal
     assert is_legal(_job(mutation.job), mutation.layout)
     reference = _reference(healthy, mutation.job)
     assert _is_same_run(healthy["fork_server"], mutation.job, mutation.layout, reference)
-    with _planted(mutation, tmp_path), open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+    with planted_package(mutation, tmp_path), open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
         assert not _is_same_run(fork_server, mutation.job, mutation.layout, reference)

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.conversations import CONVERSATION_MUTATIONS
+from tests.mutations.curations import CURATION_MUTATIONS
 from tests.mutations.generations import GENERATION_MUTATIONS
 from tests.mutations.guards import GUARD_MUTATIONS
 from tests.mutations.leases import LEASE_MUTATIONS
 from tests.mutations.plans import PLAN_MUTATIONS
+from tests.mutations.planted import planted_text
 from tests.mutations.readers import READER_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
+from tests.mutations.streams import STREAM_MUTATIONS
 from tests.mutations.task_scores import TASK_MUTATIONS
 
 pytestmark = pytest.mark.dist
@@ -39,8 +42,10 @@ def _copy(folder: Path) -> Path:
         ("plans", PLAN_MUTATIONS, "sound"),
         ("readers", READER_MUTATIONS, "sound"),
         ("conversations", CONVERSATION_MUTATIONS, "sound"),
+        pytest.param("streams", STREAM_MUTATIONS, "sound", marks=pytest.mark.wide),
         pytest.param("generations", GENERATION_MUTATIONS, "sound", marks=pytest.mark.wide),
         pytest.param("task_scores", TASK_MUTATIONS, "sound", marks=pytest.mark.wide),
+        pytest.param("curations", CURATION_MUTATIONS, "sound", marks=pytest.mark.wide),
     ],
     ids=[
         "saves",
@@ -49,20 +54,19 @@ def _copy(folder: Path) -> Path:
         "plans",
         "readers",
         "conversations",
+        "streams",
         "generations",
         "task scores",
+        "curations",
     ],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
     folders = [_copy(tmp_path / "healthy")]
     for number, row in enumerate(rows):
         folders.append(_copy(tmp_path / str(number)))
-        file = folders[-1] / "raymega" / row.file
-        text = file.read_text()
-        assert text.count(row.old) == 1, f"{row.file} no longer has the text of {row.name!r} once"
-        file.write_text(text.replace(row.old, row.new))
+        (folders[-1] / "raymega" / row.file).write_text(planted_text(row))
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.mutations.{script}", *map(str, folders)],
+        [sys.executable, "-m", "tests.mutations.outcomes", script, *map(str, folders)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=500,
         check=False,
     )  # fmt: skip

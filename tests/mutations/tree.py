@@ -15,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.mutations.mutation import Mutation
+from tests.mutations.planted import PACKAGE, planted_text
+
 ROOT = Path(__file__).parents[2]
 COPIED = (
     "raymega",
@@ -27,7 +30,7 @@ COPIED = (
     "pyproject.toml",
     "README.md",
 )
-NEVER_PASSED = {1: "failed", 2: "failed", 3: "failed", 4: "failed"}
+NEVER_PASSED = {1: "failed", 2: "not run", 3: "not run", 4: "not run"}
 """Exit codes of pytest by what they say: a test failed, a module did not load, pytest failed, an id is unknown."""
 
 
@@ -66,7 +69,7 @@ class Tree:
             path.write_text(healthy)
 
     def verdict(self, tests: Sequence[str], *options: str, timeout_s: float) -> tuple[str, str]:
-        """Run tests, and return ``passed``, ``failed`` or ``late``, and the end of what pytest wrote."""
+        """Run tests, and return ``passed``, ``failed``, ``not run`` or ``late``, and the end of what pytest wrote."""
         command = [
             sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line",
             *options, *tests,
@@ -84,9 +87,24 @@ class Tree:
             _kill_session(process.pid)
         process.wait()
         end = "\n".join(said.strip().splitlines()[-8:])
+        # a mistake that ends the interpreter, as memory that is freed too early does
+        if process.returncode < 0:
+            return "failed", f"ended by {signal.Signals(-process.returncode).name}\n{end}"
         if process.returncode in (0, *NEVER_PASSED):
             return NEVER_PASSED.get(process.returncode, "passed"), end
         raise RuntimeError(f"pytest ended with {process.returncode}: {' '.join(command)}\n{said}")
+
+
+@contextmanager
+def planted_package(mutation: Mutation, folder: Path) -> Iterator[None]:
+    """Put a copy of the package with the mistake in ``folder``, first on the path of what starts in the body."""
+    shutil.copytree(PACKAGE, folder / "raymega", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "raymega" / mutation.file).write_text(planted_text(mutation))
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _kill_session(pid: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymega.verify.layout import Layout
-from tests.mutations.mutation import EIGHT_BITS, GPT2, LION, MUON, Mutation
+from tests.mutations.mutation import EIGHT_BITS, FOCAL, GPT2, LION, MUON, Mutation
 
 UPDATES: tuple[Mutation, ...] = (
     Mutation(
@@ -64,10 +64,26 @@ UPDATES: tuple[Mutation, ...] = (
         job=LION,
     ),
     Mutation(
+        name="a loss of a plug-in takes a rank's largest logit for that of all ranks",
+        file="parallel/tensor_parallel/vocab_logits.py",
+        old='peak = all_reduce(peak.clone(), self.tp, op="max")',
+        new="peak = peak.clone() if all_reduce is not None else peak",
+        layout=Layout(tp=2),
+        job=FOCAL,
+    ),
+    Mutation(
+        name="a loss of a plug-in sees the logits of a rank's own labels only",
+        file="parallel/tensor_parallel/vocab_logits.py",
+        old="        return reduce_from_tp(picked.masked_fill(is_elsewhere, 0.0), self.tp)\n",
+        new="        return picked.masked_fill(is_elsewhere, 0.0)\n",
+        layout=Layout(tp=2),
+        job=FOCAL,
+    ),
+    Mutation(
         name="muP's factor of the logits is forgotten under a tied table",
         file="model/layers/lm_head.py",
-        old="1 / model.width_ratio  # muP",
-        new="1.0 if model.tie_word_embeddings else 1 / model.width_ratio",
+        old="1 / (model.width_ratio *",
+        new="1 / ((1.0 if model.tie_word_embeddings else model.width_ratio) *",
         layout=Layout(tp=2),
         job=("model.mup_base_width=16",),
     ),

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 from raymega.data.format import TOKENIZER_FILE
 from raymega.prepare.tokenizer.trained import byte_tokenizer
-from tests.support.servers.prometheus import free_port
+from tests.support.servers.ports import free_port
 from tests.unit.data.datasets import write_dataset
 
 pytestmark = [pytest.mark.ray, pytest.mark.wide]

@@ -11,9 +11,9 @@ from ray.cluster_utils import Cluster
 from raymega import ray_private
 from raymega.tracking.names import METRICS
 from tests.support.command import train
+from tests.support.servers.ports import free_port
 from tests.support.servers.prometheus import (
     dashboard_queries,
-    free_port,
     needs_prometheus,
     prometheus_of,
 )
@@ -25,10 +25,12 @@ pytestmark = [
     pytest.mark.wide,
 ]
 
-# Without a GPU nobody knows the peak; the others are of float16, of blends with named sets, and of tasks.
+# Without a GPU nobody knows the peak; the others are of float16, of blends with named sets, of tasks, and of
+# data in an object store.
 NOT_OF_THIS_RUN = (
     "train_mfu", "train_loss_scale", "train_skipped_steps", "data_source_tokens", "data_source_epochs",
     "eval_set_loss", "eval_set_perplexity", "eval_task",
+    "data_wait_s", "data_fetched_bytes", "data_cache_hits", "data_cache_misses",
 )  # fmt: skip
 RUN, PACKED = "watched", "packed"
 OF_RUN = f'{{run="{RUN}"}}'

@@ -10,9 +10,10 @@ from ray._private import state
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymega.errors import CapacityError
+from raymega.events import StepFinished
 from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
-from raymega.orchestrate.core.worker_group_api import AttemptSpec
-from raymega.orchestrate.workers import placement_slots
+from raymega.orchestrate.core.worker_group_api import AttemptSpec, Heartbeat
+from raymega.orchestrate.workers import placement_slots, ray_worker_group
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
@@ -92,6 +93,35 @@ def test_death_of_a_process_is_reported_as_one(make_group):
     os.kill(pid, signal.SIGKILL)
     died = poll_until(group, lambda r: isinstance(r, WorkerDied))[-1]
     assert died.rank == 2 and f"process {pid}" in died.cause
+
+
+def test_monitor_of_a_node_tells_of_its_ranks_over_attempts_and_may_be_lost(
+    make_group, tmp_path, monkeypatch
+):
+    """As large runs are watched, on four ranks: deaths and steps come from the node's monitor."""
+    monkeypatch.setattr(ray_worker_group, "WATCH_DIRECTLY", 0)
+    group = make_group("calm", "run.steps=100000")
+    monkeypatch.setattr(ray_worker_group, "LOOK_EVERY_S", 1000.0)  # no look at the ranks' own calls
+    wait_for_start(group)
+    (monitor,) = group._monitors._by_node.values()
+    assert sorted(monitor.heard) == [0, 1, 2, 3]
+    heard = poll_until(group, lambda report: isinstance(report, StepFinished))
+    assert any(isinstance(report, Heartbeat) and report.every_s == 2.0 for report in heard)
+    # a killed process
+    os.kill(pids(group)[2], signal.SIGKILL)
+    assert poll_until(group, lambda r: isinstance(r, WorkerDied))[-1].rank == 2
+    # the next attempt, by the same monitor
+    group.release(keep_warm=True)
+    monkeypatch.setattr(ray_worker_group, "LOOK_EVERY_S", 1.0)
+    assert group.reserve(200.0) is None
+    group.start(order(group.plan, tmp_path, attempt=2))
+    wait_for_start(group)
+    assert [*group._monitors._by_node.values()] == [monitor]
+    # without the monitor the driver hears the ranks itself
+    ray.kill(monitor.actor)
+    poll_until(group, lambda report: isinstance(report, Heartbeat) and report.every_s == 1.0)
+    assert not group._monitors._by_node
+    poll_until(group, lambda report: isinstance(report, StepFinished))
 
 
 def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group, tmp_path):

@@ -62,26 +62,39 @@ def train(
     *overrides: str,
     address: str,
     on_step: Callable[[Running, int], None] = lambda _running, _step: None,
+    on_stderr: Callable[[str], None] = lambda _line: None,
     timeout: float = 500,
     job: Path = VERIFY,
 ) -> Outcome:
-    """``raymega train`` of the verify job; ``on_step`` sees each step as soon as it is printed."""
+    """``raymega train`` of the verify job; ``on_step`` sees each step as soon as it is printed.
+
+    ``on_stderr`` sees each line of the standard error, from another thread.
+    """
     command = [*RAYMEGA, "train", str(job), "--json", "--address", address]
     for override in overrides:
         command += ["--set", override]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
+    # the loop below reads lines, which have no timeout
     watchdog = threading.Timer(timeout, process.kill)
     watchdog.start()
     errors: list[str] = []
-    drain = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
+
+    def read_stderr() -> None:
+        for line in process.stderr:
+            errors.append(line)
+            on_stderr(line)
+
+    # both pipes are read at once, or a full one would stop the command
+    drain = threading.Thread(target=read_stderr, daemon=True)
     drain.start()
     running, events = Running(process), []
     try:
         for line in process.stdout:
             event = json.loads(line)
             events.append(event)
+            # of the newest attempt: a watcher kills by rank, not by pid
             if event["event"] == "workers":
                 running.pids, running.nodes = event["pids"], event["nodes"]
             if event["event"] == "step":
@@ -91,5 +104,6 @@ def train(
     finally:
         watchdog.cancel()
         process.kill()
+    # what was printed last may be the cause of the end
     drain.join(60)
     return Outcome(code=code, events=events, stderr="".join(errors))

@@ -31,6 +31,7 @@ class Drills:
 
     def __call__(self, faults, *more, layout="pp2", num_nodes=3, scheduled_faults=(), **options):
         self._num += 1
+        # a name of LAYOUTS, or settings of the test's own
         layout_settings = LAYOUTS[layout] if isinstance(layout, str) else layout
         overrides = (*COMMON, *layout_settings, *more)
         job = api.load_job(VERIFY, overrides)

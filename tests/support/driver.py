@@ -24,6 +24,7 @@ from tests.support.jobs import make_test_plan
 class PrintSink:
     def emit(self, event):
         if isinstance(event, WorkersStarted):
+            # lines for the test that started this process; flushed, as it may be killed at any time
             print("pids", *event.pids.values(), flush=True)
         if isinstance(event, StepFinished):
             print("step", event.step, flush=True)
@@ -37,6 +38,7 @@ def main(folder, *overrides):
     clock, store = SystemClock(), open_store(str(folder / "run"))
     lease = Lease(store, holder=this_process(), duration_s=plan.job.elastic.lease_s, clock=clock)
     with hold_lease(lease), ThreadPoolExecutor(1) as executor:
+        # a cluster of its own, which ends with this process
         open_session("local", num_cpus=2)
         group = RayWorkerGroup(plan, log_dir=folder, can_grow=False, entry="tests.support.entries")
         controller = Controller(

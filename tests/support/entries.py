@@ -46,10 +46,12 @@ def abort():
 def run_worker(start, channel, rendezvous):
     plan = read_plan(start.plan_json)
     if start.rank == 0:
+        # rank 0 has the hub, in a thread, and is one of its clients too
         args = (rendezvous, plan.grid.world_size)
         threading.Thread(target=_serve, args=args, daemon=True).start()
     host, _, port = start.rendezvous.rpartition(":")
     line = Client((host, int(port)), authkey=KEY)
+    # abort finds the line here, as torch finds its world
     LINES[:] = [line]
     try:
         _enter(start, channel, line)
@@ -82,6 +84,7 @@ def _exchange(line, wish):
 
 
 def _enter(start, channel, line):
+    # the phases that the driver waits for, each passed by all ranks together
     for phase in ("rendezvous", "built", "restored"):
         _exchange(line, False)
         channel.report(Entered(rank=start.rank, phase=phase, seconds=0.0))
@@ -96,6 +99,7 @@ def _restored_step(start):
 def _train(start, plan, channel, line, step):
     job, stopped = plan.job, False
     print(f"training prints {start.rank}", flush=True)
+    # a step: fault, work, agreement with the others, report, save
     while step < job.run.steps and not stopped:
         _suffer(start, job.run.name, step + 1)
         time.sleep(STEP_S)
@@ -114,6 +118,7 @@ def _train(start, plan, channel, line, step):
 
 
 def _suffer(start, name, step):
+    # faults are in the run's name: run.KIND-RANK-STEP
     for fault in name.split(".")[1:]:
         kind, rank, at = fault.split("-")
         if (int(rank), int(at)) != (start.rank, step):
@@ -122,6 +127,7 @@ def _suffer(start, name, step):
             raise NumericsError(f"step {step}: loss=nan")
         if kind == "bug":
             raise ValueError("a mistake in the training code")
+        # other kinds strike once, or no attempt would get past the step
         if start.attempt == 1:
             _suffer_once(kind)
 
@@ -140,6 +146,7 @@ def _suffer_once(kind):
 
 def _save(start, plan, step):
     name = data_file(attempt=start.attempt, rank=start.rank)
+    # a real file of eight bytes: commits look whether files are there
     open_store(start.run_uri).put(folder_of(step) + name, [b"12345678"], overwrite=True)
     box = SavedBox(
         tensor="model/weight",

@@ -16,6 +16,7 @@ from raymega.messages import (
     Progress,
     SavedBox,
     ShardSaved,
+    SnapshotHolders,
     WorkerDied,
     WorkerFailed,
     WorkerFinished,
@@ -83,6 +84,7 @@ class PatientExecutor(InlineExecutor):
         return future
 
     def let_go(self):
+        # what is submitted meanwhile waits for the next time
         waiting, self._waiting = self._waiting, []
         for future, fn, args, kwargs in waiting:
             future.set_result(fn(*args, **kwargs))
@@ -127,6 +129,7 @@ class FakeWorkerGroup:
         if not self.lacking:
             return None
         self.clock.advance(timeout_s)
+        # an exception stands for a reserve that fails
         lack = self.lacking.pop(0)
         if isinstance(lack, Exception):
             raise lack
@@ -134,6 +137,7 @@ class FakeWorkerGroup:
 
     def start(self, order):
         self.orders.append(order)
+        # each attempt has a script of its own
         self._polls = self.script.pop(0) if self.script else []
 
     def members(self):
@@ -180,10 +184,14 @@ class FakeKeeping:
             step=step, attempt=attempt, created="", state={"step": step}, job={}, grid={}, boxes=()
         )  # fmt: skip
         self.snapshots.append(
-            Snapshot(manifest=manifest, holders={manifest.key: ("snapshot server",)})
+            Snapshot(
+                manifest=manifest,
+                holders=SnapshotHolders(servers=("snapshot server",), by_rank=((0,),)),
+            )
         )
 
     def find(self, *, skip):
+        # snapshots that an earlier driver left are not known at the first look
         is_begun, self.is_begun = self.is_begun, True
         left = [each for each in self.snapshots if is_begun and each.manifest.key not in skip]
         return max(left, key=lambda each: each.id, default=None)
@@ -215,14 +223,14 @@ class FakeWorkers:
     def die(self, rank):
         return [[WorkerDied(rank=rank, cause="SIGKILL")]]
 
-    def fail(self, rank, error="ValueError", *, is_secondary=False, exit_code=1):
+    def fail(self, rank, error="ValueError", *, is_secondary=False, exit_code=1, message=""):
         return [
             [
                 WorkerFailed(
                     rank=rank,
                     step=self.step,
                     error=error,
-                    message=f"{error} happened",
+                    message=message or f"{error} happened",
                     traceback="Traceback ...",
                     is_secondary=is_secondary,
                     exit_code=exit_code,
@@ -255,5 +263,6 @@ class FakeWorkers:
     def _one_step(self, seconds):
         self.step += 1
         metrics = {"train/loss": 1.0, "train/step_time_s": seconds}
+        # rank 0 tells of the step, the others of their progress
         others = [Progress(rank=r, step=self.step) for r in self.ranks if r]
         return [[StepFinished(step=self.step, metrics=metrics), *others]]

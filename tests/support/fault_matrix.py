@@ -22,12 +22,14 @@ def covering_pairs(*, seed: int, size: int) -> list[list[ChaosFault]]:
     the one with the most pairs that no run has had yet.
     """
     draw = Random(seed)
+    # a second fault has no use for that phase, which comes only after a loss
     cells = [cell for cell in legal_cells() if cell[1] != "replan"]
     seen: set[tuple[int, str, int, str]] = set()
     runs = []
     for _ in range(size):
         candidates = [(*draw.choice(cells), *draw.choice(cells)) for _ in range(NUM_CANDIDATES)]
         best = max(candidates, key=lambda values: len(_pairs(values) - seen))
+        # covered: later runs are chosen for other pairs
         seen |= _pairs(best)
         runs.append(_run_of_two(*best))
     return runs

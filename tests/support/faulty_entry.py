@@ -31,6 +31,7 @@ WORK_CLOCK = throughput.time = WorkClock()
 
 
 def run_worker(start, channel, rendezvous):
+    # faults are in the run's name, which a test sets like any other field
     name = start.plan_json.partition('"name":"')[2].partition('"')[0]
     faults = [fault.split("-") for fault in name.split(".")[1:]]
     mine = [
@@ -45,6 +46,7 @@ def run_worker(start, channel, rendezvous):
         end(parts, outcome.state, mine)
         return outcome
 
+    # this process trains nothing else: replace the step, and put it back
     loop.train_step = train_step
     try:
         entry.run_worker(start, channel, rendezvous)
@@ -57,8 +59,10 @@ def begin(parts, state, faults):
     for kind, at in faults:
         if kind == "hang" and at == step:
             Event().wait()
+        # a clock that runs ahead stands for slow work: no test waits for it
         if kind == "slow" and step <= at:
             WORK_CLOCK.ahead_s += 1000.0
+        # bad data come again after a restart, a passing NaN does not
         is_bad_batch = kind == "bad" and state.samples == (at - 1) * size
         if is_bad_batch or (kind == "nan" and at == step):
             spoil(parts, is_once=kind == "nan")
@@ -67,6 +71,7 @@ def begin(parts, state, faults):
 def spoil(parts, *, is_once):
     def make_nan(_module, _args, output):
         if is_once:
+            # a bad batch poisons every pass over its samples, a passing fault one pass
             hook.remove()
         return output * math.nan
 
@@ -76,6 +81,7 @@ def spoil(parts, *, is_once):
 def end(parts, state, faults):
     for kind, at in faults:
         if kind == "flip" and at == state.step:
+            # weights may still be gathered: flip a bit when they are whole
             parts.weights.wait_for_all()
             param = next(iter(parts.modules[0].layers.values())).mlp.down.weight
             param.data.view(-1)[:1].view(torch.int64).bitwise_xor_(1)

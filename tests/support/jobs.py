@@ -16,6 +16,7 @@ def make_test_plan(*overrides: str) -> RunPlan:
 
 def layout_overrides(layout: str) -> list[str]:
     """``tp2-pp2-etp2-sp`` as overrides; axes that are not named are 1, sp is sequence parallel."""
+    # letters name the axis, digits its degree
     degrees = {
         part.rstrip("0123456789"): part.strip("abcdefghijklmnopqrstuvwxyz")
         for part in layout.split("-")

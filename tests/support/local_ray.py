@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 def leftovers(patience_s=60.0):
     """Return the ids of actors and placement groups that still live after ``patience_s`` seconds."""
     deadline_s = time.monotonic() + patience_s
+    # Ray ends actors in its own time
     while (left := _living()) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     return left
@@ -28,6 +29,7 @@ def clear_away(patience_s=60.0):
     for group in _groups():
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))
     for actor in _actors():
+        # an actor that never started has no process
         if actor["Pid"]:
             with suppress(ProcessLookupError):
                 os.kill(actor["Pid"], signal.SIGKILL)

@@ -24,6 +24,7 @@ class MemoryStore:
         """Write an object; with ``overwrite`` false an existing key raises FileExistsError."""
         data = b"".join(chunks)
         with self._lock:
+            # check and write under one lock: of many writers one gets a key
             if not overwrite and check_key(key) in self._objects:
                 raise FileExistsError(key)
             self._objects[check_key(key)] = data
@@ -41,6 +42,7 @@ class MemoryStore:
         """Keys that begin with ``prefix``, in order."""
         with self._lock:
             keys = sorted(key for key in self._objects if key.startswith(prefix))
+        # without the lock, as the caller may delete while it iterates
         yield from keys
 
     def delete(self, key: str) -> None:

@@ -11,7 +11,7 @@ from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.plan.grid import Grid
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel
 
 MODEL = ModelSection(

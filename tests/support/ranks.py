@@ -116,6 +116,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) ->
 def _in_world(
     rank: int, world_size: int, store: str, limit_s: float, fn: Callable[..., Any], args: tuple
 ) -> Any:
+    # as a training worker enters its world
     world.open_world(
         rank=rank,
         world_size=world_size,
@@ -173,6 +174,7 @@ def _forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 def _run(ranks: list[_Rank], timeout: float) -> list:
+    # no process outlives the call, whatever ends it
     try:
         _collect(ranks, timeout)
     finally:
@@ -198,10 +200,13 @@ def _main(index: int, work: bytes, pipe: Connection) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
+        # unpickled here, so that a function that does not load is this rank's failure
         fn, args = pickle.loads(work)
         outcome = (True, fn(index, *args), False)
+    # also SystemExit: the test wants the traceback, not the exit code
     except BaseException as error:
         outcome = (False, traceback.format_exc(), is_communication_error(error))
+    # one message, so that the parent sees a result or the end of the pipe
     # Not pipe.send: its pickler would share tensors with a process that is about to end.
     pipe.send_bytes(pickle.dumps(outcome))
     os._exit(0)
@@ -221,6 +226,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> None:
             break
         for pipe in ready:
             _receive(waiting[pipe])
+        # after a failure the others get a moment to say what they saw
         if any(rank.failure for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE_S)
     is_secondary = any(rank.failure for rank in ranks)
@@ -255,6 +261,7 @@ def _raise_failures(ranks: list[_Rank]) -> None:
     failed = [rank for rank in ranks if rank.failure]
     if not failed:
         return
+    # ranks that lost a peer are not the cause
     causes = [rank for rank in failed if not rank.is_secondary] or failed
     lines = [f"rank {causes[0].index} of {len(ranks)}: {causes[0].failure}"]
     for rank in failed:

@@ -1,7 +1,8 @@
 """Selection of a session's tests: cases drawn by a seed, shards of the suite, and tests that passed before.
 
 `make test` runs of a function marked ``sample(n)`` only n cases, drawn by a seed that is printed (of cases marked
-``sample(n, of=kind)`` n of each kind), and no test marked ``wide`` or ``matrix``. `make test-all` runs
+``sample(n, of=kind)`` n of each kind), and no test marked ``wide`` or ``matrix``. The seed is made of the files of
+the last commit: each commit draws other cases, and one commit draws the same cases on every machine. `make test-all` runs
 everything (``--everything``), in shards of equal cost (``--shard 3/8``), and with ``--resume`` leaves out what has
 passed since a file was last changed. ``-m wide`` or ``-m matrix`` asks for such tests by name.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -51,12 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed once: workers of xdist have that of the process which starts them."""
+    """Make the seed once: workers of xdist have that of the process which starts them."""
     option = config.option
     if hasattr(config, "workerinput"):
         option.sample_seed = config.workerinput["sample_seed"]
     elif option.sample_seed is None:
-        option.sample_seed = random.SystemRandom().randrange(10**6)
+        option.sample_seed = seed_of_commit(ROOT)
     if option.shard:
         read_shard(option.shard)
     if option.resume and not hasattr(config, "workerinput"):
@@ -106,6 +108,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def drawn(items: list[pytest.Item], *, seed: int, left_out: list[str]) -> list[pytest.Item]:
     """Tests without a mark that is ``left_out``, and of sampled functions some cases."""
     items = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    # cases of each sampled function, or of each kind of its cases
     cases: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for item in items:
@@ -113,6 +116,7 @@ def drawn(items: list[pytest.Item], *, seed: int, left_out: list[str]) -> list[p
             kind = f"{item.nodeid.partition('[')[0]} {mark.kwargs.get('of', '')}"
             cases.setdefault(kind, []).append(item.nodeid)
             sizes[kind] = mark.args[0]
+    # the draw of a kind depends on the seed and its name alone, so other tests do not move it
     chosen = {
         nodeid
         for kind, nodeids in cases.items()
@@ -121,6 +125,16 @@ def drawn(items: list[pytest.Item], *, seed: int, left_out: list[str]) -> list[p
         )
     }
     return [i for i in items if not i.get_closest_marker("sample") or i.nodeid in chosen]
+
+
+def seed_of_commit(folder: Path) -> int:
+    """Return a seed below 10**6 made of the tree of the last commit in ``folder``, or a random one without git."""
+    try:
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD^{tree}"]
+        tree = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return random.SystemRandom().randrange(10**6)
+    return int(tree, 16) % 10**6
 
 
 def read_shard(text: str) -> tuple[int, int]:
@@ -133,6 +147,7 @@ def read_shard(text: str) -> tuple[int, int]:
 
 def cut(items: list[pytest.Item], index: int, number: int) -> list[pytest.Item]:
     """The ``index``-th of ``number`` runs of neighbours, so that tests that share a cluster stay together."""
+    # a test belongs to the shard in which the middle of its cost falls
     costs = [cost_s(item.nodeid) for item in items]
     share, begun, kept = sum(costs) / number, 0.0, []
     for item, cost in zip(items, costs, strict=True):
@@ -206,6 +221,7 @@ def costs_of(reports: Iterable[Path]) -> dict[str, float]:
             file = case.get("classname", "").replace(".", "/") + ".py"
             name = case.get("name", "").partition("[")[0]
             times.setdefault(f"{file}::{name}", []).append(float(case.get("time", 0)))
+    # functions that cost about the default need no line
     means = {name: round(sum(each) / len(each), 2) for name, each in sorted(times.items())}
     return {name: mean for name, mean in means.items() if mean > 2 * DEFAULT_COST_S}
 

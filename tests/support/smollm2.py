@@ -21,6 +21,7 @@ SETS = "RAYMEGA_TEST_SETS"
 
 def skip_without_it():
     """Skip the test where the model or what reads it is not installed."""
+    # the script is no module of a package: load it by its path
     spec = importlib.util.spec_from_file_location("smollm2", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -48,6 +49,7 @@ def text_files(scratch):
     pages = sorted((ROOT / "docs").glob("*.md"))
     long, passages = scratch / "long.txt", scratch / "passages.jsonl"
     long.write_text("\n".join(page.read_text(encoding="utf-8") for page in pages))
+    # paragraphs of prose stand for LAMBADA's passages
     found = [part for page in pages for part in page.read_text(encoding="utf-8").split("\n\n")]
     sentences = [part for part in found if part[:1].isalpha() and 100 < len(part) < 600]
     passages.write_text("".join(json.dumps({"text": part}) + "\n" for part in sentences))

@@ -26,6 +26,7 @@ def server_processes(number):
         for _ in range(number):
             process = SPAWN.Process(target=_keep, args=(answers,), daemon=True)
             process.start()
+            # called in reverse order: kill, then join
             stack.callback(process.join)
             stack.callback(process.kill)
         yield [answers.get(timeout=300) for _ in range(number)]

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from raymega.errors import StorageError
+from raymega.storage.store import delete_all, folders_below, sizes_below
 
 
 def put(store, key, data=b"data", *, overwrite=False):
@@ -54,6 +55,7 @@ def test_one_of_many_writers_gets_a_key(store):
     for each in threads:
         each.join()
     assert len(won) == 1 and len(lost) == 5
+    # what is there is the winner's, whole
     assert store.get("k") == won[0]
 
 
@@ -84,3 +86,29 @@ def test_key_cannot_leave_the_root(store, key):
     for use in (lambda: put(store, key), lambda: store.delete(key)):
         with pytest.raises(StorageError, match="object key"):
             use()
+
+
+def test_sizes_of_many_objects_are_those_of_each(store):
+    for number in range(3):
+        put(store, f"a/{number}", b"x" * number)
+    put(store, "ab", b"other")
+    found = sizes_below(store, "a/", ["a/0", "a/1", "a/2", "a/absent"])
+    assert {key: found.get(key) for key in ("a/0", "a/1", "a/2", "a/absent")} == {
+        "a/0": 0, "a/1": 1, "a/2": 2, "a/absent": None,
+    }  # fmt: skip
+
+
+def test_folders_are_the_names_below_a_prefix(store):
+    for key in ("a/x/1", "a/x/2", "a/y/z/3", "a/file", "b/1", "ab/1"):
+        put(store, key)
+    assert list(folders_below(store, "a/")) == ["x", "y"]
+    assert list(folders_below(store, "")) == ["a", "ab", "b"]
+    assert list(folders_below(store, "none/")) == []
+
+
+def test_many_objects_are_deleted_and_no_other(store):
+    for number in range(5):
+        put(store, f"a/{number}")
+    delete_all(store, ["a/1", "a/absent", "a/3"])
+    delete_all(store, [])
+    assert list(store.list("")) == ["a/0", "a/2", "a/4"]

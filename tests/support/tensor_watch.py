@@ -19,6 +19,7 @@ class TensorWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         self.owners.add(func.namespace)
+        # inputs too: a tensor may be made outside of dispatch
         for leaf in tree_leaves((args, kwargs, results)):
             if isinstance(leaf, torch.Tensor):
                 self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)

@@ -41,6 +41,7 @@ def train(overrides, *, steps=STEPS, timeout=TIMEOUT_S):
     # A stage may lack the layers that a group serves, so one rank that uses it is enough.
     unused = set.intersection(*(set(opened) - used for *_, opened, used in results))
     assert not unused, f"groups that got a communicator and were not used: {sorted(unused)}"
+    # put the ranks' boxes together; where replicas overlap they must agree
     whole = {}
     for _, blocks, *_ in results:
         for name, shape, box, values in blocks:
@@ -56,6 +57,7 @@ def assert_same_run(overrides, wanted, *, timeout=TIMEOUT_S):
     """Training with ``overrides`` gives the curve and the state of ``wanted`` to rounding."""
     wanted_curves, wanted_whole = wanted
     curves, whole = train(overrides, steps=len(wanted_curves[0]), timeout=timeout)
+    # equal on all ranks to the bit, then equal to the reference to rounding
     assert all(other == curves[0] for other in curves), "ranks disagree on loss or norm"
     np.testing.assert_allclose(curves[0], wanted_curves[0], rtol=LIMIT)
     assert whole.keys() == wanted_whole.keys()

@@ -10,7 +10,11 @@ import yaml
 from raymega.errors import EXIT_CODES, RaymegaError
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    page
+    for folder in (".", "docs", "benchmarks", "benchmarks/figures")
+    for page in sorted((ROOT / folder).glob("*.md"))
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("raymega", "tests", "docs", "jobs")
 # A path in this repository, and whether the page says that the reader makes the file.

@@ -11,7 +11,12 @@ from tests.support import english
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("raymega", "benchmarks", "cluster", "tests/support", "tests/docs", "tests/cuda_books")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 GENERATED = ("job-file.md",)
 MIN_COMMENTS_A_100_LINES = 3
 MAX_WORDS, MAX_MEAN_SENTENCE, LONG_SENTENCE, MAX_LONG_SHARE = 2000, 18, 30, 0.1
@@ -44,11 +49,10 @@ def test_messages_have_no_banned_phrase():
     ] == []
 
 
-def test_code_has_comments_where_a_reader_gets_lost():
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_code_has_comments_where_a_reader_gets_lost(folder):
     counts = [
-        english.comments_and_lines(path)
-        for path in SOURCES
-        if path.is_relative_to(ROOT / "raymega")
+        english.comments_and_lines(path) for path in SOURCES if path.is_relative_to(ROOT / folder)
     ]
     comments, lines = (sum(each) for each in zip(*counts, strict=True))
     assert 100 * comments / lines >= MIN_COMMENTS_A_100_LINES

@@ -1,5 +1,7 @@
 import os
 import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
@@ -19,7 +21,8 @@ def environment(monkeypatch):
         ("http://head:8265", "not a remote client"),
         ("head", "not of the form HOST:PORT"),
         ("head:x", "not of the form HOST:PORT"),
-        ("127.0.0.1:99999", "does not answer"),
+        ("127.0.0.1:99999", "the port must be 1 to 65535"),
+        ("127.0.0.1:0", "the port must be 1 to 65535"),
     ],
 )
 def test_addresses_that_cannot_be_joined_are_refused(address, rule):
@@ -28,11 +31,20 @@ def test_addresses_that_cannot_be_joined_are_refused(address, rule):
 
 
 def test_dead_head_is_refused_by_address_and_when_the_environment_names_it():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ConfigError, match=rf"address='{dead}' does not answer"):
-        open_session(dead)
-    os.environ["RAY_ADDRESS"] = dead
-    with pytest.raises(ConfigError, match=rf"address='{dead}' does not answer"):
-        open_session("auto")
+    # bound and not listening: no other process can take the port meanwhile
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"address='{dead}' does not answer"):
+            open_session(dead)
+        os.environ["RAY_ADDRESS"] = dead
+        with pytest.raises(ConfigError, match=rf"address='{dead}' does not answer"):
+            open_session("auto")
+
+
+def test_server_that_is_no_ray_head_is_refused_at_once():
+    """Ray tries such a port again for many minutes: the dashboard's, say."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(ConfigError, match="another server listens there, not a Ray head"):
+            open_session(f"127.0.0.1:{server.server_port}")

@@ -6,8 +6,10 @@ Every check that a checkpoint is complete uses this arithmetic. It knows boxes o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raymega.messages import Box
 
@@ -33,6 +35,42 @@ def uncovered_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int
         offset = tuple(int(cuts[i]) for cuts, i in at)
         shape = tuple(int(cuts[i + 1] - cuts[i]) for cuts, i in at)
         yield Box(offset=offset, shape=shape), int(counts[tuple(index)])
+
+
+def is_partition(
+    shape: tuple[int, ...], offsets: NDArray[np.integer], extents: NDArray[np.integer]
+) -> bool:
+    """Return whether boxes inside a tensor of ``shape`` cover each of its elements exactly once.
+
+    It is :func:`uncovered_cells` for very many boxes, and says yes or no alone.
+
+    Args:
+        shape: Extents of the tensor.
+        offsets: First index of each box, (boxes, dims).
+        extents: Extent of each box, (boxes, dims).
+    """
+    volume = extents.prod(axis=1, dtype=np.int64).sum()
+    if volume != prod(shape):
+        return False
+    if len(offsets) == 1 or not shape:
+        return len(offsets) == 1
+    # As many elements as there are, so each once unless two boxes overlap: +1 and -1 at the corners
+    # of each box, summed up along every dim, count the boxes of each cell.
+    edges = [
+        np.unique(np.concatenate([first, first + n]))
+        for first, n in zip(offsets.T, extents.T, strict=True)
+    ]
+    first = [np.searchsorted(cuts, at) for cuts, at in zip(edges, offsets.T, strict=True)]
+    after = [
+        np.searchsorted(cuts, at) for cuts, at in zip(edges, (offsets + extents).T, strict=True)
+    ]
+    counts = np.zeros([len(cuts) for cuts in edges], np.int32)
+    for corner in np.ndindex(*(2,) * len(shape)):
+        place = tuple(after[dim] if end else first[dim] for dim, end in enumerate(corner))
+        np.add.at(counts, place, -1 if sum(corner) % 2 else 1)
+    for dim in range(len(shape)):
+        np.cumsum(counts, axis=dim, out=counts)
+    return bool(counts.max() == 1)
 
 
 def _edges(boxes: Sequence[Box], dim: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 The format is safetensors, so that other tools can open the parts of a checkpoint: 8 bytes of header
 length, a JSON header, then the blocks' bytes end to end, little-endian. Reading uses only the byte
-ranges and checksums of the manifest, never the JSON header.
+ranges and checksums of the manifest, never the JSON header, which has a checksum there too.
 """
 
 from __future__ import annotations
@@ -86,6 +86,23 @@ def read_block(store: Store, manifest: Manifest, saved: SavedBox) -> bytes:
     return data
 
 
+def read_header(store: Store, manifest: Manifest, key: str) -> bytes:
+    """Read the header of the data file ``key``, and verify it where the manifest has its checksum.
+
+    Raises:
+        CheckpointError: The bytes differ from those that were written.
+    """
+    num_bytes = manifest.header_sizes()[key]
+    header = store.get(key, num_bytes=num_bytes)
+    wanted = manifest.headers.get(key.rpartition("/")[2])
+    if wanted is not None and crc32(header) != wanted:
+        raise _changed(
+            f"{key}, bytes 0 to {num_bytes} (its header)",
+            f"their crc32 is {crc32(header):08x}, not {wanted:08x}",
+        )
+    return header
+
+
 def check_block(key: str, saved: SavedBox, *, num_bytes: int, checksum: int) -> None:
     """Compare length and crc32 of a box read from the file ``key`` with the manifest's.
 
@@ -118,8 +135,12 @@ def _entry_name(assignment: WriteAssignment) -> str:
 
 def _corrupt(key: str, saved: SavedBox, fact: str) -> CheckpointError:
     end = saved.start + saved.num_bytes
+    return _changed(f"{key}, bytes {saved.start} to {end} ({saved.tensor})", fact)
+
+
+def _changed(place: str, fact: str) -> CheckpointError:
     return CheckpointError(
-        fact=f"{key}, bytes {saved.start} to {end} ({saved.tensor}): {fact}",
+        fact=f"{place}: {fact}",
         rule="every block must be as it was written",
         remedy="restore from an older checkpoint; raymega checkpoint list shows them",
     )

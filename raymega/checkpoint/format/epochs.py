@@ -12,14 +12,19 @@ decides who may take a grant, and when.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter
 
 from raymega.checkpoint.format.keys import checkpoint_of
-from raymega.errors import StorageError, one_line
+from raymega.storage.json_objects import DamagedError, damaged, parse_object
 from raymega.storage.store import Store
+
+log = logging.getLogger(__name__)
 
 LEASES = "lease/"
 CLAIMS = "attempts/"
@@ -48,6 +53,16 @@ class LeaseHolder:
         return f"process {self.pid} on {self.host}"
 
 
+def _with_zone(text: str) -> str:
+    """Return ``text``, a time that can be compared with others."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without its zone")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_with_zone)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGrant:
     """Grant of one epoch of a run to one driver. Times are ISO 8601, UTC.
@@ -68,7 +83,7 @@ class LeaseGrant:
     holder: LeaseHolder
     since: str
     renewed: str
-    expires: str
+    expires: Time
     duration_s: float
     renewals: int = 0
     is_released: bool = False
@@ -112,43 +127,58 @@ def newest_epoch(store: Store) -> int:
 
 
 def newest_grant(store: Store) -> LeaseGrant | None:
-    """Return the grant of the highest epoch; None for a run that has none.
+    """Return the sound grant of the highest epoch; None for a run that has none.
+
+    Without a damaged grant's list, readers use the one before: they accept what was written after
+    that one too. Such a checkpoint is sound, though a driver without the lease may have written it.
 
     Raises:
-        StorageError: The store cannot be read, or holds a grant that this build cannot parse.
+        StorageError: The store cannot be read.
     """
+    for epoch in sorted(_epochs(store, LEASES), reverse=True):
+        try:
+            return read_grant(store, epoch)
+        except KeyError:  # given back since it was listed
+            continue
+        except DamagedError as error:
+            log.warning("%s", error)
+    return None
+
+
+def damaged_epoch(store: Store, newest: LeaseGrant | None) -> int:
+    """Return the highest epoch if its grant is damaged, so that ``newest`` is an older one; else 0."""
     epoch = _newest(store, LEASES)
-    return read_grant(store, epoch) if epoch else None
+    return epoch if epoch > (newest.epoch if newest else 0) else 0
 
 
 def read_grant(store: Store, epoch: int) -> LeaseGrant:
-    """Read the grant of ``epoch``, which must exist.
+    """Read the grant of ``epoch``.
 
     Raises:
-        StorageError: The grant is missing or cannot be parsed, or the store fails.
+        KeyError: There is no such grant.
+        DamagedError: The grant is damaged.
+        StorageError: The store fails.
     """
-    try:
-        return _ADAPTER.validate_json(store.get(grant_key(epoch)))
-    except (KeyError, ValidationError) as error:
-        why = one_line(error)
-        raise StorageError(
-            fact=f"{store.uri}/{grant_key(epoch)} cannot be read ({why})",
-            rule="it says who drives the run, and which of its checkpoints count",
-            remedy="use the raymega that wrote it, or take another run.name",
-        ) from error
+    raw, name = store.get(grant_key(epoch)), f"{store.uri}/{grant_key(epoch)}"
+    rule = "it says who drives the run, and which checkpoints count; the grant before it counts instead"
+    remedy = f"start the same job again, which takes a new one; raymega checkpoint list {store.uri}"
+    grant = parse_object(raw, _ADAPTER, name=name, rule=rule, remedy=remedy)
+    if grant.epoch != epoch:
+        where = raw.find(b'"epoch"'), f"epoch: {grant.epoch}, not {epoch}"
+        raise damaged(name, len(raw), where, rule=rule, remedy=remedy)
+    return grant
 
 
-def admitted(store: Store, manifests: Iterable[str]) -> list[str]:
+def admitted(store: Store, manifests: Collection[str]) -> list[str]:
     """Return those of the listed keys ``manifests`` that the run's newest grant accepts.
 
     Raises:
         StorageError: The store cannot be read.
     """
-    # List first, then read the grant: a manifest that came too late was written after the newer
+    # They are listed before the grant is read: a manifest that came too late was written after the newer
     # grant, so a reader that has seen the manifest also finds that grant.
-    listed = list(manifests)
     grant = newest_grant(store)
-    return [key for key in listed if grant is None or is_valid_epoch(grant, key)]
+    return [key for key in manifests if grant is None or is_valid_epoch(grant, key)]
 
 
 def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
@@ -161,5 +191,9 @@ def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
 
 def _newest(store: Store, prefix: str) -> int:
     # Numbers are compared as numbers: beyond six digits the keys no longer sort by epoch.
+    return max(_epochs(store, prefix), default=0)
+
+
+def _epochs(store: Store, prefix: str) -> list[int]:
     names = (key.removeprefix(prefix).removesuffix(".json") for key in store.list(prefix))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return [int(name) for name in names if name.isdigit()]

@@ -2,8 +2,10 @@
 
     checkpoints/step-00000100/a0002-rank00003.safetensors      rank 3 of attempt 2
     checkpoints/step-00000100/a0002-rank00003-001.safetensors  its second file, when it has several
+    checkpoints/step-00000100/index-a0002-00000.parquet        boxes that its manifest has no room for
     checkpoints/step-00000100/manifest-a0002.json              the driver of attempt 2
     checkpoints/step-00000100/a0002-rank00003.json             rank 3's part of a snapshot; in memory
+    checkpoints/committed/step-00000100-a0002.json             entry of a manifest in the catalogue
 
 Every key contains the number of its attempt, so a new attempt never touches what an older one wrote.
 """
@@ -14,10 +16,14 @@ import re
 from dataclasses import dataclass
 
 ROOT = "checkpoints/"
-# Three alternatives after the step: a data file, a rank's part of a snapshot, or a manifest.
+COMMITTED = f"{ROOT}committed/"
+_FOLDER = re.compile(r"step-(?P<step>\d{8,})")
+_ENTRY = re.compile(r"checkpoints/committed/step-(?P<step>\d{8,})-a(?P<attempt>\d{4,})\.json")
+# After the step: a data file or a rank's part of a snapshot, a part of the index, or a manifest.
 _KEY = re.compile(
     r"checkpoints/step-(?P<step>\d{8,})/"
-    r"(?:a(?P<data>\d{4,})-rank\d{5,}(?:(?:-\d{3,})?\.safetensors|(?P<part>\.json))"
+    r"(?:a(?P<data>\d{4,})-rank(?P<rank>\d{5,})(?:(?:-\d{3,})?\.safetensors|(?P<part>\.json))"
+    r"|index-a(?P<index>\d{4,})-\d{5,}\.parquet"
     r"|manifest-a(?P<manifest>\d{4,})\.json)"
 )
 
@@ -58,15 +64,51 @@ def part_file(*, attempt: int, rank: int) -> str:
 
 def manifest_key(at: CheckpointId) -> str:
     """Return the key of a checkpoint's manifest."""
-    return f"{folder_of(at.step)}manifest-a{at.attempt:04d}.json"
+    return f"{folder_of(at.step)}{manifest_prefix()}a{at.attempt:04d}.json"
+
+
+def manifest_prefix() -> str:
+    """Return the begin of the names of manifests in the folder of their step."""
+    return "manifest-"
+
+
+def entry_key(at: CheckpointId) -> str:
+    """Return the key of a checkpoint's entry in the catalogue."""
+    return f"{COMMITTED}step-{at.step:08d}-a{at.attempt:04d}.json"
+
+
+def is_entry(key: str) -> bool:
+    """Return whether ``key`` is the key of an entry in the catalogue."""
+    return _ENTRY.fullmatch(key) is not None
+
+
+def step_of_folder(name: str) -> int | None:
+    """Return the step of a folder's name, such as ``step-00000100``; None for another name."""
+    match = _FOLDER.fullmatch(name)
+    return int(match["step"]) if match else None
+
+
+def index_prefix(at: CheckpointId) -> str:
+    """Return the begin of the names of a checkpoint's parts of the index."""
+    return f"index-a{at.attempt:04d}"
 
 
 def checkpoint_of(key: str) -> CheckpointId | None:
     """Return the checkpoint that the object ``key`` belongs to; None when it belongs to none."""
+    if entry := _ENTRY.fullmatch(key):
+        return CheckpointId(attempt=int(entry["attempt"]), step=int(entry["step"]))
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    return CheckpointId(attempt=int(match["data"] or match["manifest"]), step=int(match["step"]))
+    return CheckpointId(
+        attempt=int(match["data"] or match["index"] or match["manifest"]), step=int(match["step"])
+    )
+
+
+def rank_of(key: str) -> int | None:
+    """Return the rank that wrote the data file or part ``key``; None for another key."""
+    match = _KEY.fullmatch(key)
+    return int(match["rank"]) if match and match["rank"] else None
 
 
 def is_manifest(key: str) -> bool:

@@ -1,9 +1,10 @@
 """The manifest: one JSON object that describes a checkpoint; the driver writes it last.
 
 A checkpoint is a set of global tensors cut into boxes. Each rank writes its boxes to its own data
-files; the manifest lists every box with its file, byte range and checksum. Without a manifest there
-is no checkpoint; with one, every element of every tensor is saved exactly once. The manifest also
-records the grid that wrote it, for people; loading never uses it.
+files; the manifest lists every box with its file, byte range and checksum. Above INLINE_BOXES it is
+the root of an index, and the boxes are in the index's parts (``box_index.py``). Without a manifest
+there is no checkpoint; with one, every element of every tensor is saved exactly once. The manifest
+also records the grid that wrote it, for people; loading never uses it.
 
 Tensor data are written by ``save/writer.py`` and read by ``load/reader.py``;
 ``tools/retention.py`` decides what may be deleted.
@@ -12,29 +13,35 @@ Tensor data are written by ``save/writer.py`` and read by ``load/reader.py``;
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from isal.isal_zlib import crc32
 from pydantic import TypeAdapter, ValidationError
 
+from raymega.checkpoint.format.box_index import INLINE_BOXES, BoxIndex, split
+from raymega.checkpoint.format.box_table import BoxTable
+from raymega.checkpoint.format.catalogue import enter, manifest_keys
 from raymega.checkpoint.format.epochs import admitted
 from raymega.checkpoint.format.keys import (
-    ROOT,
     CheckpointId,
     checkpoint_of,
     folder_of,
-    is_manifest,
+    index_prefix,
     manifest_key,
 )
 from raymega.errors import CheckpointError, Fault, one_line, raise_faults
-from raymega.messages import SavedBox
-from raymega.storage.store import Store
+from raymega.messages import Box, SavedBox
+from raymega.storage.json_objects import first_damage
+from raymega.storage.store import Store, sizes_below
 
-VERSION = 2
-READABLE = frozenset({1, 2})
-"""Versions of the format that this build reads; version 1 had no metrics."""
+VERSION, INDEXED_VERSION = 3, 4
+READABLE = frozenset({1, 2, 3, 4})
+"""Versions of the format that this build reads; 1 had no metrics, 2 no checksums of files' headers.
+
+Version 4 is a root with an index, and is written for that alone."""
 _BODY = ', "checkpoint": '
 """Text between the head of a manifest and its last entry, the checkpoint itself."""
 
@@ -50,8 +57,11 @@ class Manifest:
         state: Scalars of the trainer: step, consumed samples and tokens.
         job: Values of the job file, as JSON.
         grid: Degrees of the axes of the grid that wrote the checkpoint.
-        boxes: Blocks of all tensors; together they hold each element once.
+        boxes: Blocks of all tensors; together they hold each element once. Those that were asked for,
+            where there is an ``index``.
         metrics: Results of the evaluation after that step, by the names of ``tracking/names.py``.
+        headers: ``zlib.crc32`` of each data file's header, by file; empty before version 3.
+        index: Summary of all boxes in a root; None where ``boxes`` are all of them.
     """
 
     step: int
@@ -60,8 +70,10 @@ class Manifest:
     state: dict[str, int | float | str]
     job: dict[str, object]
     grid: dict[str, object]
-    boxes: tuple[SavedBox, ...]
+    boxes: Sequence[SavedBox]
     metrics: dict[str, float] = field(default_factory=dict)
+    headers: dict[str, int] = field(default_factory=dict)
+    index: BoxIndex | None = None
 
     @property
     def key(self) -> str:
@@ -71,7 +83,16 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(box.num_bytes for box in self.boxes)
+        if self.index is not None:
+            return self.index.total_bytes
+        return int(BoxTable.of(self.boxes).rows["num_bytes"].sum())
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of every tensor, by saved name."""
+        if self.index is not None:
+            return self.index.shapes
+        return {tensor.name: tensor.shape for tensor in BoxTable.of(self.boxes).tensors}
 
     def file_key(self, box: SavedBox) -> str:
         """Return the key of the data file that holds ``box``."""
@@ -79,11 +100,19 @@ class Manifest:
 
     def file_sizes(self) -> dict[str, int]:
         """Return the size in bytes of every data file, by key; a file ends with its last box."""
-        sizes: dict[str, int] = {}
-        for box in self.boxes:
-            key = self.file_key(box)
-            sizes[key] = max(sizes.get(key, 0), box.start + box.num_bytes)
-        return sizes
+        if self.index is not None:
+            return self._by_key(dict(zip(self.index.files, self.index.file_sizes, strict=True)))
+        return self._by_key(BoxTable.of(self.boxes).file_sizes())
+
+    def header_sizes(self) -> dict[str, int]:
+        """Return the bytes before the first box of every data file, by key."""
+        if self.index is not None:
+            return self._by_key(dict(zip(self.index.files, self.index.header_sizes, strict=True)))
+        return self._by_key(BoxTable.of(self.boxes).header_sizes())
+
+    def _by_key(self, by_file: Mapping[str, int]) -> dict[str, int]:
+        folder = folder_of(self.step)
+        return {folder + file: value for file, value in by_file.items()}
 
     def tensors(self) -> dict[str, list[SavedBox]]:
         """Return the boxes of every tensor, by global name."""
@@ -95,9 +124,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest's text: format version, crc32 and size, then the fields above."""
         # The checksum is of the compact JSON of "checkpoint", byte for byte as it stands in the text.
-        body = _compact(_ADAPTER.dump_python(self, mode="json"))
+        body = _compact(_fields(self))
         head = {
-            "version": VERSION,
+            "version": VERSION if self.index is None else INDEXED_VERSION,
             "crc32": crc32(body.encode()),
             "total_bytes": self.total_bytes,
         }
@@ -105,6 +134,16 @@ class Manifest:
 
 
 _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def _fields(manifest: Manifest) -> dict[str, object]:
+    """Return the manifest's fields as JSON values, without an index that it does not have."""
+    fields: dict[str, object] = _ADAPTER.dump_python(
+        replace(manifest, boxes=tuple(manifest.boxes)), mode="json"
+    )
+    if manifest.index is None:
+        del fields["index"]
+    return fields
 
 
 class UnknownVersionError(CheckpointError):
@@ -118,23 +157,43 @@ def parse_manifest(text: str | bytes, *, key: str) -> Manifest:
         CheckpointError: The text is damaged, or of an unknown format version.
     """
     # Version before checksum: an unknown version may define its checksum differently.
+    raw = text if isinstance(text, bytes) else text.encode()
     try:
-        whole, body = _head_and_body(text if isinstance(text, bytes) else text.encode())
+        whole, body = _head_and_body(raw)
         version, checksum = whole["version"], whole["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(key, f"is not a manifest ({error!r})") from error
+        if type(version) is not int:
+            raise TypeError(f"version={version!r} is no integer")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        byte, why = first_damage(raw) or (0, f"it is no manifest: {error!r}")
+        raise _damaged(key, f"is damaged at byte {byte} of {len(raw)} ({why})") from error
     if version not in READABLE:
         raise UnknownVersionError(
             fact=f"{key} has version {version!r}",
-            rule=f"this build reads versions up to {VERSION}",
+            rule=f"this build reads versions up to {max(READABLE)}",
             remedy="use the raymega that wrote it, or give the run another name",
         )
     if crc32(body) != checksum:
-        raise _damaged(key, "does not match its own checksum")
+        start = max(raw.find(body[:64]), 0)
+        raise _damaged(
+            key, f"is damaged: bytes {start} to {len(raw)} do not match its own checksum"
+        )
     try:
-        return _ADAPTER.validate_json(body, strict=True)
+        parsed = _ADAPTER.validate_json(body, strict=True)
+        return replace(parsed, boxes=BoxTable.of(parsed.boxes))
     except ValidationError as error:
         raise _damaged(key, one_line(error)) from error
+
+
+def objects_of(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """Yield the key and the content of each object that describes the checkpoint, the manifest last."""
+    root = manifest
+    if len(manifest.boxes) > INLINE_BOXES:
+        at = CheckpointId(attempt=manifest.attempt, step=manifest.step)
+        index, parts = split(BoxTable.of(manifest.boxes), index_prefix(at))
+        for name, content in parts:
+            yield folder_of(manifest.step) + name, content
+        root = replace(manifest, boxes=(), index=index)
+    yield manifest.key, root.to_json().encode()
 
 
 def commit(store: Store, manifest: Manifest) -> str:
@@ -145,40 +204,85 @@ def commit(store: Store, manifest: Manifest) -> str:
     Raises:
         CheckpointError: A different manifest has that key.
     """
-    data = manifest.to_json().encode()
-    try:
-        store.put(manifest.key, [data], overwrite=False)
-    except FileExistsError:
-        # Equal bytes are an earlier try of this commit whose answer was lost.
-        if store.get(manifest.key) != data:
-            raise CheckpointError(
-                fact=f"{manifest.key} exists already in {store.uri!r}",
-                rule="a manifest is never overwritten and the number of an attempt is used once",
-                remedy="look for a second driver of this run; start anew to get a higher number",
-            ) from None
+    # Parts of an index come first, and are created once like the manifest: another checkpoint's stay.
+    for key, data in objects_of(manifest):
+        _create(store, key, data)
+    enter(store, CheckpointId(attempt=manifest.attempt, step=manifest.step))
     return manifest.key
 
 
+def _create(store: Store, key: str, data: bytes) -> None:
+    """Write an object that no other driver writes; equal bytes are an earlier try whose answer was lost."""
+    try:
+        store.put(key, [data], overwrite=False)
+    except FileExistsError:
+        if store.get(key) != data:
+            raise CheckpointError(
+                fact=f"{key} exists already in {store.uri!r}",
+                rule="a manifest is never overwritten and the number of an attempt is used once",
+                remedy="look for a second driver of this run; start anew to get a higher number",
+            ) from None
+
+
 def read_manifest(store: Store, key: str) -> Manifest:
-    """Read the manifest under ``key``.
+    """Read the manifest under ``key`` with all its boxes.
+
+    Raises:
+        CheckpointError: The manifest or its index is missing, damaged, or of an unknown format version.
+    """
+    return replace(_read(store, key, None), index=None)
+
+
+def read_root(store: Store, key: str) -> Manifest:
+    """Read the manifest under ``key`` without the boxes that are in an index.
 
     Raises:
         CheckpointError: The manifest is missing, damaged, or of an unknown format version.
     """
+    return _read(store, key, {})
+
+
+def read_blocks(store: Store, key: str, blocks: Mapping[str, Sequence[Box]]) -> Manifest:
+    """Read the manifest under ``key`` with the boxes that meet ``blocks``, which are by saved name.
+
+    Without an index all boxes are there anyway.
+
+    Raises:
+        CheckpointError: The manifest or its index is missing, damaged, or of an unknown format version.
+    """
+    return _read(store, key, blocks)
+
+
+def _read(store: Store, key: str, blocks: Mapping[str, Sequence[Box]] | None) -> Manifest:
     try:
-        return parse_manifest(store.get(key), key=key)
+        root = parse_manifest(store.get(key), key=key)
     except KeyError:
         raise _damaged(key, f"is not in {store.uri!r}") from None
+    if root.index is None:
+        return root
+    return replace(root, boxes=root.index.read(store, folder_of(root.step), blocks))
 
 
 def list_manifests(store: Store) -> list[str]:
     """Return the keys of all valid manifests, newest first, without a look at their data files.
 
-    Manifests that a driver wrote after it had lost the run are left out; see ``epochs.py``.
+    Manifests that a driver wrote after it had lost the run are left out; see ``epochs.py``. The first key's
+    manifest is there. One further down may have been deleted by hand, beside its entry in the catalogue.
     """
-    keys = admitted(store, filter(is_manifest, store.list(ROOT)))
-    found = [(checkpoint_of(key), key) for key in keys]
-    return [key for _, key in sorted(found, reverse=True)]
+    keys = admitted(store, manifest_keys(store))
+    newest_first = [
+        key for _, key in sorted(((checkpoint_of(key), key) for key in keys), reverse=True)
+    ]
+    gone = sum(1 for _ in takewhile(lambda key: not _is_there(store, key), newest_first))
+    return newest_first[gone:]
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.size(key)
+    except KeyError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +290,7 @@ class Restore:
     """Checkpoint that a run can be restored from.
 
     Attributes:
-        manifest: Newest whole checkpoint, or None when there is none.
+        manifest: Root of the newest whole checkpoint, as :func:`read_root` gives it; None when there is none.
         broken: Faults of the newer checkpoints, which are not whole.
     """
 
@@ -214,7 +318,7 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
         if key in skip:
             continue
         try:
-            manifest = read_manifest(store, key)
+            manifest = read_root(store, key)
             raise_faults(CheckpointError, list(broken_files(store, manifest).values()))
         except UnknownVersionError:
             # An older checkpoint instead would silently drop the steps of a newer build.
@@ -228,16 +332,24 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
 
 def broken_files(store: Store, manifest: Manifest) -> dict[str, Fault]:
     """Return the faults of data files that are missing or have a wrong size, by key."""
-    faults = {}
-    for key, wanted in manifest.file_sizes().items():
-        try:
-            size = store.size(key)
-        except KeyError:
-            faults[key] = _file_fault(manifest, key, "is missing")
-            continue
-        if size != wanted:
-            faults[key] = _file_fault(manifest, key, f"has {size} bytes, not {wanted}")
-    return faults
+    wanted = manifest.file_sizes()
+    if manifest.index is not None:
+        parts = {
+            folder_of(manifest.step) + part.file: part.num_bytes for part in manifest.index.parts
+        }
+        wanted |= parts
+    found = sizes_below(store, folder_of(manifest.step), wanted)
+    return {
+        key: _file_fault(manifest, key, fact)
+        for key, size in wanted.items()
+        if (fact := _size_fault(found.get(key), size))
+    }
+
+
+def _size_fault(size: int | None, wanted: int) -> str:
+    if size is None:
+        return "is missing"
+    return "" if size == wanted else f"has {size} bytes, not {wanted}"
 
 
 def _compact(body: object) -> str:
@@ -250,7 +362,7 @@ def _head_and_body(raw: bytes) -> tuple[dict[str, object], bytes]:
     # parsed. Every rank reads the whole manifest, and to parse it and write it again for the
     # checksum would take three times as long as the rest of the reading.
     head, _, body = raw.rstrip().removesuffix(b"}").partition(_BODY.encode())
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         whole = json.loads(head + b"}")
         if whole.get("crc32") == crc32(body):
             return whole, body

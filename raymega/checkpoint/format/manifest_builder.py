@@ -6,10 +6,15 @@ manifest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
-from raymega.checkpoint.format.coverage import uncovered_cells
+import numpy as np
+
+from raymega.checkpoint.format.box_table import BoxTable
+from raymega.checkpoint.format.coverage import is_partition, uncovered_cells
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError, Fault, raise_faults
 from raymega.messages import Box, SavedBox, ShardSaved
@@ -41,8 +46,9 @@ def assemble(  # noqa: PLR0913  # each is a part of the manifest
         job=dict(job),
         grid=dict(grid),
         metrics=dict(metrics),
-        boxes=tuple(
-            box for shard in sorted(shards, key=lambda shard: shard.rank) for box in shard.boxes
+        headers=dict(sorted(each for shard in shards for each in shard.headers.items())),
+        boxes=BoxTable.joined(
+            shard.boxes for shard in sorted(shards, key=lambda shard: shard.rank)
         ),
     )
     # Every element of every tensor is listed exactly once.
@@ -55,11 +61,40 @@ def coverage_faults(manifest: Manifest) -> list[Fault]:
 
     Boxes of one tensor that disagree on its dtype or global shape are faults too.
     """
+    boxes = BoxTable.of(manifest.boxes)
+    suspects = set(_unlike_tensors(boxes))
+    # weights and their moments are cut alike: each way to cut a shape is looked at once
+    known: dict[tuple[tuple[int, ...], bytes], bool] = {}
+    for tensor, rows in boxes.by_tensor():
+        dims = len(tensor.shape)
+        cut = np.hstack([rows["offset"][:, :dims], rows["shape"][:, :dims]]).astype(np.int64)
+        key = (tensor.shape, cut.tobytes())
+        if key not in known:
+            known[key] = _is_whole(tensor.shape, cut[:, :dims], cut[:, dims:])
+        if not known[key]:
+            suspects.add(tensor.name)
+    if not suspects:
+        return []
+    # only now one object a box, to name what is missing or double
+    of_suspects = [each.tensor in suspects for each in boxes]
+    named = replace(manifest, boxes=boxes.chosen(boxes.rows[of_suspects]))
     return [
         fault
-        for name, boxes in manifest.tensors().items()
-        for fault in tensor_faults(manifest, name, boxes)
+        for name, listed in named.tensors().items()
+        for fault in tensor_faults(manifest, name, listed)
     ]
+
+
+def _unlike_tensors(boxes: BoxTable) -> Iterator[str]:
+    """Yield the names under which the table has tensors of several dtypes or shapes."""
+    used = np.unique(boxes.rows["tensor"])
+    counts = Counter(boxes.tensors[number].name for number in used)
+    yield from (name for name, count in counts.items() if count > 1)
+
+
+def _is_whole(shape: tuple[int, ...], offsets: np.ndarray, extents: np.ndarray) -> bool:
+    is_inside = (offsets >= 0).all() and (extents > 0).all() and (offsets + extents <= shape).all()
+    return bool(is_inside) and is_partition(shape, offsets, extents)
 
 
 def tensor_faults(manifest: Manifest, name: str, boxes: Sequence[SavedBox]) -> list[Fault]:

@@ -7,16 +7,17 @@ A start takes weights only: no moments and no position in the data. The job's ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.fields import by_path
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError, first_few
-from raymega.messages import SavedBox
+from raymega.messages import Box, SavedBox
+from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import (
     CHANGED,
     IGNORE,
@@ -27,13 +28,13 @@ from raymega.plan.init_from_rules import (
     matches,
 )
 from raymega.plan.rename_rules import make_renames
-from raymega.plan.tensor_table import model_tensors
+from raymega.plan.tensor_table import model_tensors, saved_tensors
 from raymega.plan.upcycling import Upcycling, make_upcycling, upcycling_faults
 from raymega.storage.store import Store
 
 WEIGHTS = "model"
 """Kind of a checkpoint's tensors that are weights: their saved names are ``model/NAME``."""
-FIELD = "checkpoint.init_from"
+FIELD, ADAPTER = "checkpoint.init_from", "checkpoint.init_adapter"
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
@@ -51,7 +52,7 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     # The checkpoint exists and is whole.
     uri = section.init_from
     try:
-        store, manifest = open_checkpoint(uri)
+        store, manifest = open_root(uri)
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
         return [_fault(uri, each.fact, each.rule, each.remedy) for each in error.faults]
@@ -64,7 +65,44 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     if section.init_upcycle:
         faults += upcycling_faults(upcycling, _given(section, saved), wanted)
     faults += _tensor_faults(section, saved, wanted, upcycling)
+    if section.init_adapter != "none":
+        faults += _adapter_faults(section.init_adapter, model)
     return faults or _field_faults(section, manifest, model)
+
+
+def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
+    """Return the faults of ``checkpoint.init_adapter``: it has the factors of this model's adapters."""
+    try:
+        manifest = open_root(uri).manifest
+    except RaymegaError as error:
+        yield from (replace(each, fact=f"{ADAPTER}={uri!r}: {each.fact}") for each in error.faults)
+        return
+    saved = _weight_shapes(manifest)
+    yield from _scale_faults(manifest, model)
+    own = {t.name: t.shape for t in model_tensors(model) if is_adapter(t.name)}
+    unlike = _unlike({name: saved[name] for name in saved if is_adapter(name)}, own)
+    if unlike:
+        yield Fault(
+            fact=f"{ADAPTER}={uri!r} holds {first_few(unlike, 2)}",
+            rule="its adapters must be those of model.lora: of one rank, on the same layers",
+            remedy="set model.lora as the adapters were trained with, which `raymega checkpoint show` tells",
+        )
+
+
+def _scale_faults(manifest: Manifest, model: ModelSection) -> Iterator[Fault]:
+    """Return the faults of fields that scale adapters, and that no shape shows."""
+    made_with = manifest.job.get("model")
+    lora = made_with.get("lora") if isinstance(made_with, dict) else None
+    if not lora or not model.lora.r:
+        return
+    for field in ("lora_alpha", "use_rslora"):
+        then, now = lora.get(field), getattr(model.lora, field)
+        if then is not None and then != now:
+            yield Fault(
+                fact=f"model.lora.{field}={now}: the adapters in {manifest.key} were trained with {then}",
+                rule="with it the same factors compute something else than what they were trained for",
+                remedy=f"set model.lora.{field}={then}",
+            )
 
 
 def resume_faults(
@@ -75,10 +113,12 @@ def resume_faults(
         manifest = find_restore(store).manifest
     except RaymegaError:  # reported by the driver, which knows what the run has saved
         return
-    if manifest is None or not manifest.boxes:
+    if manifest is None or not manifest.shapes:
         return
-    unlike = _unlike(_weight_shapes(manifest), _shapes_of(model))
+    own = {tensor.name: tensor.shape for tensor in saved_tensors(model)}
+    unlike = _unlike(_weight_shapes(manifest), own)
     if not unlike:
+        yield from _scale_faults(manifest, model)
         yield from _micro_batch_faults(manifest, model, micro_batch_size, fp8)
         return
     # The tensors differ: name the fields of the model section that were changed.
@@ -154,6 +194,21 @@ def starting_manifest(
     return replace(manifest, boxes=tuple(boxes))
 
 
+def source_blocks(
+    manifest: Manifest, section: CheckpointSection, model: ModelSection, taken: Collection[str]
+) -> dict[str, list[Box]]:
+    """Return the saved tensors, whole, that become the weights ``taken``, by saved name."""
+    shapes = _weight_shapes(manifest)
+    upcycling = upcycling_of(manifest, section, model)
+    experts = {old: new for new, old in upcycling.sources.items()}
+    names = init_names(section, shapes)
+    return {
+        f"{WEIGHTS}/{old}": [Box.whole(shapes[old])]
+        for old, name in names.items()
+        if experts.get(name, name) in taken
+    }
+
+
 def upcycling_of(manifest: Manifest, section: CheckpointSection, model: ModelSection) -> Upcycling:
     """Return the experts of ``model`` that start as dense layers; none without ``init_upcycle``."""
     given = _given(section, _weight_shapes(manifest)) if section.init_upcycle else {}
@@ -167,7 +222,7 @@ def _given(section: CheckpointSection, saved: Mapping[str, Shape]) -> dict[str, 
 
 def _weight_shapes(manifest: Manifest) -> dict[str, Shape]:
     """Return the global shape of each weight, by its name without the kind."""
-    shapes = {_weight_name(box.tensor): box.global_shape for box in manifest.boxes}
+    shapes = {_weight_name(name): shape for name, shape in manifest.shapes.items()}
     # Moments and other state, which _weight_name gives the empty name.
     shapes.pop("", None)
     return shapes
@@ -180,7 +235,8 @@ def _weight_name(saved: str) -> str:
 
 
 def _shapes_of(model: ModelSection) -> dict[str, Shape]:
-    return {tensor.name: tensor.shape for tensor in model_tensors(model)}
+    """Return the shapes of what a run starts with: all weights but adapters, which start anew."""
+    return {t.name: t.shape for t in model_tensors(model) if not is_adapter(t.name)}
 
 
 def _unlike(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:

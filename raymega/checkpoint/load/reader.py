@@ -59,7 +59,7 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
     # Refuse before anything is read. Missing tensors together with unexpected ones are one error,
     # as both follow from another model.
     saved = manifest.tensors()
-    unexpected = list(_unexpected(saved, expected, manifest)) if expected else []
+    unexpected = list(_unexpected(expected, manifest)) if expected else []
     lacking = [fault for block in blocks for fault in _missing(block, saved, manifest)]
     raise_faults(CheckpointError, [*lacking, *unexpected] if lacking else [])
     raise_faults(ConfigError, unexpected)
@@ -135,12 +135,10 @@ def _missing(
             yield _fault(target, fact)
 
 
-def _unexpected(
-    saved: Mapping[str, Sequence[SavedBox]], expected: Collection[str], manifest: Manifest
-) -> Iterator[Fault]:
+def _unexpected(expected: Collection[str], manifest: Manifest) -> Iterator[Fault]:
     """Yield a fault for each saved tensor that no rank holds."""
     # Without it the resumed run would be another one.
-    for name in sorted(saved.keys() - set(expected)):
+    for name in sorted(manifest.shapes.keys() - set(expected)):
         yield Fault(
             fact=f"{name} is in {manifest.key}, and nothing in this model",
             rule="a run resumes with every tensor that was saved",

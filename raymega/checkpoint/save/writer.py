@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from isal.isal_zlib import crc32
 
+from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
 from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, LocalBlock, pack, share_boxes
@@ -22,6 +23,7 @@ from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.local_cache import LocalCache
 from raymega.checkpoint.save.rate_limit import RateLimiter
+from raymega.errors import StorageError, one_line
 from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
 from raymega.parallel.core.pinned_memory import aligned
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
@@ -100,9 +102,11 @@ class _Save:
     host: HostCopy
     num_bytes: int
     began_s: float
+    is_last: bool
     stall_s: float = 0.0
     write_s: float = 0.0
     boxes: list[SavedBox] = field(default_factory=list)
+    headers: dict[str, int] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     reported_s: float = 0.0
     error: str = ""
@@ -119,6 +123,7 @@ class CheckpointWriter:
         attempt: int,
         report: Callable[[ShardSaved | RankSaveProgress], None],
         retry: RetryPolicy = RETRY,
+        last_retry: RetryPolicy = RETRY,
         limits: SaveLimits = SaveLimits(),
         local_cache: LocalCache | None = None,
     ) -> None:
@@ -126,12 +131,14 @@ class CheckpointWriter:
 
         ``report`` must not raise. It gets RankSaveProgress during a save and one ShardSaved at its end,
         from the background thread (from the caller's for a save that is given up at once).
+        ``last_retry`` retries the files of a run's last save, ``retry`` those of every other.
         ``local_cache`` gets each file before the store does.
         """
         self._store = store
         self._rank, self._attempt = rank, attempt
         self._report = report
-        self._retry, self._limits, self._local_cache = retry, limits, local_cache
+        self._retry, self._last_retry = retry, last_retry
+        self._limits, self._local_cache = limits, local_cache
         self._pace = RateLimiter(limits.bytes_per_s)
         self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
@@ -168,6 +175,7 @@ class CheckpointWriter:
         *,
         into: Callable[[], HostCopy] | None = None,
         copy: HostCopy | None = None,
+        is_last: bool = False,
     ) -> float:
         """Copy this rank's share of ``blocks``, start its write, and return the seconds training waited.
 
@@ -182,9 +190,11 @@ class CheckpointWriter:
                 Without it the writer's own buffer is used.
             copy: Copy of the share that a writer of the same limits has made already. It, and the
                 buffer of ``into``, must not change until this writer is no longer busy.
+            is_last: Whether training ends with this save, so that no later one makes up for it.
         """
         save = _Save(
-            step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic()
+            step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic(),
+            is_last=is_last,
         )  # fmt: skip
         # One save at a time: the buffer still holds the one before.
         if not self.wait():
@@ -289,12 +299,13 @@ class CheckpointWriter:
             self._finish(save)
 
     def _finish(self, save: _Save) -> None:
-        boxes = () if save.error else tuple(save.boxes)
+        boxes = BoxTable.of(() if save.error else save.boxes)
         self._report(
             ShardSaved(
                 rank=self._rank, step=save.step, boxes=boxes, state=save.state,
                 stall_s=save.stall_s, write_s=save.write_s,
-                num_bytes=sum(box.num_bytes for box in boxes), error=save.error,
+                num_bytes=int(boxes.rows["num_bytes"].sum()), error=save.error,
+                headers={} if save.error else save.headers,
             )
         )  # fmt: skip
 
@@ -309,12 +320,18 @@ class CheckpointWriter:
             self._local_cache.put(key, chunks)
 
         def put(_number: int) -> None:
-            self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
+            try:
+                self._store.put(key, self._counted(save, file.name, chunks), overwrite=True)
+            except (StorageError, OSError) as error:
+                if save.is_last:
+                    self._report_progress(save, error=one_line(error))
+                raise
 
         # The file does not hold the checksums, so they are computed once, during the transfer.
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sum") as summing:
+            save.headers[file.name] = crc32(header)
             checksums = summing.submit(lambda: [crc32(block) for block in blocks])
-            self._retry.run(put)
+            (self._last_retry if save.is_last else self._retry).run(put)
             return saved_boxes(
                 file.layout, checksums.result(), file=file.name, header_bytes=len(header)
             )
@@ -331,12 +348,16 @@ class CheckpointWriter:
             now = time.monotonic()
             if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
                 save.reported_s = now
-                self._report(
-                    RankSaveProgress(
-                        rank=self._rank, step=save.step, num_bytes=save.num_bytes,
-                        written_bytes=min(sum(save.written.values()), save.num_bytes),
-                    )
-                )  # fmt: skip
+                self._report_progress(save)
+
+    def _report_progress(self, save: _Save, *, error: str = "") -> None:
+        written = min(sum(save.written.values()), save.num_bytes)
+        self._report(
+            RankSaveProgress(
+                rank=self._rank, step=save.step, num_bytes=save.num_bytes, written_bytes=written,
+                error=error,
+            )
+        )  # fmt: skip
 
 
 def _is_on_gpu(blocks: Sequence[TensorBlock]) -> bool:

@@ -19,7 +19,7 @@ from raymega.checkpoint.format.keys import ROOT, CheckpointId, data_prefix
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits, State
 from raymega.checkpoint.snapshots.buffers import SnapshotBuffers
-from raymega.checkpoint.snapshots.snapshot import SnapshotPart
+from raymega.checkpoint.snapshots.part import SnapshotPart
 from raymega.checkpoint.tools.retention import RetentionPolicy, expired_keys
 from raymega.errors import RaymegaError
 from raymega.messages import RankSaveProgress, Replicas, ShardSaved

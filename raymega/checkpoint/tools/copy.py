@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raymega.checkpoint.format.data_file import read_block
+from raymega.checkpoint.format.data_file import read_block, read_header
 from raymega.checkpoint.format.epochs import is_valid_epoch, newest_grant
 from raymega.checkpoint.format.manifest import Manifest, broken_files, commit
 from raymega.checkpoint.format.manifest_builder import coverage_faults
@@ -90,7 +90,9 @@ def _bytes_of(
     """Yield the bytes of a file from the first on; a box with a wrong checksum raises."""
     at = 0
     for box in boxes:
-        if box.start > at:  # the header, which has no checksum
+        if not at:
+            yield read_header(store, manifest, key)
+        elif box.start > at:  # a gap, which no build leaves
             yield store.get(key, start=at, num_bytes=box.start - at)
         yield read_block(store, manifest, box)
         at = box.start + box.num_bytes
@@ -98,6 +100,7 @@ def _bytes_of(
 
 def _is_right(store: Store, manifest: Manifest, boxes: Sequence[SavedBox]) -> bool:
     try:
+        read_header(store, manifest, manifest.file_key(boxes[0]))
         for box in boxes:
             read_block(store, manifest, box)
     except CheckpointError:

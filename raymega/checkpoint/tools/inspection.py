@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raymega.checkpoint.format.data_file import read_block
+from raymega.checkpoint.format.data_file import read_block, read_header
 from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of
 from raymega.checkpoint.format.manifest import (
@@ -18,6 +18,7 @@ from raymega.checkpoint.format.manifest import (
     broken_files,
     list_manifests,
     read_manifest,
+    read_root,
 )
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.tools.handle import Checkpoint
@@ -87,9 +88,20 @@ def open_checkpoint(uri: str) -> Checkpoint:
         ConfigError: The URI names no checkpoint.
         CheckpointError: The manifest cannot be read.
     """
+    store, root = open_root(uri)
+    return Checkpoint(store, read_manifest(store, root.key) if root.index else root)
+
+
+def open_root(uri: str) -> Checkpoint:
+    """Open the newest checkpoint that ``uri`` names without the boxes that are in an index.
+
+    Raises:
+        ConfigError: The URI names no checkpoint.
+        CheckpointError: The manifest cannot be read.
+    """
     store, keys = _locate(uri)
     raise_faults(ConfigError, [] if keys else [_nothing_at(uri)])
-    return Checkpoint(store, read_manifest(store, keys[0]))
+    return Checkpoint(store, read_root(store, keys[0]))
 
 
 def _locate(uri: str) -> tuple[Store, list[str]]:
@@ -108,7 +120,7 @@ def _summarise(store: Store, key: str, *, is_deep: bool) -> CheckpointSummary:
     assert at is not None, f"{key} is a manifest's"
     # An unreadable manifest: its key still tells step and attempt.
     try:
-        manifest = read_manifest(store, key)
+        manifest = (read_manifest if is_deep else read_root)(store, key)
     except CheckpointError as error:
         return CheckpointSummary(
             key=key, step=at.step, attempt=at.attempt, created="", num_files=0, total_bytes=0,
@@ -131,8 +143,13 @@ def _faults(store: Store, manifest: Manifest, *, is_deep: bool) -> Iterator[Faul
     yield from broken.values()
     if not is_deep:
         return
-    # Coverage of the tensors, and the bytes of every box in the files that have the right size.
+    # Coverage of the tensors, then header and boxes of the files that have the right size.
     yield from coverage_faults(manifest)
+    for key in manifest.file_sizes().keys() - broken.keys():
+        try:
+            read_header(store, manifest, key)
+        except CheckpointError as error:
+            yield from error.faults
     for box in manifest.boxes:
         if manifest.file_key(box) in broken:
             continue

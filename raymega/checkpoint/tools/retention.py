@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from raymega.checkpoint.format.keys import ROOT, CheckpointId, checkpoint_of, is_manifest
+from raymega.checkpoint.format.catalogue import (
+    enter,
+    lacking_entries,
+    manifest_keys,
+    saved_steps,
+)
+from raymega.checkpoint.format.epochs import admitted
+from raymega.checkpoint.format.keys import (
+    COMMITTED,
+    CheckpointId,
+    checkpoint_of,
+    folder_of,
+    is_entry,
+    is_manifest,
+)
 from raymega.checkpoint.format.manifest import (
     UnknownVersionError,
     broken_files,
-    list_manifests,
-    read_manifest,
+    read_root,
 )
 from raymega.errors import CheckpointError
-from raymega.storage.store import Store
+from raymega.storage.store import Store, delete_all
 
 BEST_BY = "eval/loss"
 """Metric by which checkpoints are ranked, smallest first; in the manifest if the step was evaluated."""
+ENTERED_AT_ONCE = 100
+"""Most checkpoints without an entry in the catalogue that one pruning enters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,14 +72,14 @@ def kept(whole: Mapping[CheckpointId, float], keep: RetentionPolicy) -> set[Chec
 def expired_keys(
     keys: Iterable[str], whole: Mapping[CheckpointId, float], keep: RetentionPolicy
 ) -> tuple[str, ...]:
-    """Return the keys to delete, manifests first, so that no manifest outlives its files.
+    """Return the keys to delete: entries of the catalogue, then manifests, so that none outlives its files.
 
     Checkpoints of :func:`kept` stay, and so does everything newer than the newest of them, which may be
     a save under way. Other objects of checkpoints are too old, or belong to saves that never finished.
     Keys that no checkpoint uses are not touched.
 
     Args:
-        keys: All keys below ``checkpoints/``.
+        keys: Keys below ``checkpoints/``.
         whole: Whole checkpoints, as for :func:`kept`.
         keep: Rules to apply.
     """
@@ -73,18 +89,20 @@ def expired_keys(
     stay, newest = kept(whole, keep), max(whole)
     owners = {key: checkpoint_of(key) for key in keys}
     expired = [key for key, at in owners.items() if at and at < newest and at not in stay]
-    return tuple(sorted(expired, key=lambda key: (not is_manifest(key), key)))
+    return tuple(sorted(expired, key=lambda key: (not is_entry(key), not is_manifest(key), key)))
 
 
 class Pruner:
     """Deletes the checkpoints of a run that a policy does not keep.
 
-    A checkpoint that was found whole once is not examined again.
+    Its requests do not grow with the checkpoints that RetentionPolicy.every keeps: of those it neither
+    reads the manifests nor lists the files. A checkpoint that was found whole once is not examined again.
     """
 
     def __init__(self, store: Store, keep: RetentionPolicy) -> None:
         self._store, self._keep = store, keep
         self._whole: dict[CheckpointId, float] = {}
+        self._is_entered = False  # every checkpoint has an entry in the catalogue
 
     def expired(self) -> tuple[str, ...]:
         """Return the keys that can be deleted now.
@@ -92,16 +110,14 @@ class Pruner:
         Raises:
             StorageError: The store cannot be read.
         """
-        # BEST_BY of every whole checkpoint, from memory where it is known.
-        found: dict[CheckpointId, float] = {}
-        for key in list_manifests(self._store):
-            at = checkpoint_of(key)
-            assert at is not None, f"{key} is a manifest's"
-            value = self._whole[at] if at in self._whole else _value(self._store, key)
-            if value is not None:
-                found[at] = value
-        self._whole = found
-        return expired_keys(self._store.list(ROOT), found, self._keep)
+        # checkpoints that the newest lease accepts, and which of them are whole
+        there = manifest_keys(self._store)
+        ages = {at: key for key in admitted(self._store, there) if (at := checkpoint_of(key))}
+        whole = self._values(ages)
+        if not whole:
+            return ()
+        committed = {at for key in there if (at := checkpoint_of(key))}
+        return expired_keys(self._suspects(committed, whole), whole, self._keep)
 
     def prune(self) -> tuple[str, ...]:
         """Delete the keys of :meth:`expired` and return them.
@@ -110,15 +126,67 @@ class Pruner:
             StorageError: The store cannot be read, and nothing was deleted; or a deletion failed.
         """
         keys = self.expired()
-        for key in keys:
-            self._store.delete(key)
+        # entries, then manifests in requests of their own, so that none outlives its files
+        entries = [key for key in keys if is_entry(key)]
+        manifests = [key for key in keys if is_manifest(key)]
+        delete_all(self._store, entries)
+        delete_all(self._store, manifests)
+        delete_all(self._store, keys[len(entries) + len(manifests) :])
+        self._complete_catalogue()
         return keys
+
+    def _values(self, ages: Mapping[CheckpointId, str]) -> dict[CheckpointId, float]:
+        """Return BEST_BY of each checkpoint that counts as whole, from memory where it is known.
+
+        Only those that the newest rule or the best rule looks at are examined, and steps that several
+        attempts saved; the others count as whole, which at most keeps them.
+        """
+        num_saved = Counter(at.step for at in ages)
+        found: dict[CheckpointId, float] = {}
+        examined: dict[CheckpointId, float] = {}
+        # newest first: those are the ones to examine
+        for at in sorted(ages, reverse=True):
+            is_assumed = (
+                len(examined) >= self._keep.last and not self._keep.best and num_saved[at.step] == 1
+            )
+            if is_assumed:
+                found[at] = inf
+                continue
+            value = self._whole[at] if at in self._whole else _value(self._store, ages[at])
+            if value is not None:
+                found[at] = examined[at] = value
+        self._whole = examined
+        return found
+
+    def _suspects(
+        self, committed: set[CheckpointId], whole: Mapping[CheckpointId, float]
+    ) -> Iterator[str]:
+        """Yield the keys of all steps at which there may be something to delete."""
+        stay = kept(whole, self._keep)
+        # A step's folder is left unseen where all that was committed in it stays. Unfinished saves lie there
+        # only beside a checkpoint that followed them, so they are found while that one is among the newest.
+        recent = {at.step for at in sorted(whole, reverse=True)[: self._keep.last + 1]}
+        steps = saved_steps(self._store) - {at.step for at in stay}
+        steps |= {at.step for at in committed - stay} | recent
+        for step in sorted(steps):
+            yield from self._store.list(folder_of(step))
+        # Also the entries of folders that were deleted by hand.
+        yield from (key for key in self._store.list(COMMITTED) if checkpoint_of(key) not in stay)
+
+    def _complete_catalogue(self) -> None:
+        """Enter checkpoints that other builds or a copy by hand left without an entry, some at a time."""
+        if self._is_entered:
+            return
+        lacking = lacking_entries(self._store, manifest_keys(self._store))
+        for at in lacking[:ENTERED_AT_ONCE]:
+            enter(self._store, at)
+        self._is_entered = len(lacking) <= ENTERED_AT_ONCE
 
 
 def _value(store: Store, key: str) -> float | None:
     """Return a checkpoint's BEST_BY, inf without an evaluation; None when it is not whole."""
     try:
-        manifest = read_manifest(store, key)
+        manifest = read_root(store, key)
         return None if broken_files(store, manifest) else manifest.metrics.get(BEST_BY, inf)
     except UnknownVersionError:
         return inf  # another build's: kept as if whole, because this one cannot tell

@@ -19,6 +19,7 @@ from raymega.checkpoint.tools.inspection import (
     verify_checkpoints,
 )
 from raymega.cli.checkpoint.changes import copy_, now, prune
+from raymega.cli.checkpoint.merge import merge_
 from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
 from raymega.messages import SavedBox
@@ -29,7 +30,7 @@ MOST_NOTES = 5
 """Most tensors without a counterpart that are shown of unrelated checkpoints."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 checkpoint_app = typer.Typer(
-    help="Inspect, compare, copy and prune checkpoints in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
+    help="Inspect, compare, copy, merge and prune checkpoints in any store.\n\nExample: raymega checkpoint list ~/.raymega/runs/verify",
     no_args_is_help=True,
 )
 
@@ -106,6 +107,7 @@ add_command(checkpoint_app, list_, "list")
 for _command in (show, verify, diff, prune):
     add_command(checkpoint_app, _command)
 add_command(checkpoint_app, copy_, "copy")
+add_command(checkpoint_app, merge_, "merge")
 add_command(checkpoint_app, now)
 
 

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from raymega.config.fields import Section
-from raymega.config.schema import Job
+from raymega.config.schema import Job, PluginsSection
+from raymega.plugins import Plugin, registry_of
 
 SCHEMA_FILE = "raymega.schema.json"
 """Name of the JSON schema beside a job file, which editors read."""
 WIDTH = 100
 
 
-def schema_text() -> str:
-    """Return the JSON schema of job files."""
+def schema_text(modules: Sequence[str] = ()) -> str:
+    """Return the JSON schema of job files, with the options of the plug-ins of ``modules``.
+
+    Raises:
+        ConfigError: A module cannot be used.
+    """
+    schema = Job.model_json_schema()
+    rows = [row for row in registry_of(tuple(modules)).plugins if row.is_outside]
+    if rows:
+        field = schema["$defs"][PluginsSection.__name__]["properties"]["options"]
+        field |= {"properties": _option_schemas(rows), "additionalProperties": False}
     # Defaults name the home of the reader, not of this user.
-    return json.dumps(Job.model_json_schema(), indent=2).replace(str(Path.home()), "~")
+    return json.dumps(schema, indent=2).replace(str(Path.home()), "~")
+
+
+def _option_schemas(rows: Sequence[Plugin]) -> dict[str, Any]:
+    """Return the schema of the options of each part that has some, by its name."""
+    return {
+        row.name: TypeAdapter(row.options).json_schema() | {"title": f"{row.kind} {row.name}"}
+        for row in rows
+        if row.options is not None
+    }
 
 
 def job_text(values: Mapping[str, Any], *, head: list[str], notes: Mapping[str, list[str]]) -> str:

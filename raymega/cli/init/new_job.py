@@ -10,11 +10,15 @@ from typing import Any
 
 from raymega.cli.init.job_text import job_text
 from raymega.cli.init.recipes import RECIPES, SCALES, Recipe, Scale
-from raymega.cli.init.starting_model import StartingModel, starting_model
+from raymega.cli.init.starting_model import StartingModel, special_tokens, starting_model
 from raymega.config.data import SYNTHETIC_PATH
 from raymega.config.load import ParsedJob, parse_mapping
+from raymega.config.schema import ModelSection
+from raymega.data.format import META_FILE, read_meta
+from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, raise_faults
 from raymega.plan.hardware.catalog_file import find_accelerator
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.validation.registry import job_faults
 from raymega.planner.search.selection import Choice, best_grid
 
@@ -75,10 +79,13 @@ def new_job(answers: Answers) -> NewJob:
     num_workers = answers.gpus or CPU_PROCESSES
     recipe = RECIPES[answers.recipe]
     start = starting_model(answers.model) if answers.model else None
-    model = start.model if start else scale.model
+    model = start.model if start else _own_model(scale, answers.data)
     # the job without a layout, then the planner's
     values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
-    values["data"]["seq_len"] = min(scale.seq_len, model.max_positions)
+    parts = parts_of(model)
+    values["data"]["seq_len"] = min(scale.seq_len, model.max_positions - parts.first_position)
+    if not parts.is_causal:
+        values["data"]["masking"] = special_tokens(start.tokenizer if start else "")
     values["data"]["global_batch_size"] = num_workers * -(-scale.least_sequences // num_workers)
     if device.name != CPU:
         values["cluster"]["accelerator"] = answers.gpu or GPU
@@ -87,9 +94,19 @@ def new_job(answers: Answers) -> NewJob:
     parsed = _checked(values)
     choice = best_grid(parsed.job(), num_workers, device)
     whole = _checked(values, choice.overrides)
-    before = _lines_before(start, answers, model.vocab_size)
-    text = job_text(whole.raw, head=_head(answers, recipe, before), notes=_notes(answers, choice))
+    before = _lines_before(start, answers, model.vocab_size, recipe.input)
+    notes = _notes(answers, choice) | (
+        {"data.loss_on": [recipe.data_note]} if recipe.data_note else {}
+    )
+    text = job_text(whole.raw, head=_head(answers, recipe, before), notes=notes)
     return NewJob(text=text, choice=choice, before=before)
+
+
+def _own_model(scale: Scale, data: str) -> ModelSection:
+    """Return the recipe's own model, with the vocabulary of a dataset that is on this machine."""
+    if not data or is_remote(data) or not (Path(data) / META_FILE).is_file():
+        return scale.model
+    return scale.model.model_copy(update={"vocab_size": read_meta(Path(data)).vocab_size})
 
 
 def _values(
@@ -119,12 +136,14 @@ def _checked(values: Mapping[str, Any], overrides: tuple[str, ...] = ()) -> Pars
     return parsed
 
 
-def _lines_before(start: StartingModel | None, answers: Answers, vocab_size: int) -> list[str]:
+def _lines_before(
+    start: StartingModel | None, answers: Answers, vocab_size: int, source: str
+) -> list[str]:
     """Return the commands that make what the job names: weights and tokens."""
     lines = [start.import_line] if start and start.import_line else []
     if not answers.data:
         tokenizer = start.tokenizer or "TOKENIZER.json" if start else f"bpe:{vocab_size}"
-        lines.append(f"raymega data prepare my-text/ --tokenizer {tokenizer} --out {YOUR_TOKENS}")
+        lines.append(f"raymega data prepare {source} --tokenizer {tokenizer} --out {YOUR_TOKENS}")
     return lines
 
 

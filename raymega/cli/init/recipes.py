@@ -22,6 +22,8 @@ class Recipe:
         needs_model: Whether it starts from the weights of a model that must be named.
         fields: Values by dotted path.
         cpu_steps: Optimizer steps of a run on CPUs, where a job is a trial.
+        input: Input of `raymega data prepare`, with its options.
+        data_note: Comment above data.loss_on, in place of the field's description; empty for that.
     """
 
     name: str
@@ -29,6 +31,12 @@ class Recipe:
     needs_model: bool
     fields: Mapping[str, object]
     cpu_steps: int
+    input: str = "my-text/"
+    data_note: str = ""
+
+
+CHATS = "my-chats.jsonl --format chat"
+LOSS_NOTE = "auto: of conversations the tokens count that the assistant writes; completion: its last message; all: every token."
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -53,6 +61,46 @@ RECIPES: Mapping[str, Recipe] = {
                 "optimizer.weight_decay": 0.1, "checkpoint.every": 250,
             },
             cpu_steps=20,
+        ),
+        Recipe(
+            name="sft",
+            summary="all weights of a published model or a checkpoint, on your conversations",
+            needs_model=True,
+            fields={
+                "run.steps": 500, "run.eval_every": 50, "data.loss_on": "auto", "data.packing": "best_fit",
+                "optimizer.lr": 1e-5, "optimizer.lr_warmup_steps": 20, "optimizer.weight_decay": 0.0,
+                "checkpoint.every": 100,
+            },
+            cpu_steps=20,
+            input=CHATS,
+            data_note=LOSS_NOTE,
+        ),
+        Recipe(
+            name="lora",
+            summary="low-rank adapters of a published model or a checkpoint, on your conversations",
+            needs_model=True,
+            fields={
+                "model.lora": {"r": 16, "lora_alpha": 32.0, "target_modules": ["attention.*", "mlp.*"]},
+                "run.steps": 500, "run.eval_every": 50, "data.loss_on": "auto", "data.packing": "best_fit",
+                "optimizer.lr": 2e-4, "optimizer.lr_warmup_steps": 20, "optimizer.weight_decay": 0.0,
+                "checkpoint.every": 100,
+            },
+            cpu_steps=20,
+            input=CHATS,
+            data_note=LOSS_NOTE,
+        ),
+        Recipe(
+            name="dpo",
+            summary="low-rank adapters of a model or a checkpoint, on pairs of a chosen and a rejected answer",
+            needs_model=True,
+            fields={
+                "model.lora": {"r": 16, "lora_alpha": 32.0, "target_modules": ["attention.*", "mlp.*"]},
+                "run.steps": 500, "run.eval_every": 50, "data.packing": "best_fit", "preference.loss_type": "sigmoid",
+                "preference.beta": 0.1, "optimizer.lr": 2e-5, "optimizer.lr_warmup_steps": 20,
+                "optimizer.weight_decay": 0.0, "checkpoint.every": 100,
+            },
+            cpu_steps=20,
+            input="my-pairs.jsonl --format preference",
         ),
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,17 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.extra_files import CONFIG, has_tokenizer
 from raymega.convert.huggingface.importer import model_of_folder
 from raymega.convert.native import model_of
+from raymega.convert.tuned.merge import merged_model
+from raymega.data.format import TOKENIZER_FILE
+from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault, RaymegaError
 
+SPECIAL_TOKENS = {
+    "mask_token_id": ("[MASK]", "<mask>"),
+    "cls_token_id": ("[CLS]", "<s>"),
+    "sep_token_id": ("[SEP]", "</s>"),
+}
+"""Special tokens of BERT's and RoBERTa's tokenizers by field of ``data.masking``."""
 IMPORTED = "-raymega"
 """End of the name of the checkpoint that a folder of Hugging Face is imported to."""
 
@@ -50,7 +60,8 @@ def starting_model(place: str) -> StartingModel:
             tokenizer=place if has_tokenizer(files) else "",
         )
     try:
-        model = model_of(open_checkpoint(place).manifest)
+        # the recipe decides what is trained, not the run that made the checkpoint
+        model = merged_model(model_of(open_checkpoint(place).manifest))
     except RaymegaError as error:
         raise ConfigError(
             Fault(
@@ -60,3 +71,21 @@ def starting_model(place: str) -> StartingModel:
             )
         ) from error
     return StartingModel(model=model, init_from=place, import_line="", tokenizer="")
+
+
+def special_tokens(folder: str) -> dict[str, int]:
+    """Return the ids of an encoder's special tokens by field of ``data.masking``.
+
+    They are those of the tokenizer in ``folder``; without one, ids behind the built-in tokens.
+    """
+    fields = tuple(SPECIAL_TOKENS)
+    found = {name: SYNTHETIC_VOCAB_SIZE + place for place, name in enumerate(fields)}
+    file = Path(folder) / TOKENIZER_FILE
+    if not folder or not file.is_file():
+        return found
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    ids = {token["content"]: int(token["id"]) for token in added}
+    known = {
+        name: ids[text] for name, texts in SPECIAL_TOKENS.items() for text in texts if text in ids
+    }
+    return found if "mask_token_id" not in known else known

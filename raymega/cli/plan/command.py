@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from raymega import api
-from raymega.cli.bill import Price, priced
 from raymega.cli.options import Grid, Overrides
 from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
+from raymega.cli.plan.bill import Price, priced
 from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
 from raymega.config.grid_text import grid_overrides

@@ -6,18 +6,26 @@ from dataclasses import asdict
 
 from raymega.cli.output import table
 from raymega.config.schema import Job
-from raymega.data.blends.epochs import planned_reads
+from raymega.data.blends.epochs import planned_reads, streamed_reads
 
 
 def datasets_object(job: Job) -> dict[str, object]:
-    """Return what the run reads of each dataset as a JSON object; empty for one dataset."""
-    if not job.data.sources and not job.data.stages:
-        return {}
-    return {"datasets": [asdict(use) for use in planned_reads(job)]}
+    """Return what the run reads of each dataset as a JSON object; empty for one dataset that is no stream."""
+    found: dict[str, object] = {}
+    if job.data.sources or job.data.stages:
+        found["datasets"] = [asdict(use) for use in planned_reads(job)]
+    if streamed := streamed_reads(job):
+        found["streaming"] = asdict(streamed)
+    return found
 
 
 def show_datasets(job: Job) -> None:
-    """Print what the run reads of each dataset; nothing for one dataset."""
+    """Print what the run reads of each dataset; nothing for one dataset that is no stream."""
+    if streamed := streamed_reads(job):
+        print(
+            f"\ndata from object stores: {streamed.cached_bytes:,} bytes of disk a node, "
+            f"{streamed.step_bytes:,} bytes a step that each node fetches"
+        )
     if not job.data.sources and not job.data.stages:
         return
     rows = [

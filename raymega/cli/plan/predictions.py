@@ -6,12 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from raymega.cli.output import print_json, table, write_drawing
+from raymega.cli.plan.bill import bill_of
 from raymega.config.schema import Job
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.bill import bill_lines, make_bill
+from raymega.planner.bill import bill_lines
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.calibration.comparison import PublishedComparison, compare
 from raymega.planner.calibration.error_band import TimeBand, band_of, fits_probability
@@ -95,7 +96,7 @@ def show_prediction(found: RankedLayout, device: Accelerator) -> None:
 def bill_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
     """Return the cost of the whole run, and what binds its steps, as JSON objects."""
     return {
-        "bill": make_bill(found.plan, device, found.time.total_s),
+        "bill": bill_of(found.plan, device, found.time.total_s),
         "binding": advise(found, device),
     }
 
@@ -103,7 +104,7 @@ def bill_object(found: RankedLayout, device: Accelerator) -> dict[str, object]:
 def show_bill(found: RankedLayout, device: Accelerator) -> None:
     """Print what binds the step and what to try, and the cost of the whole run."""
     print(advice_line(advise(found, device), found, device))
-    bill = make_bill(found.plan, device, found.time.total_s)
+    bill = bill_of(found.plan, device, found.time.total_s)
     print("whole run: " + "\n".join(bill_lines(bill, device)))
 
 
@@ -113,9 +114,10 @@ def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
+    found = prediction(plan, device)
     write_drawing(
         path,
-        draw_plan(prediction(plan, device), device),
+        draw_plan(found, device, bill_of(plan, device, found.time.total_s)),
         rule="it must be a file that can be written, in an existing folder",
         remedy="use --draw plan.html",
     )

@@ -7,6 +7,7 @@ from functools import cache
 
 from raymega.cli.output import table
 from raymega.cli.plan.host_memory import readable
+from raymega.plan.grid import Coords
 from raymega.plan.memory.state_bytes import StateSize, rank_state
 from raymega.plan.run_plan import RunPlan
 
@@ -18,6 +19,13 @@ PARTS = {
     "weights": "weight", "gradients": "gradient", "masters": "master", "moments": "moment",
     "fixed": "fixed", "gathered": "passing",
 }  # fmt: skip
+
+
+def first_ranks(plan: RunPlan) -> dict[tuple[int, int], int]:
+    """Return the first rank of each kind by its (pp, tp): others differ in cp, dp and ep, and hold as much."""
+    grid = plan.grid
+    kinds = ((pp, tp) for pp in range(grid.pp) for tp in range(grid.tp))
+    return {(pp, tp): grid.rank(Coords(pp=pp, tp=tp, cp=0, dp=0)) for pp, tp in kinds}
 
 
 def rank_sizes(plan: RunPlan) -> list[StateSize]:
@@ -64,7 +72,7 @@ def show_ranks(plan: RunPlan, activations: Sequence[int]) -> None:
     )
     print(table(headers, rows[:MOST_ROWS]))
     if len(rows) > MOST_ROWS:
-        print(f"... and {len(rows) - MOST_ROWS:,} more rows; --json lists every rank")
+        print(f"... and {len(rows) - MOST_ROWS:,} more rows; --json has all of them")
 
 
 def _who(plan: RunPlan, ranks: Sequence[int]) -> tuple[object, ...]:

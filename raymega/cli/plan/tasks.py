@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from raymega.config.schema import Job
-from raymega.errors import RaymegaError
-from raymega.evaluate.tasks_beside import plan_beside
-from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
+from raymega.evaluate.cost import look_at_tasks
+from raymega.evaluate.plan import plan_beside
+from raymega.evaluate.training_tasks import TrainingTasks
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.evaluation_time import evaluation_s
@@ -14,7 +13,7 @@ from raymega.planner.cost.step_time import step_time
 
 def tasks_object(plan: RunPlan, device: Accelerator | None) -> dict[str, object]:
     """Return the cost of run.eval_tasks as a JSON object."""
-    tasks, why = _look_at_tasks(plan.job)
+    tasks, why = look_at_tasks(plan.job)
     return {"eval_tasks": _costs(plan, tasks, device) if tasks else {"unknown": why}}
 
 
@@ -27,7 +26,7 @@ def show_tasks(plan: RunPlan, device: Accelerator | None) -> None:
         if run.eval_tasks_every
         else "at the end"
     )
-    tasks, why = _look_at_tasks(plan.job)
+    tasks, why = look_at_tasks(plan.job)
     print(f"\nevaluation tasks {when}: {names}")
     if tasks is None:
         print(f"what they read is not known here ({why})")
@@ -41,14 +40,6 @@ def show_tasks(plan: RunPlan, device: Accelerator | None) -> None:
     if "seconds" in costs:
         share = f"; {costs['share']:.2%} of training time" if "share" in costs else ""
         print(f"predicted: {costs['seconds']:.3g} s an evaluation{share}")
-
-
-def _look_at_tasks(job: Job) -> tuple[TrainingTasks | None, str]:
-    """Return the evaluation tasks of a run, or why they are unknown here."""
-    try:
-        return open_tasks(job), ""
-    except RaymegaError as error:
-        return None, str(error.faults[0])
 
 
 def _costs(

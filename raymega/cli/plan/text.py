@@ -11,15 +11,17 @@ from raymega.cli.plan import predictions
 from raymega.cli.plan.datasets import datasets_object, show_datasets
 from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_memory
 from raymega.cli.plan.notes import notes
-from raymega.cli.plan.ranks import rank_sizes, show_ranks
+from raymega.cli.plan.ranks import first_ranks, rank_sizes, show_ranks
 from raymega.plan.batch import BatchPlan, Phase, phases
+from raymega.plan.grid import Coords
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.lookup import ROUND_H100
-from raymega.plan.memory.activation_bytes import activation_shape, peak_bytes, stage_activations
-from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.memory.activation_bytes import peak_bytes, stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
+from raymega.plan.memory.state_bytes import StateSize, count_parameters, rank_state
 from raymega.plan.packing.step_estimate import MOST_RANKS, PackedStep
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.save_cost import save_cost, shares_snapshot
+from raymega.plan.save_cost import SaveCost, save_cost, shares_snapshot
 from raymega.plan.snapshot_replicas import NUM_GENERATIONS, SnapshotCost, snapshot_cost
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import context_costs
@@ -37,7 +39,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
     found = predictions.prediction(plan, device) if device else None
     if as_json:
         shown = {**_plan_object(plan), **datasets_object(plan.job), **_packing_object(plan)}
-        if plan.job.run.eval_tasks:  # they load Ray
+        if plan.job.run.eval_tasks:  # they load pyarrow and tokenizers
             from raymega.cli.plan.tasks import tasks_object
 
             shown |= tasks_object(plan, device)
@@ -105,8 +107,7 @@ _schedule = lru_cache(maxsize=2)(make_schedule)  # a large one takes a second
 
 
 def _plan_object(plan: RunPlan) -> dict[str, object]:
-    job, grid, activations = plan.job, plan.grid, _activation_bytes(plan)
-    has_snapshots = job.elastic.snapshot_every > 0
+    job, grid = plan.job, plan.grid
     return {
         "run": job.run.name,
         "grid": grid.degrees(),
@@ -120,19 +121,33 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "snapshot_every": job.elastic.snapshot_every,
         "context_parallel": context_costs(job),
         "host_memory": most_host_memory(plan),
-        "ranks": [
-            {
-                "rank": rank,
-                **asdict(grid.coords(rank)),
-                **asdict(size),
-                "total": size.total_bytes,
-                "activation_bytes": activations[grid.coords(rank).pp],
-                "save": save_cost(plan, rank),
-                **({"snapshot": snapshot_cost(plan, rank)} if has_snapshots else {}),
-            }
-            for rank, size in enumerate(rank_sizes(plan))
-        ],
+        "ranks": _rank_objects(plan),
     }
+
+
+def _rank_objects(plan: RunPlan) -> list[dict[str, object]]:
+    """Return an object for each kind of rank of a pipeline stage: what it holds, and how many ranks do."""
+    activations, has_snapshots = _activation_bytes(plan), plan.job.elastic.snapshot_every > 0
+    # tensor-parallel ranks of equal kinds, by what they hold
+    kinds: dict[tuple[int, StateSize, SaveCost], list[int]] = {}
+    for (pp, tp), rank in first_ranks(plan).items():
+        size = rank_state(plan.job, plan.stages_of(rank), plan.grid, tp_rank=tp)
+        kinds.setdefault((pp, size, save_cost(plan, rank)), []).append(tp)
+    found = []
+    for (pp, size, save), tp_ranks in kinds.items():
+        rank = plan.grid.rank(Coords(pp=pp, tp=tp_ranks[0], cp=0, dp=0))
+        row: dict[str, object] = {
+            "first_rank": rank,
+            "num_ranks": len(tp_ranks) * plan.grid.replicas,
+            "pp": pp,
+            "tp": tp_ranks,
+            **asdict(size),
+            "total": size.total_bytes,
+            "activation_bytes": activations[pp],
+            "save": save,
+        }
+        found.append(row | ({"snapshot": snapshot_cost(plan, rank)} if has_snapshots else {}))
+    return found
 
 
 def _phase_object(plan: RunPlan, phase: Phase) -> dict[str, object]:

@@ -11,8 +11,11 @@ from typing import Any
 
 from raymega.config.fields import Section
 from raymega.config.schema import ModelSection
+from raymega.errors import Fault
 
+ADD_IT = "convert a model without it, or add the feature to raymega/model first"
 Config = Mapping[str, Any]
+ADD_IT = "convert a model without it, or add the feature to raymega/model first"
 Renames = Mapping[str, str]
 """Map from a setting of config.json to the field of a job section with the same value."""
 
@@ -25,6 +28,11 @@ def ours(names: Renames, config: Config) -> dict[str, Any]:
 def theirs(names: Renames, section: Section) -> dict[str, Any]:
     """Return the values of their settings, read from our fields."""
     return {setting: getattr(section, field) for setting, field in names.items()}
+
+
+def unlike(fact: str, rule: str) -> Fault:
+    """Return the fault of a setting of config.json that raymega does not reproduce."""
+    return Fault(fact=f"config.json has {fact}", rule=rule, remedy=ADD_IT)
 
 
 def alike(*names: str) -> Renames:
@@ -54,62 +62,63 @@ class Architecture:
 
 # Building blocks of the table below: shared restrictions and shared defaults.
 _NO_WINDOW = {"use_sliding_window": (None, False)}
-_NO_BIAS = {"attention_bias": (None, False)}
-_SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False), "quantization_config": (None,)}
+NO_BIAS = {"attention_bias": (None, False)}
+SAME = {"hidden_act": ("silu",), "mlp_bias": (None, False)}
 # DeepSeek's norms of latents use an epsilon of 1e-6 whatever the config says, so it must say 1e-6.
-_LATENT = {**_SAME, **_NO_BIAS, "rms_norm_eps": (1e-6,)}
+_LATENT = {**SAME, **NO_BIAS, "rms_norm_eps": (1e-6,)}
 _GPT2 = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
     "add_cross_attention": (None, False),
-    "quantization_config": (None,),
 }
 _GPT2_DEFAULTS = {
     "activation_function": "gelu_new", "n_positions": 1024, "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
-_LLAMA_DEFAULTS = {
+LLAMA_DEFAULTS = {
     "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
 _MIXTRAL_DEFAULTS = {
-    **_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    **LLAMA_DEFAULTS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "router_jitter_noise": 0.0,
 }  # fmt: skip
 # A config.json without the key has Mistral's first window; null says that there is none.
 _MISTRAL_DEFAULTS = {
-    **_LLAMA_DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+    **LLAMA_DEFAULTS, "max_position_embeddings": 131072, "num_key_value_heads": 8,
     "sliding_window": 4096,
 }  # fmt: skip
-_QWEN_DEFAULTS = {**_LLAMA_DEFAULTS, "max_position_embeddings": 32768}
+_QWEN_DEFAULTS = {**LLAMA_DEFAULTS, "max_position_embeddings": 32768}
 _QWEN_MOE_DEFAULTS = {
     **_QWEN_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False,
 }  # fmt: skip
 _DEEPSEEK_DEFAULTS = {
-    **_LLAMA_DEFAULTS, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "q_lora_rank": 0,
+    **LLAMA_DEFAULTS, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "q_lora_rank": 0,
 }  # fmt: skip
-NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
-"""Settings that null does not leave out: it says no window, and as many key-value heads as heads."""
+NULL_IS_A_VALUE = (
+    "sliding_window", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+"""Settings that null does not leave out: it says no window, no cap, as many key-value heads as heads."""
 _V2_METHODS = ("greedy", "group_limited_greedy")
 # Keys are the values of model_type in config.json.
 ARCHITECTURES = {
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _GPT2_DEFAULTS, _GPT2),
-    "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA_DEFAULTS, {**_SAME, **_NO_BIAS}),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _QWEN_DEFAULTS, {**_SAME, **_NO_WINDOW}),
+    "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_DEFAULTS, {**SAME, **NO_BIAS}),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _QWEN_DEFAULTS, {**SAME, **_NO_WINDOW}),
     "qwen3": Architecture(
         "Qwen3ForCausalLM", "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128},
-        {**_SAME, **_NO_WINDOW, **_NO_BIAS},
+        {**SAME, **_NO_WINDOW, **NO_BIAS},
     ),
     "mixtral": Architecture(
-        "MixtralForCausalLM", "llama", _MIXTRAL_DEFAULTS, {**_SAME, "sliding_window": (None,)},
+        "MixtralForCausalLM", "llama", _MIXTRAL_DEFAULTS, {**SAME, "sliding_window": (None,)},
     ),
     "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM", "qwen2", _QWEN_MOE_DEFAULTS,
-        {**_SAME, **_NO_WINDOW, "qkv_bias": (None, True)},
+        {**SAME, **_NO_WINDOW, "qkv_bias": (None, True)},
     ),
     "qwen3_moe": Architecture(
-        "Qwen3MoeForCausalLM", "qwen3", _QWEN_MOE_DEFAULTS, {**_SAME, **_NO_WINDOW, **_NO_BIAS},
+        "Qwen3MoeForCausalLM", "qwen3", _QWEN_MOE_DEFAULTS, {**SAME, **_NO_WINDOW, **NO_BIAS},
     ),
     "deepseek_v2": Architecture(
         "DeepseekV2ForCausalLM", "llama", {**_DEEPSEEK_DEFAULTS, "topk_method": "greedy"},
@@ -122,8 +131,7 @@ ARCHITECTURES = {
     ),
     # Known networks under another name.
     "mistral": Architecture(
-        "MistralForCausalLM", "llama", _MISTRAL_DEFAULTS,
-        {**_SAME, "sliding_window": (None,)}, alias_of="llama",
+        "MistralForCausalLM", "llama", _MISTRAL_DEFAULTS, SAME, alias_of="llama",
     ),
     "kimi_k2": Architecture(
         "DeepseekV3ForCausalLM", "llama", _DEEPSEEK_DEFAULTS,
@@ -136,13 +144,39 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+OWN_TYPES = {
+    **alike(
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "granite",
+        "gpt_neox",
+        "gemma2",
+        "glm4_moe",
+        "minimax_m2",
+        "gpt_oss",
+        "bert",
+        "roberta",
+    ),
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "megatron_bert": "megatron-bert",
+}
+"""Values of model_type by ``model.family``, of the families in ``families/``."""
+
+
 def architecture_of(model: ModelSection) -> str:
     """Return the ``model_type`` of the architecture nearest to ``model``, which may still differ."""
     # Latent attention: V3 has biased routing; a dense model with latents is V3 with dense blocks only.
     if model.mla.kv_lora_rank:
         is_v2 = model.moe.num_experts and not model.moe.expert_bias
         return "deepseek_v2" if is_v2 else "deepseek_v3"
+    if model.family in OWN_TYPES:
+        return OWN_TYPES[model.family]
+    if model.family == "llama" and not model.moe.num_experts and model.attention.sliding_window:
+        return "mistral"
     # GPT-2 with experts has no architecture there; config_from refuses it by its settings.
     if model.moe.num_experts and model.family != "gpt2":
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")
-    return model.family
+    # a plug-in's family has the name of its package and of the architecture
+    return model.family.rpartition(".")[2]

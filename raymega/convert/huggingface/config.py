@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from raymega.config.schema import MlaSection, ModelSection
 from raymega.convert.huggingface.architectures import (
-    ARCHITECTURES,
+    ADD_IT,
     NULL_IS_A_VALUE,
     Architecture,
     Config,
@@ -21,13 +21,25 @@ from raymega.convert.huggingface.architectures import (
     architecture_of,
     ours,
     theirs,
+    unlike,
 )
 from raymega.convert.huggingface.config_types import kind_faults
+from raymega.convert.huggingface.families.family import KINDS, HfFamily
+from raymega.convert.huggingface.families.table import architecture, hf_family, known_types
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
+from raymega.convert.huggingface.rope_config import (
+    local_rope_of,
+    one_of,
+    rope_config,
+    rope_faults,
+    rope_of,
+    rope_values,
+)
+from raymega.convert.quantized_weights import quantization_faults
 from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.layer_pattern import layer_pattern
 from raymega.plan.validation.registry import job_faults
-
-ADD_IT = "convert a model without it, or add the feature to raymega/model first"
 
 
 def model_from(config: Config) -> ModelSection:
@@ -50,19 +62,26 @@ def _section_of(config: Config) -> ModelSection:
     """Return the model section of ``config``, before the rules of job files are applied to it."""
     # A known architecture, and only settings of it that raymega reproduces.
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+    known = architecture(kind) if isinstance(kind, str) else None
+    if known is None or not isinstance(kind, str):
         raise ConfigError(_unknown(config))
-    architecture = ARCHITECTURES[kind]
+    family = hf_family(kind)
+    config = family.renamed(config) if family else config
     stated = {k: v for k, v in config.items() if v is not None or k in NULL_IS_A_VALUE}
-    whole = {k: v for k, v in {**architecture.defaults, **stated}.items() if v is not None}
+    whole = {k: v for k, v in {**known.defaults, **stated}.items() if v is not None}
+    if family and not {"rope_scaling", "rope_parameters"} & stated.keys():
+        whole["rope_scaling"] = family.default_rope
     raise_faults(ConfigError, kind_faults(whole))
-    raise_faults(ConfigError, _difference_faults(whole, architecture))
+    raise_faults(ConfigError, _difference_faults(whole, known, family))
     # From here on an alias has its first name.
-    whole["model_type"] = kind = architecture.alias_of or kind
+    whole["model_type"] = kind = known.alias_of or kind
     # Values of the fields; what is missing or out of range is told in config.json's words.
     try:
-        values = _gpt2_values(whole) if kind == "gpt2" else _llama_values(whole)
-        return ModelSection.model_validate({"family": architecture.family, **values})
+        values = _gpt2_values(whole) if kind == "gpt2" else {}
+        if kind != "gpt2" and not (family and family.owns_settings):
+            values = _llama_values(whole)
+        values |= family_values(whole, family) if family else {}
+        return ModelSection.model_validate({"family": known.family, **values})
     except KeyError as error:
         raise ConfigError(_incomplete(f"has no {error.args[0]}")) from error
     except ValidationError as error:
@@ -94,26 +113,31 @@ def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str
 
 def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
     kind = architecture_of(model)
-    if kind not in ARCHITECTURES:
+    known = architecture(kind)
+    if known is None:
         raise ConfigError(_unknown({"model_type": kind}))
     write = _gpt2_config if model.family == "gpt2" else _llama_config
     # Written anew or under another name below, where a carried value could contradict it; and code that
     # the folder does not hold.
-    replaced = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map"}
+    replaced = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "quantization_config"}
+    family = hf_family(kind)
+    own = family_config(model, family) if family else {}
+    settings = own if family and family.owns_settings else {**write(model), **own}
     kept = {key: value for key, value in carried.items() if key not in replaced}
     return {
+        **({"pad_token_id": None} if family else {}),  # their default may be beyond the vocabulary
         **kept,
-        "architectures": [ARCHITECTURES[kind].name],
+        "architectures": [known.name],
         "model_type": kind,
         "dtype": dtype,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
-        **write(model),
+        **(family.renamed_back(settings) if family else settings),
     }
 
 
-TRAINING = ("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "make_vocab_size_divisible_by",
+TRAINING = ("hidden_dropout", "attention_dropout", "loss", "label_smoothing", "z_loss", "make_vocab_size_divisible_by",
             "num_nextn_predict_layers", "mtp_loss_scaling_factor", "initializer_range")  # fmt: skip
 TRAINING_EXPERTS = ("router_jitter_noise", "router_dtype", "load_balancing_type", "router_aux_loss_coef", "sinkhorn_rounds",
                     "expert_bias_update_rate", "router_z_loss_coef", "capacity_factor", "token_drop_policy",
@@ -140,7 +164,8 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 def _function_of(model: ModelSection) -> dict[str, Any]:
     """Return the fields that determine what the model computes, by dotted path, in comparable form."""
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
-    plain = model.model_dump(exclude={*TRAINING, "moe", "mla"})
+    parts_apart = {"moe", "mla", "attention", "multipliers", "encoder"}
+    plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
     experts["intermediate_size"] = model.expert_width
@@ -150,7 +175,15 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         experts.pop("group_score", None)
     if model.rope_scaling == "none":
         plain = {name: value for name, value in plain.items() if not _is_of_scaling(name)}
-    parts = {"moe": experts, "mla": model.mla.model_dump()}
+    attention = model.attention.model_dump()
+    attention["layer_types"] = [each.attention for each in layer_pattern(model)]
+    parts = {
+        "moe": experts, "mla": model.mla.model_dump(), "attention": attention,
+        "multipliers": model.multipliers.model_dump(),
+    }  # fmt: skip
+    if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
+        parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})
+        parts["encoder"]["has_pairs"] = model.encoder.has_pairs
     inner = {f"{part}.{name}": v for part, fields in parts.items() for name, v in fields.items()}
     return plain | inner
 
@@ -176,24 +209,6 @@ _LLAMA = {
     "max_position_embeddings": "max_positions",
     "rms_norm_eps": "norm_eps",
 }
-_ROPES = {
-    "default": {},
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_positions",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "original_max_position_embeddings": "rope_original_positions",
-        "beta_slow": "rope_beta_slow",
-        "beta_fast": "rope_beta_fast",
-        "mscale": "rope_mscale",
-        "mscale_all_dim": "rope_mscale_all_dim",
-    },
-}
-"""Settings of RoPE's scaling, by ``rope_type``."""
 
 
 def _gpt2_values(config: Config) -> dict[str, Any]:
@@ -221,7 +236,7 @@ def _llama_values(config: Config) -> dict[str, Any]:
         **ours({**_LLAMA, **_ALL}, config),
         "num_kv_heads": "num_heads" if kv_heads == heads else kv_heads,
         "head_dim": "hidden_size / num_heads" if is_plain else head_width,
-        **_rope_values(_rope_of(config)),
+        **rope_values(rope_of(config)),
         **expert_values(config),
         **({"mla": ours(alike(*MlaSection.model_fields), config)} if has_latents else {}),
     }
@@ -239,98 +254,73 @@ def _llama_config(model: ModelSection) -> dict[str, Any]:
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
         "hidden_act": "silu",
-        **_rope_config(model),
+        **rope_config(model),
         **expert_config(model),
         **(latents if model.mla.kv_lora_rank else {}),
     }
 
 
-def _rope_of(config: Config) -> dict[str, Any]:
-    """Return RoPE's settings in the form of transformers 5, from either form."""
-    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, which wins.
-    scaling = config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
-    rope |= config.get("rope_parameters") or {}
-    rope = {name: value for name, value in rope.items() if value is not None}
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    return rope
+def family_values(config: Config, family: HfFamily) -> dict[str, Any]:
+    """Return the fields of the model section that only some families set."""
+    values = dict(family.values(config))
+    if family.owns_settings:
+        return values
+    attention, rope = {**family.windows(config), **values.get("attention", {})}, rope_of(config)
+    if family.has_partial_rotary:
+        share: Any = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        attention.setdefault("partial_rotary_factor", float(share))
+    if family.has_rope_by_type and "sliding_window" in attention:
+        local = local_rope_of(config)
+        same = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+        attention["sliding_rope_theta"] = 0.0 if local == same else float(local["rope_theta"])
+    return {**values, "attention": attention}
 
 
-def _rope_values(rope: Config) -> dict[str, Any]:
-    kind = rope["rope_type"]
-    # As transformers applies YaRN: 0 or null is the default, and mscale counts only with its partner.
-    if kind == "yarn":
-        has_both = rope.get("mscale") and rope.get("mscale_all_dim")
-        rope = {
-            **rope,
-            "beta_slow": rope.get("beta_slow") or 1,
-            "beta_fast": rope.get("beta_fast") or 32,
-            "mscale": rope["mscale"] if has_both else 1.0,
-            "mscale_all_dim": rope.get("mscale_all_dim") or 0,
-        }
-    scaling = {"rope_scaling": kind, **ours(_ROPES[kind], rope)} if _ROPES[kind] else {}
-    return {"rope_theta": rope["rope_theta"], **scaling}
+def family_config(model: ModelSection, family: HfFamily) -> dict[str, Any]:
+    """Return the settings of config.json that only some families have."""
+    if family.owns_settings:
+        return family.config(model)
+    rope = rope_config(model)
+    share = {"partial_rotary_factor": model.attention.partial_rotary_factor}
+    if family.has_partial_rotary:
+        rope = {**rope, **share, "rope_parameters": {**rope["rope_parameters"], **share}}
+    if family.has_rope_by_type:
+        base = model.attention.sliding_rope_theta
+        own = {"rope_type": "default", "rope_theta": base or model.rope_theta}
+        local = own if base else rope["rope_parameters"]
+        tables = {"full_attention": rope["rope_parameters"], "sliding_attention": local}
+        rope = {"rope_parameters": tables, "rope_theta": None, "rope_scaling": None}
+    return {**rope, **family.window_config(model), **family.config(model)}
 
 
-def _rope_config(model: ModelSection) -> dict[str, Any]:
-    """Return RoPE's settings in both forms, so that transformers before and since 5 agree."""
-    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-    rope = {"rope_type": kind, **theirs(_ROPES[kind], model)}
-    return {
-        "rope_theta": model.rope_theta,
-        "rope_scaling": rope if _ROPES[kind] else None,
-        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
-    }
-
-
-def _difference_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
+def _difference_faults(
+    config: Config, known: Architecture, family: HfFamily | None
+) -> Iterator[Fault]:
     # Settings that every architecture may have.
-    for key, values in architecture.wanted.items():
+    yield from quantization_faults(config)
+    for key, values in known.wanted.items():
         if config.get(key) not in values:
-            yield _unlike(f"{key}={config.get(key)!r}", f"only {_names(values)} is built")
-    layers = set(config.get("layer_types") or ()) - {"full_attention"}
+            yield unlike(f"{key}={config.get(key)!r}", f"only {one_of(values)} is built")
+    kinds = KINDS if family and family.layer_types else {"full_attention"}
+    further = family.further_kinds if family else ()
+    layers = set(config.get("layer_types") or ()) - {*kinds, *further}
     if layers:
-        yield _unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
-    if architecture.name == "GPT2LMHeadModel":
+        yield unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
+    count = config.get("num_hidden_layers")
+    for key in ("layer_types", "no_rope_layers"):
+        if not layers and config.get(key) and len(config[key]) != count:
+            yield unlike(f"{key} of {len(config[key])} layers", f"num_hidden_layers={count}")
+    if known.name == "GPT2LMHeadModel" or (family and family.owns_settings):
         return
     # RoPE and experts, which GPT-2 does not have.
-    rope = _rope_of(config)
-    if rope["rope_type"] not in _ROPES:
-        rule = "RoPE is 'default', 'llama3' or 'yarn'"
-        yield _unlike(f"rope_type={rope['rope_type']!r}", rule)
-    if rope["rope_type"] == "yarn":
-        yield from _yarn_faults(rope, has_latents="kv_lora_rank" in config)
-    yield from expert_faults(config, _unlike)
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        yield _unlike("partial_rotary_factor", "RoPE turns whole heads")
-
-
-def _yarn_faults(rope: Config, *, has_latents: bool) -> list[Fault]:
-    """Return the faults of YaRN settings that no field of the model section expresses."""
-    scales_all = bool(rope.get("mscale_all_dim"))
-    forms = {
-        "an attention_factor": rope.get("attention_factor") is not None,
-        "no truncation": rope.get("truncate") is False,
-        "no factor": rope.get("factor") is None,
-        "mscale_all_dim without mscale": scales_all and not rope.get("mscale"),
-        "mscale_all_dim without latent attention": scales_all and not has_latents,
-    }
-    rule = "yarn is as its paper or DeepSeek has it"
-    return [_unlike(f"yarn with {form}", rule) for form, is_there in forms.items() if is_there]
-
-
-def _names(values: tuple[object, ...]) -> str:
-    return " or ".join("nothing" if value is None else repr(value) for value in values)
-
-
-def _unlike(fact: str, rule: str) -> Fault:
-    return Fault(fact=f"config.json has {fact}", rule=rule, remedy=ADD_IT)
+    yield from rope_faults(config, family)
+    yield from expert_faults(config, unlike)
 
 
 def _unknown(config: Config) -> Fault:
     return Fault(
         fact=f"config.json has model_type={config.get('model_type')!r}",
-        rule=f"the architectures that can be converted are {', '.join(ARCHITECTURES)}",
+        rule=f"the architectures that can be converted are {', '.join(known_types())}",
         remedy="convert one of those; docs/extending.md shows how a family is added",
     )
 

@@ -62,6 +62,10 @@ def _is_divisor(value: object) -> bool:
     return isinstance(value, int) and _is_whole(value) and value > 0
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and value > 0
+
+
 def _is_number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -79,6 +83,7 @@ def _is_word(value: object) -> bool:
 _WHOLE = SettingKind(words="a whole number", holds=_is_whole)
 _DIVISOR = SettingKind(words="a whole number from 1", holds=_is_divisor)
 _NUMBER = SettingKind(words="a finite number", holds=_is_number)
+_POSITIVE = SettingKind(words="a finite number above 0", holds=_is_positive)
 _WORD = SettingKind(words="a string", holds=_is_word)
 _FLAG = SettingKind(words="true or false", holds=lambda value: isinstance(value, bool))
 _TABLE = SettingKind(words="an object", holds=lambda value: isinstance(value, Mapping))
@@ -93,24 +98,29 @@ def _all(kind: SettingKind, names: str) -> dict[str, SettingKind]:
 # Settings at the top of config.json, then those inside rope_scaling and rope_parameters.
 _KINDS = {
     **_all(_WHOLE, "n_embd n_head n_layer n_inner n_positions vocab_size hidden_size"),
-    **_all(_WHOLE, "num_hidden_layers num_key_value_heads head_dim intermediate_size"),
+    **_all(_WHOLE, "num_hidden_layers num_key_value_heads intermediate_size"),
     **_all(_WHOLE, "max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim"),
     **_all(_WHOLE, "qk_rope_head_dim v_head_dim num_local_experts num_experts n_routed_experts"),
     **_all(_WHOLE, "num_experts_per_tok moe_intermediate_size decoder_sparse_step"),
     **_all(_WHOLE, "shared_expert_intermediate_size first_k_dense_replace n_shared_experts"),
-    **_all(_WHOLE, "n_group topk_group"),
-    **_all(_DIVISOR, "num_attention_heads"),
+    **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size"),
+    **_all(_DIVISOR, "num_attention_heads head_dim sliding_window_pattern _sliding_window_pattern"),
+    **_all(_DIVISOR, "no_rope_layer_interval interleave_moe_layer_step floor_scale"),
     **_all(_NUMBER, "initializer_range layer_norm_epsilon rms_norm_eps rope_theta"),
-    **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor"),
-    **_all(_FLAG, "tie_word_embeddings norm_topk_prob"),
+    **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor attn_scale"),
+    **_all(_NUMBER, "attn_logit_softcapping final_logit_softcapping embedding_multiplier"),
+    **_all(_NUMBER, "residual_multiplier attention_multiplier logits_scaling"),
+    **_all(_POSITIVE, "query_pre_attn_scalar rope_local_base_freq"),
+    **_all(_FLAG, "tie_word_embeddings norm_topk_prob use_qk_norm attn_temperature_tuning"),
     **_all(_TABLE, "rope_scaling rope_parameters"),
     **_all(_WORD, "topk_method"),
     **_all(_WORDS, "layer_types"),
-    **_all(_PLACES, "mlp_only_layers"),
+    **_all(_PLACES, "mlp_only_layers no_rope_layers moe_layers"),
 }
 _ROPE_KINDS = {
     **_all(_NUMBER, "rope_theta factor low_freq_factor high_freq_factor beta_slow beta_fast"),
-    **_all(_NUMBER, "mscale mscale_all_dim partial_rotary_factor"),
+    **_all(_NUMBER, "mscale mscale_all_dim partial_rotary_factor attention_factor"),
     **_all(_WHOLE, "original_max_position_embeddings"),
+    **_all(_FLAG, "truncate"),
     **_all(_WORD, "rope_type type"),
 }

@@ -88,7 +88,7 @@ def hf_export(
         CheckpointError: The checkpoint is not whole; nothing was written.
     """
     # Check the arguments, and that transformers can express the model.
-    raise_faults(ConfigError, [*_dtype_faults(dtype), *folder_faults(folder)])
+    raise_faults(ConfigError, [*dtype_faults(dtype), *folder_faults(folder)])
     store, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest)
     carried = find_carried(store, manifest)
@@ -146,7 +146,8 @@ def _tokenizer_faults(path: str, found: Mapping[str, bytes]) -> list[Fault]:
     ]
 
 
-def _dtype_faults(dtype: str) -> Iterator[Fault]:
+def dtype_faults(dtype: str) -> Iterator[Fault]:
+    """Yield the fault of a number format that is none of DTYPES."""
     if dtype in DTYPES:
         return
     rule = f"it is one of {', '.join(DTYPES)}"
@@ -195,7 +196,10 @@ def _values(
         if tensor.parts[0].name != held:
             held, stack = tensor.parts[0].name, np.empty(0)
             parts = [checkpoint.read_bits_of(saved[part.name]) for part in tensor.parts]
-            stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if tensor.is_of_all_experts:
+                stack = tensor.of_experts(parts)
+            else:
+                stack = parts[0] if len(parts) == 1 else tensor.by_head(np.concatenate(parts))
         # Cut out the expert, or cut off the padded rows; then rescale (muP), convert and transpose.
         rows = stack[tensor.expert] if tensor.expert >= 0 else stack[: tensor.num_rows]
         source = saved[tensor.parts[0].name][0].dtype

@@ -20,22 +20,35 @@ from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
+from raymega.convert.huggingface.families.bert import PAIRS, POOLERS
 from raymega.convert.huggingface.names import (
-    BUFFER,
     HEAD,
+    HEADS,
     HfTensor,
     hf_tensors,
+    is_buffer,
     num_further,
     original_of,
 )
 from raymega.convert.native import occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
+from raymega.convert.quantized_weights import QuantizedEntry, plain_entries
 from raymega.convert.safetensors_files import WeightEntry, open_weights
 from raymega.errors import ConfigError, Fault, first_few, raise_faults
-from raymega.plan.tensor_table import GlobalTensor, model_tensors
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.tensor_table import model_tensors
+from raymega.plugins import registry_of, with_versions
 from raymega.storage.registry import open_store, store_faults
 
 MODEL_FILE = "model.yaml"
+SAVED = "saved"
+DTYPES = (SAVED, "float64", "float32", "bfloat16")
+FIRST_PREFIX = {
+    "gpt2": "transformer.", "gpt_neox": "gpt_neox.", "bert": "bert.", "megatron_bert": "bert.",
+    "roberta": "roberta.",
+}  # fmt: skip
+"""Outermost prefix of names by family, where it is not Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +73,13 @@ class HfImport:
 
 
 def hf_import(
-    folder: Path, uri: str, *, created: str, make_vocab_size_divisible_by: int | None = None
+    folder: Path,
+    uri: str,
+    *,
+    created: str,
+    make_vocab_size_divisible_by: int | None = None,
+    dtype: str = SAVED,
+    plugins: Sequence[str] = (),
 ) -> HfImport:
     """Convert the model in ``folder`` to a checkpoint in the store at ``uri``.
 
@@ -70,18 +89,25 @@ def hf_import(
         created: Time of the import: ISO 8601, UTC.
         make_vocab_size_divisible_by: Number of which the padded vocabulary is a multiple; None is the
             job file's default.
+        dtype: Number format of the checkpoint, one of DTYPES; ``saved`` is one that rounds no plain
+            weight of the folder, and bfloat16 for those that are quantised.
+        plugins: Modules of plug-ins, as ``plugins.modules``; one may have the model's family.
 
     Raises:
         ConfigError: The model or the arguments are refused, with all reasons; nothing was written.
         StorageError: The store cannot be used.
     """
     # The model section, by config.json and by the tensors that are there.
-    model = model_from(_read_config(folder))
+    raise_faults(ConfigError, _dtype_faults(dtype))
+    modules = with_versions(plugins)
+    registry_of(modules)
+    config = _read_config(folder)
+    model = model_from(config)
     if make_vocab_size_divisible_by is not None:
         model = model.model_copy(
             update={"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
         )
-    entries = _known(open_weights(folder), model)
+    entries = _known(_open(folder, config), model)
     model = _with_further_blocks(model, entries)
     entries = _without_copies(entries, model)
     # Check the weights and the store.
@@ -91,7 +117,7 @@ def hf_import(
     raise_faults(ConfigError, occupied_faults(store))
     # Write the accompanying files, then the weights; remove both when something fails.
     carried = files_to_carry(folder)
-    dtype = _common_dtype(entries)
+    dtype = _common_dtype(entries) if dtype == SAVED else dtype
     beside = {f"{PREFIX}{path.name}": path.read_bytes() for path in carried}
     beside[MODEL_FILE] = model_yaml(model).encode()
     tensors = model_tensors(model)
@@ -103,7 +129,11 @@ def hf_import(
             tensors,
             partial(_values, entries, _places(model), dtype),
             dtype=dtype,
-            job={"model": model.model_dump(mode="json"), "precision": {"dtype": dtype}},
+            job={
+                "model": model.model_dump(mode="json"),
+                "precision": {"dtype": dtype},
+                **({"plugins": {"modules": list(modules)}} if modules else {}),
+            },
             created=created,
         )
     except BaseException:
@@ -123,14 +153,34 @@ def model_of_folder(folder: Path) -> ModelSection:
     Raises:
         ConfigError: The model is refused, with all reasons.
     """
-    model = model_from(_read_config(folder))
+    config = _read_config(folder)
+    model = model_from(config)
     if not any(folder.glob("*.safetensors")):
         return model
-    return _with_further_blocks(model, _known(open_weights(folder), model))
+    return _with_further_blocks(model, _known(_open(folder, config), model))
+
+
+def _open(folder: Path, config: Mapping[str, Any]) -> dict[str, WeightEntry]:
+    """Return the location of every weight of ``folder``, quantised or not, without the buffers that old files hold."""
+    found = open_weights(folder, may_be_coded=True, is_left_out=is_buffer)
+    return plain_entries(found, config)
+
+
+def _dtype_faults(dtype: str) -> Iterator[Fault]:
+    if dtype not in DTYPES:
+        yield Fault(
+            fact=f"--dtype {dtype!r}",
+            rule=f"it is one of {', '.join(DTYPES)}",
+            remedy=f"use --dtype {SAVED}",
+        )
 
 
 def _with_further_blocks(model: ModelSection, entries: Mapping[str, WeightEntry]) -> ModelSection:
-    """Return the model with the multi-token-prediction blocks that its weights hold."""
+    """Return the model with the multi-token-prediction blocks, or the head for pairs, that its weights hold."""
+    if not parts_of(model).is_causal:
+        kind = "next_sentence" if PAIRS in entries else "none"
+        encoder = model.encoder.model_copy(update={"sentence_loss": kind})
+        return model.model_copy(update={"encoder": encoder})
     return model.model_copy(
         update={"num_nextn_predict_layers": num_further(entries, model.num_layers)}
     )
@@ -164,27 +214,36 @@ def _unreadable(folder: Path, problem: str) -> Fault:
 
 
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
-    """Return the weights by their current names, without the buffers that old files hold."""
+    """Return the weights by their current names."""
     # Files of a model saved without its language-model head lack the outermost prefix.
-    prefix = "transformer." if model.family == "gpt2" else "model."
+    prefix = FIRST_PREFIX.get(model.family, "model.")
     has_prefix = any(name.startswith(prefix) for name in entries)
     return {
-        name if has_prefix or name == HEAD else f"{prefix}{name}": entry
+        _renamed(name) if has_prefix or name in HEADS else f"{prefix}{_renamed(name)}": entry
         for name, entry in entries.items()
-        if not BUFFER.fullmatch(f".{name}")
     }
+
+
+def _renamed(name: str) -> str:
+    """Return the current name of a norm's tensors, which BERT's first files call gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+        "LayerNorm.beta", "LayerNorm.bias"
+    )
 
 
 def _without_copies(
     entries: Mapping[str, WeightEntry], model: ModelSection
 ) -> dict[str, WeightEntry]:
-    """Return the weights without the copies of token table and head in multi-token-prediction blocks.
+    """Return the weights without the copies of token table and head, and without an encoder's unused pooler.
 
     Raises:
         ConfigError: Such a copy differs from the model's own tensor.
     """
     kept, faults = dict(entries), []
-    for name in entries:
+    # a pooler without a head for pairs changes no output
+    if not parts_of(model).is_causal and not model.encoder.has_pairs:
+        kept = {name: entry for name, entry in kept.items() if not name.startswith(POOLERS)}
+    for name in tuple(kept):
         original = original_of(name, model)
         if original is None:
             continue
@@ -254,7 +313,10 @@ def _tied_head_faults(
 def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
     """Return the checkpoint format that holds all weights without rounding."""
     # Checkpoints have no float16; float32 holds its values.
-    formats = {entry.dtype for entry in entries.values()}
+    formats = {
+        "bfloat16" if isinstance(entry, QuantizedEntry) else entry.dtype
+        for entry in entries.values()
+    }
     if "float64" in formats:
         return "float64"
     return "bfloat16" if formats == {"bfloat16"} else "float32"
@@ -288,8 +350,11 @@ def _values(
     ((theirs, row),) = places[tensor.name]
     entry = entries[theirs.name]
     stack = entry.read()
+    if theirs.is_of_all_experts:
+        return recast(theirs.part_of_experts(stack, tensor.name), entry.dtype, dtype)
     if theirs.is_transposed:
         stack = stack.T
+    stack = theirs.by_part(stack)
     rows = recast(stack[row : row + tensor.shape[0]], entry.dtype, dtype)
     if rows.shape == tensor.shape:
         return rows

@@ -22,6 +22,7 @@ from raymega.errors import Fault
 # Settings of config.json to fields of model.moe, by architecture.
 _WIDTH = {"moe_intermediate_size": "intermediate_size"}
 _MIXTRAL = {"num_local_experts": "num_experts", **alike("router_jitter_noise")}
+_GPT_OSS = {"num_local_experts": "num_experts"}
 _QWEN = {
     "num_experts": "num_experts",
     **_WIDTH,
@@ -77,7 +78,7 @@ def _qwen_values(config: Config) -> dict[str, Any]:
 
 
 def _deepseek_values(config: Config) -> dict[str, Any]:
-    is_v3 = config["model_type"] == "deepseek_v3"
+    is_v3 = config["model_type"] != "deepseek_v2"
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         return {}
     # V3 always chooses among groups; V2 only with this method. All groups chosen is no choice.
@@ -123,12 +124,53 @@ def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
+def _minimax_values(config: Config) -> dict[str, Any]:
+    return {
+        **ours(_MIXTRAL, config),
+        "router_score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "expert_bias": True,
+    }
+
+
+def _llama4_values(config: Config) -> dict[str, Any]:
+    num_layers, every = config["num_hidden_layers"], config["interleave_moe_layer_step"]
+    # a list wins over the interval; llama4.py refuses one that no interval gives
+    if config.get("moe_layers") is not None:
+        every = 1 + config["moe_layers"][0] if config["moe_layers"] else num_layers + 1
+    if every > num_layers:
+        return {}
+    return {
+        "num_experts": config["num_local_experts"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "shared_expert_intermediate_size": config["moe_intermediate_size"],
+        "layer_freq": every,
+        "router_score_function": "sigmoid",
+        "norm_topk_prob": False,
+        "apply_probs_on_input": True,
+    }
+
+
+def _llama4_config(model: ModelSection) -> dict[str, Any]:
+    layers = [i for i in range(model.num_layers) if model.moe.holds_experts(i)]
+    return {
+        "num_local_experts": model.moe.num_experts or 1,
+        "moe_intermediate_size": model.expert_width,
+        "interleave_moe_layer_step": model.moe.layer_freq,
+        "moe_layers": layers,
+    }
+
+
 _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "mixtral": partial(ours, _MIXTRAL),
     "qwen2_moe": _qwen_values,
     "qwen3_moe": _qwen_values,
     "deepseek_v2": _deepseek_values,
     "deepseek_v3": _deepseek_values,
+    "glm4_moe": _deepseek_values,
+    "minimax_m2": _minimax_values,
+    "gpt_oss": partial(ours, _GPT_OSS),
+    "llama4_text": _llama4_values,
 }
 _WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "mixtral": lambda model: theirs(_MIXTRAL, model.moe),
@@ -136,4 +178,8 @@ _WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_config,
     "deepseek_v2": _deepseek_v2_config,
     "deepseek_v3": _deepseek_v3_config,
+    "glm4_moe": _deepseek_v3_config,
+    "minimax_m2": lambda model: theirs(_MIXTRAL, model.moe),
+    "gpt_oss": lambda model: theirs(_GPT_OSS, model.moe),
+    "llama4_text": _llama4_config,
 }

@@ -8,23 +8,41 @@ permutation: both sides rotate halves (with latents, neighbours).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
-from raymega.plan.tensor_table import GlobalTensor, block_name, model_tensors
+from raymega.convert.huggingface.families.bert import COPIES
+from raymega.convert.huggingface.families.family import StackedExperts
+from raymega.convert.huggingface.families.table import hf_family
+from raymega.convert.number_formats import Array
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.tensor_table import block_name, model_tensors
 
-TABLES = ("embedding.tokens.weight", "head.weight")
+TABLES = ("embedding.tokens.weight", "head.weight", "head.bias")
 """Tensors with one row per token; ours have padded rows behind the vocabulary."""
 
-# Buffers in old files: causal masks and RoPE's angles.
-BUFFER = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+# Buffers in old files: causal masks, RoPE's angles, numbers of positions.
+_BUFFER = re.compile(
+    r".*\.((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)"
+)
 HEAD = "lm_head.weight"
+HEADS = (HEAD, "embed_out.weight")
+"""Names of the head, which never have the prefix of the other tensors."""
 ROUTER = "moe.router"
 # "Further" blocks are those of multi-token prediction, which follow the model's layers there.
 FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
 MOST_FURTHER = 16
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor is a buffer that old files hold, and no weight."""
+    return _BUFFER.fullmatch(f".{name}") is not None
+
 
 _GPT2_OUTER: Mapping[str, tuple[str, ...]] = {
     "transformer.wte": ("embedding.tokens",),
@@ -94,6 +112,11 @@ class HfTensor:
         is_transposed: Whether theirs is the transpose of the concatenation.
         num_rows: Number of leading rows of the concatenation that theirs has; ours may have padded rows.
         expert: Index of the expert that theirs holds, along dim 0 of ours; -1 for other tensors.
+        num_heads: Number of heads by which the rows of the parts alternate, as in GPT-NeoX; 0 for parts
+            that follow one another.
+        is_of_all_experts: Whether theirs holds all experts, [E, in, out], with the parts side by side
+            along out; biases are [E, out].
+        is_interleaved: Whether the outputs of its parts alternate one by one.
         divisor: Divisor of our values; the last norm includes muP's factor of the logits, which their
             models cannot express.
     """
@@ -103,6 +126,9 @@ class HfTensor:
     is_transposed: bool
     num_rows: int
     expert: int = -1
+    num_heads: int = 0
+    is_of_all_experts: bool = False
+    is_interleaved: bool = False
     divisor: float = 1.0
 
     @property
@@ -110,16 +136,46 @@ class HfTensor:
         """Shape of their tensor."""
         if self.expert >= 0:
             return self.parts[0].shape[1:]
+        if self.is_of_all_experts:
+            experts, _, *inner = self.parts[0].shape
+            return (experts, *inner, sum(part.shape[1] for part in self.parts))
         stacked = (self.num_rows, *self.parts[0].shape[1:])
         return stacked[::-1] if self.is_transposed else stacked
+
+    def of_experts(self, parts: Sequence[Array]) -> Array:
+        """Return their tensor of all experts, of the values of ours."""
+        joined = np.concatenate(parts, 1)
+        if self.is_interleaved:
+            joined = np.stack(parts, 2).reshape(joined.shape)
+        return joined.swapaxes(1, -1)
+
+    def part_of_experts(self, values: Array, name: str) -> Array:
+        """Return the values of our tensor ``name`` of all experts, of those of theirs."""
+        number = [part.name for part in self.parts].index(name)
+        rows, count = values.swapaxes(1, -1), len(self.parts)
+        return rows[:, number::count] if self.is_interleaved else np.split(rows, count, 1)[number]
+
+    def by_head(self, stack: Array) -> Array:
+        """Return the parts' rows, one part after another, in the order that they have there."""
+        return self._turned(stack, len(self.parts), self.num_heads)
+
+    def by_part(self, rows: Array) -> Array:
+        """Return their rows in the order of the parts, one after another."""
+        return self._turned(rows, self.num_heads, len(self.parts))
+
+    def _turned(self, rows: Array, outer: int, inner: int) -> Array:
+        if not self.num_heads:
+            return rows
+        groups = rows.reshape(outer, inner, -1, *rows.shape[1:])
+        return groups.swapaxes(0, 1).reshape(rows.shape)
 
 
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
     """Return every tensor of ``model`` as Hugging Face has it, in layer order, without a tied head."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
-    names: dict[str, tuple[str, ...]] = dict(
-        _GPT2_OUTER if model.family == "gpt2" else _LLAMA_OUTER
-    )
+    family = hf_family(architecture_of(model))
+    llama_outer = (family.outer if family else {}) or _LLAMA_OUTER
+    names: dict[str, tuple[str, ...]] = dict(_GPT2_OUTER if model.family == "gpt2" else llama_outer)
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
     # Tables of names cover all families: only tensors that this model has are kept.
@@ -130,6 +186,13 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
         if f"{parts[0]}.{kind}" in ours
     ]
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
+        if family is not None:
+            at = block_name(model, layer)
+            found += [
+                _hf_tensor(f"{family.prefix}.{layer}.{theirs}", [f"{at}.{part}"], ours, model)
+                for theirs, part in family.tensors.items()
+                if f"{at}.{part}" in ours
+            ]
         if model.moe.holds_experts(layer):
             found += _expert_tensors(layer, ours, model)
     # Our order; experts of one tensor follow one another, which exporter.py relies on.
@@ -144,7 +207,9 @@ def num_further(names: Iterable[str], num_layers: int) -> int:
 
 
 def original_of(name: str, model: ModelSection) -> str | None:
-    """Return the tensor that their ``name`` is a copy of, in a multi-token-prediction block; or None."""
+    """Return the tensor that their ``name`` is a copy of, in an encoder's head or a further block; or None."""
+    if name in COPIES:
+        return COPIES[name]
     found = FURTHER_COPY.fullmatch(name)
     if found is None or int(found[1]) < model.num_layers:
         return None
@@ -158,15 +223,20 @@ def _expert_tensors(
     """Return the tensors of router and experts of one block."""
     kind = architecture_of(model)
     at, theirs = block_name(model, layer), f"model.layers.{layer}"
-    module = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    names = {f"{module}.gate.weight": "weight", f"{module}.gate.e_score_correction_bias": "bias"}
+    family = hf_family(kind)
+    if family is not None and family.experts is not None:
+        return _stacked_experts(f"{theirs}.{family.experts.module}", at, ours, family.experts)
+    is_mixtral = kind in ("mixtral", "minimax_m2")
+    module = "block_sparse_moe" if is_mixtral else "mlp"
+    bias = module if kind == "minimax_m2" else f"{module}.gate"
+    names = {f"{module}.gate.weight": "weight", f"{bias}.e_score_correction_bias": "bias"}
     found = [
         _hf_tensor(f"{theirs}.{name}", [f"{at}.{ROUTER}.{part}"], ours, model)
         for name, part in names.items()
         if f"{at}.{ROUTER}.{part}" in ours
     ]
     # One tensor per expert and projection.
-    for name, part in (_MIXTRAL_EXPERTS if kind == "mixtral" else _EXPERTS).items():
+    for name, part in (_MIXTRAL_EXPERTS if is_mixtral else _EXPERTS).items():
         tensor = ours[f"{at}.moe.experts.{part}.weight"]
         found += [
             HfTensor(
@@ -181,20 +251,49 @@ def _expert_tensors(
     return found
 
 
+def _stacked_experts(
+    theirs: str, at: str, ours: Mapping[str, GlobalTensor], layout: StackedExperts
+) -> list[HfTensor]:
+    """Return the tensors of one block that hold all experts each, and their biases if there are any."""
+    groups = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    return [
+        HfTensor(
+            name=f"{theirs}.{name}{end}",
+            parts=tuple(ours[f"{at}.moe.experts.{part}.{kind}"] for part in parts),
+            is_transposed=False,
+            num_rows=ours[f"{at}.moe.experts.{parts[0]}.{kind}"].shape[0],
+            is_of_all_experts=True,
+            is_interleaved=layout.is_interleaved,
+        )
+        for name, parts in groups.items()
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+        if f"{at}.moe.experts.{parts[0]}.{kind}" in ours
+    ]
+
+
 def _hf_tensor(
     name: str, parts: list[str], ours: Mapping[str, GlobalTensor], model: ModelSection
 ) -> HfTensor:
     tensors = tuple(ours[part] for part in parts)
     # GPT-2's Conv1D keeps weights as [in, out]; its embeddings and norms are as ours.
     is_linear = ".attn." in name or ".mlp." in name
-    is_last_norm = parts[0].split(".")[-2] == "final_norm"
+    last_norm = "final_norm" if parts_of(model).is_causal else "transform_norm"
+    is_last_norm = parts[0].split(".")[-2] == last_norm
     return HfTensor(
         name=name,
         parts=tensors,
         is_transposed=model.family == "gpt2" and is_linear and name.endswith(".weight"),
         num_rows=model.vocab_size if parts[0] in TABLES else sum(t.shape[0] for t in tensors),
+        num_heads=model.num_heads if _is_head_wise(name, model) else 0,
         divisor=model.width_ratio if is_last_norm else 1.0,
     )
+
+
+def _is_head_wise(name: str, model: ModelSection) -> bool:
+    """Return whether the rows of their tensor alternate between ours head by head."""
+    family = hf_family(architecture_of(model))
+    module = name.rpartition(".")[0]
+    return family is not None and any(module.endswith(end) for end in family.head_wise)
 
 
 def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:
@@ -210,4 +309,14 @@ def _llama_layer(layer: int, model: ModelSection) -> dict[str, tuple[str, ...]]:
     names = _LLAMA | _SHARED_EXPERTS.get(kind, {})
     if layer >= model.num_layers:
         names |= _FURTHER
-    return {f"model.layers.{layer}.{theirs}": (f"{at}.{ours}",) for theirs, ours in names.items()}
+    each: dict[str, tuple[str, ...]] = {theirs: (ours,) for theirs, ours in names.items()}
+    family, prefix = hf_family(kind), "model.layers"
+    if family is not None:
+        # a module of ours has one name there: the family's own takes Llama's place
+        own = {part for parts in family.modules.values() for part in parts}
+        kept = {theirs: parts for theirs, parts in each.items() if own.isdisjoint(parts)}
+        each, prefix = {**kept, **family.modules}, family.prefix
+    return {
+        f"{prefix}.{layer}.{theirs}": tuple(f"{at}.{part}" for part in parts)
+        for theirs, parts in each.items()
+    }

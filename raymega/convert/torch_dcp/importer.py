@@ -159,7 +159,7 @@ def _read_beside(folder: Path) -> dict[str, Any]:
 
 def _carried_model(beside: Mapping[str, Any]) -> ModelSection | None:
     model = beside.get("job", {}).get("model")
-    return ModelSection.model_validate(model) if model else None
+    return ModelSection.model_validate_json(json.dumps(model)) if model else None
 
 
 def _sort(held: DcpFolder, reading: Reading) -> tuple[list[_Entry], tuple[str, ...]]:

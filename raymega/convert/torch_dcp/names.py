@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raymega.checkpoint.load.init_from import WEIGHTS
+from raymega.config.attention import AttentionSection, MultipliersSection
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
 from raymega.errors import Fault
@@ -162,7 +163,16 @@ def dialect_faults(names: str, model: ModelSection | None) -> Iterator[Fault]:
         yield Fault(fact=f"--names {names!r}", rule=rule, remedy="use one of them, and --rename")
         return
     families = DIALECTS[names].families
-    if not families or (model is not None and model.family in families):
+    if not families:
+        return
+    if model is not None and model.family in families:
+        plain = AttentionSection(), MultipliersSection()
+        if (model.attention, model.multipliers) != plain:
+            yield Fault(
+                fact=f"--names {names} with model.attention or model.multipliers",
+                rule="the model there has one kind of layer, plain scores and no such factors",
+                remedy="use raymega's own names",
+            )
         return
     yield Fault(
         fact=f"--names {names} with {f'family {model.family}' if model else 'no model section'}",

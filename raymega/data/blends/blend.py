@@ -46,12 +46,16 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     scaled = [int(weight * scale) for weight in exact]
-    return tuple(weight // gcd(*scaled) for weight in scaled)
+    common = gcd(*scaled)
+    return tuple(weight // common for weight in scaled)
 
 
 def longest_window(weights: Sequence[float]) -> int:
     """Return the most positions within which the source of the least share has one sample."""
-    whole = whole_weights(weights)
+    return _window(whole_weights(weights))
+
+
+def _window(whole: Sequence[int]) -> int:
     return -(-sum(whole) // min(whole))
 
 
@@ -67,7 +71,7 @@ class Blend:
         """Take a positive weight for each source; only their ratios count."""
         self.weights = whole_weights(weights)
         self.total = sum(self.weights)
-        self._window = longest_window(weights)
+        self._window = _window(self.weights)
         least = max(self._window, LEAST_BLOCK)
         # After ``total`` samples every count is exact, and the order begins anew.
         self._is_periodic = self.total <= least

@@ -6,26 +6,37 @@ It reads descriptions of datasets, and no tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Any
 
-from raymega.config.data import DataSection, is_synthetic
-from raymega.config.schema import Job
+import numpy as np
+
+from raymega.config.data import DataSection, is_computed
+from raymega.config.schema import Job, PluginsSection
 from raymega.data.blends.mixture import mixture_of
 from raymega.data.megatron import is_megatron
 from raymega.data.open_split import open_split, shape_of
-from raymega.data.remote_dataset import is_remote, meta_at
+from raymega.data.order import two_blocks_bytes
+from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import Fault, RaymegaError
 from raymega.plan.batch import samples_after, steps_for
 
 
-def epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterator[Fault]:
+def epoch_faults(
+    section: DataSection,
+    *,
+    seed: int,
+    num_samples: int,
+    plugins: PluginsSection,
+    has_pairs: bool = False,
+) -> Iterator[Fault]:
     """Yield a fault for each dataset that the run would read more often than its ``max_epochs``."""
     limits = [source.max_epochs for _, sources in section.blends for source in sources]
     if not any(limits):
         return
-    mixture = mixture_of(section)
+    mixture, count = mixture_of(section), partial(num_rows, plugins=plugins, has_pairs=has_pairs)
     for (_, sources), first, end in zip(
         section.blends, mixture.firsts, [*mixture.firsts[1:], num_samples], strict=True
     ):
@@ -34,7 +45,7 @@ def epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterat
             continue
         counts = dict(zip(mixture.datasets, mixture.counts(until), strict=True))
         for source in sources:
-            rows = num_rows(source.path, section, seed=seed) if source.max_epochs else 0
+            rows = count(source.path, section, seed=seed) if source.max_epochs else 0
             if rows and counts[source.path] > source.max_epochs * rows:
                 yield Fault(
                     fact=f"{section.datasets[source.path]}={source.path!r} is read "
@@ -45,16 +56,26 @@ def epoch_faults(section: DataSection, *, seed: int, num_samples: int) -> Iterat
                 )
 
 
-def num_rows(path: str, section: DataSection, *, seed: int) -> int:
-    """Return the sequences of one epoch of a training dataset; reads no tokens.
+def num_rows(
+    path: str,
+    section: DataSection,
+    *,
+    seed: int,
+    plugins: PluginsSection,
+    has_pairs: bool = False,
+) -> int:
+    """Return the sequences of one epoch of a training dataset, of texts or of pairs; reads no tokens.
 
     Documents in an object store are not packed for it: their number is then a lower bound.
     """
     is_packed = section.packing != "none"
-    if is_synthetic(path) or is_megatron(path) or (is_packed and not is_remote(path)):
-        return open_split(path, "train", shape_of(section), seed=seed).num_windows
-    num_tokens = meta_at(path).splits["train"].num_tokens
-    return -(-num_tokens // section.seq_len) if is_packed else (num_tokens - 1) // section.seq_len
+    if is_computed(path) or is_megatron(path) or (is_packed and not is_remote(path)):
+        shape = replace(shape_of(section), pairs="alone" if has_pairs else "none")
+        return open_split(path, "train", shape, seed=seed, plugins=plugins).num_windows
+    shards, seq_len = meta_at(path).splits["train"].shards, section.seq_len
+    if is_packed:
+        return sum(-(-shard.num_tokens // seq_len) for shard in shards)
+    return sum((shard.num_tokens - 1) // seq_len for shard in shards)
 
 
 def budget_steps(values: Mapping[str, Any]) -> tuple[int, list[Fault]]:
@@ -93,7 +114,12 @@ def budget_steps(values: Mapping[str, Any]) -> tuple[int, list[Fault]]:
     if section.sources or section.stages:
         return 0, [_no_epoch(epochs)]
     try:
-        rows = num_rows(section.path, section, seed=values.get("run.seed", 0))
+        plugins = PluginsSection(options=values.get("plugins.options", {}))
+        has_pairs, seed = (
+            values.get("preference.loss_type", "none") != "none",
+            values.get("run.seed", 0),
+        )
+        rows = num_rows(section.path, section, seed=seed, plugins=plugins, has_pairs=has_pairs)
     except RaymegaError as error:
         return 0, [_unread(epochs, section.path, str(error))]
     return steps_for(ceil(epochs * rows), section), []
@@ -167,9 +193,56 @@ def planned_reads(job: Job) -> list[DatasetUse]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedReads:
+    """Cost of datasets in object stores, for each node.
+
+    Attributes:
+        cached_bytes: Most bytes of shards on its disk that are needed at one time.
+        step_bytes: Bytes that a step takes of all shards, on average over the first blend. Each node fetches
+            them all: the rows of a block are dealt to all ranks.
+    """
+
+    cached_bytes: int
+    step_bytes: int
+
+
+def streamed_reads(job: Job) -> StreamedReads | None:
+    """Return the cost of datasets in object stores; None without one that can be read here."""
+    section = job.data
+    try:
+        needs = {path: cache_need(path, "train", section) for path in section.datasets}
+        needs |= {
+            each.path: cache_need(each.path, each.split, section) for each in section.validation
+        }
+        if not any(needs.values()):
+            return None
+        step_bytes = 0.0
+        for path, share in zip(
+            mixture_of(section).datasets, mixture_of(section).shares(), strict=True
+        ):
+            if is_remote(path):
+                sizes = [shard.num_bytes for shard in meta_at(path).splits["train"].shards]
+                has_pairs, seed = job.preference.is_on, job.run.seed
+                rows = num_rows(path, section, seed=seed, plugins=job.plugins, has_pairs=has_pairs)
+                step_bytes += float(share) * section.global_batch_size * sum(sizes) / rows
+    except (RaymegaError, KeyError):
+        return None
+    return StreamedReads(cached_bytes=sum(needs.values()), step_bytes=ceil(step_bytes))
+
+
+def cache_need(path: str, split: str, section: DataSection) -> int:
+    """Return the bytes that a node keeps of a split in an object store: two blocks, or all; 0 for others."""
+    if not is_remote(path):
+        return 0
+    sizes = [shard.num_bytes for shard in meta_at(path).splits[split].shards]
+    return two_blocks_bytes(np.array(sizes), section.shuffle_block_bytes)
+
+
 def _known_rows(path: str, job: Job) -> int:
     """Return the sequences of a dataset; 0 where it cannot be read here."""
     try:
-        return num_rows(path, job.data, seed=job.run.seed)
+        has_pairs, seed = job.preference.is_on, job.run.seed
+        return num_rows(path, job.data, seed=seed, plugins=job.plugins, has_pairs=has_pairs)
     except (RaymegaError, KeyError):
         return 0

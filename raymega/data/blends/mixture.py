@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -30,8 +31,9 @@ class Mixture:
         paths = dict.fromkeys(source.path for _, sources in stages for source in sources)
         self.datasets = tuple(paths)
         ends = [re.split("[/:]", path.rstrip("/"))[-1] for path in self.datasets]
+        times = Counter(ends)
         self.names = tuple(
-            f"{end}-{index}" if ends.count(end) > 1 else end for index, end in enumerate(ends)
+            f"{end}-{index}" if times[end] > 1 else end for index, end in enumerate(ends)
         )
         self.firsts = [first for first, _ in stages]
         number = {path: index for index, path in enumerate(self.datasets)}

@@ -23,8 +23,9 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.extra_files import find_carried, find_tokenizer, has_tokenizer
 from raymega.errors import ConfigError, Fault
+from raymega.evaluate.plan import EvalOptions, plan_of
 from raymega.evaluate.requests import make_request
-from raymega.evaluate.scoring import EvalOptions, OnRows, plan_of, score
+from raymega.evaluate.scoring import OnRows, score
 from raymega.plan.run_plan import RunPlan
 from raymega.session import session_at
 

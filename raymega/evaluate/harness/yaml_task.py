@@ -15,9 +15,10 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import ConfigError, Fault, one_line
 from raymega.evaluate.harness.adapter import RaymegaLM
+from raymega.evaluate.plan import EvalOptions
 from raymega.evaluate.recording import MlflowRun, find_mlflow_run, recorded
 from raymega.evaluate.report import EvalReport
-from raymega.evaluate.scoring import EvalOptions, OnRows
+from raymega.evaluate.scoring import OnRows
 from raymega.plan.run_plan import RunPlan
 
 BOOTSTRAP_ITERS = 1000

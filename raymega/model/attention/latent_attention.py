@@ -70,10 +70,9 @@ class LatentAttention(nn.Module):
         kv = self.kv(self.kv_norm(kv_latent))
         k_turned = self.sp.enter(k_turned)
         # attention and output projection
-        rows = whole_rows(q.shape[0], q.device)
-        inside = partial(
-            self._attend, token_layout=token_layout or make_token_layout(rows, no_context())
-        )
+        if token_layout is None:
+            token_layout = make_token_layout(whole_rows(q.shape[0], q.device), no_context())
+        inside = partial(self._attend, token_layout=token_layout)
         if not self.is_remade:
             return self.out(inside(q, kv, k_turned))
         return recompute_input(self.out, checkpoint_output(inside, q, kv, k_turned))

@@ -40,21 +40,41 @@ class ResidualDropout(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: norm before each part, dropout after it, nothing after the sum."""
+    """Block of two parts, with norms before or after each; after dropout comes the sum, and its norm if any.
+
+    Args:
+        attention_norm: Norm before attention; None is none.
+        attention: Attention.
+        attention_dropout: Dropout on its output.
+        mlp_norm: Norm before the feed-forward layer; None is none.
+        mlp: Feed-forward layer, or a layer of experts.
+        mlp_dropout: Dropout on its output.
+        post_norms: Norms after attention and after the feed-forward layer; None is none.
+        sum_norms: Norms after the sum of each part with its input (BERT); None is none.
+        is_parallel: Whether both parts read the block's input.
+        factor: Factor on what each part adds.
+    """
 
     is_norm_remade = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one a part
         self,
         *,
-        attention_norm: nn.Module,
+        attention_norm: nn.Module | None,
         attention: BlockPart,
         attention_dropout: ResidualDropout,
-        mlp_norm: nn.Module,
+        mlp_norm: nn.Module | None,
         mlp: BlockPart,
         mlp_dropout: ResidualDropout,
+        post_norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
+        sum_norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
+        is_parallel: bool = False,
+        factor: float = 1.0,
     ) -> None:
         super().__init__()
+        self.is_parallel, self.factor = is_parallel, factor
+        self.attention_post_norm, self.mlp_post_norm = post_norms
+        self.attention_sum_norm, self.mlp_sum_norm = sum_norms
         self.attention_norm = attention_norm
         self.attention = attention
         self.attention_dropout = attention_dropout
@@ -72,11 +92,18 @@ class TransformerBlock(nn.Module):
         """Map x [S/sp, B, D] to the same shape; without a layout there is no dropout and no cp."""
         keys = None if token_layout is None else token_layout.keys
         y = self.attention(self._normal(self.attention_norm, x), token_layout)
-        x = x + self.attention_dropout(y, keys)
-        y = self.mlp(self._normal(self.mlp_norm, x), token_layout)
-        return x + self.mlp_dropout(y, keys)
+        y = self._scaled(self._normal(self.attention_post_norm, y))
+        after = self._normal(self.attention_sum_norm, x + self.attention_dropout(y, keys))
+        y = self.mlp(self._normal(self.mlp_norm, x if self.is_parallel else after), token_layout)
+        y = self._scaled(self._normal(self.mlp_post_norm, y))
+        return self._normal(self.mlp_sum_norm, after + self.mlp_dropout(y, keys))
 
-    def _normal(self, norm: nn.Module, x: Tensor) -> Tensor:
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.factor == 1.0 else y * self.factor
+
+    def _normal(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
         if self.is_norm_remade:
             return checkpoint_output(norm, x, params=tuple(norm.parameters()))
         normal: Tensor = norm(x)

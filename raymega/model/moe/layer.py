@@ -6,15 +6,19 @@ shared expert overlaps with the dispatch and combine of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from raymega.config.moe import MoeSection
-from raymega.model.layers.mlp import GeluMlp, SwigluMlp
-from raymega.model.moe.experts import Experts, SharedExpert
+from raymega.model.layers.mlp import SwigluMlp
+from raymega.model.moe.experts import Experts, MakeMlp, SharedExpert
 from raymega.model.moe.local_experts import is_one_node, run_local_experts
 from raymega.model.moe.router import Router
 from raymega.parallel.context_parallel.context import TokenLayout
-from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, dispatch_tokens
+from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, Routing, dispatch_tokens
 from raymega.parallel.expert_parallel.token_ids import TokenIds, plain_token_ids
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.mappings import gather_rows, scatter_rows
@@ -29,12 +33,14 @@ class MoeLayer(nn.Module):
         name: str,
         moe: MoeSection,
         groups: ExpertGroups,
-        mlp: type[GeluMlp] | type[SwigluMlp] = SwigluMlp,
+        mlp: MakeMlp = SwigluMlp,
+        inside: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.groups = groups
+        self.weighs_inputs = moe.apply_probs_on_input
         self.router = Router(factory, f"{name}.router", moe, groups.micro)
-        self.experts = Experts(factory, f"{name}.experts", groups.etp)
+        self.experts = Experts(factory, f"{name}.experts", groups.etp, inside)
         self.shared = (
             SharedExpert(factory, name, mlp) if moe.shared_expert_intermediate_size else None
         )
@@ -55,9 +61,11 @@ class MoeLayer(nn.Module):
         # route
         own, token_ids, keys = self._own_tokens(x, token_layout)
         own, routing = self.router(own, token_ids, keys)
+        if self.weighs_inputs:
+            own, routing = weigh_inputs(own, routing)
         # all experts here: one autograd node, no dispatch
         if is_one_node(self.experts, routing, self.groups):
-            y = self._to_stream(run_local_experts(own, routing, self.experts)).view_as(x)
+            y = self._to_stream(run_local_experts(own, routing, self.experts), x)
             return y if self.shared is None else y + self.shared.finish(self.shared.start(x), x)
         # dispatch | first half of the shared expert
         dispatch = dispatch_tokens(own, routing, self.groups)
@@ -65,7 +73,7 @@ class MoeLayer(nn.Module):
         # experts, then combine | second half of the shared expert
         dispatch.start_back(self.experts(*dispatch.arrive()))
         shared = None if self.shared is None else self.shared.finish(inner, x)
-        y = self._to_stream(dispatch.result()).view_as(x)
+        y = self._to_stream(dispatch.result(), x)
         return y if shared is None else y + shared
 
     def _own_tokens(
@@ -86,9 +94,19 @@ class MoeLayer(nn.Module):
             None if keys is None else sp.share(keys.flatten()),
         )
 
-    def _to_stream(self, y: Tensor) -> Tensor:
-        """Return the rank's part of the residual stream from its own tokens' outputs."""
+    def _to_stream(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the rank's part of the residual stream, like x, from its own tokens' outputs."""
         tp = self.groups.sp.tp
+        if self.weighs_inputs and self.router.moe.top_k > 1:
+            y = y.unflatten(0, (-1, self.router.moe.top_k)).sum(1)
         if self.groups.sp.is_sequence_parallel or tp.size == 1:
-            return y
-        return gather_rows(y, tp)
+            return y.view_as(x)
+        return gather_rows(y, tp).view_as(x)
+
+
+def weigh_inputs(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Return tokens [T k, D], one for each choice, times its weight, and their routing with weights of 1."""
+    weights = routing.weights.to(x.dtype)
+    rows = (x[:, None] * weights[:, :, None]).flatten(0, 1)
+    ones = torch.ones_like(routing.weights).view(-1, 1)
+    return rows, replace(routing, experts=routing.experts.view(-1, 1), weights=ones)

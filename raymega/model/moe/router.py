@@ -48,6 +48,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe, self.micro = moe, micro
         self.weight = factory.make(f"{name}.weight")
+        self.linear_bias = factory.make_if_any(f"{name}.linear.bias")
         self.bias = factory.make_if_any(f"{name}.bias")
         self.counts = factory.make_if_any(f"{name}.counts")
         self.jitter_key = place_key(factory.seed, f"{name}.jitter")
@@ -97,7 +98,8 @@ class Router(nn.Module):
             seen = seen * jitter(
                 keys + self.jitter_key, x.shape[1], self.moe.router_jitter_noise, wide
             )
-        return linear(seen, self.weight.to(wide))
+        bias = None if self.linear_bias is None else self.linear_bias.to(wide)
+        return linear(seen, self.weight.to(wide), bias)
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, token_ids: TokenIds) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ class FailureKind(StrEnum):
     HUNG = "hung"
     """No worker has made progress within the deadline, or some did not start in time."""
     UNSAVED = "unsaved"
-    """Every worker is done, but the last checkpoint could not be written."""
+    """Every worker is done, but the last checkpoint could not be written. The step must not be trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +75,8 @@ class Failure:
     @property
     def headline(self) -> str:
         """Rank and kind of the failure, in a few words."""
+        if self.kind is FailureKind.UNSAVED:
+            return "the last save failed"
         who = "a worker" if self.rank < 0 else f"rank {self.rank}"
         return f"{who} raised {self.error}" if self.error else f"{who} {self.kind}"
 
@@ -92,9 +94,14 @@ class Failure:
         return mine == (other.kind, other.step, other.error)
 
 
-def unsaved(*, step: int, saved_step: int) -> Failure:
-    """Return the failure of workers that completed ``step`` but whose checkpoint could not be written."""
-    message = f"the workers are done, but only step {saved_step} is saved"
+def unsaved(*, step: int, saved_step: int, cause: str) -> Failure:
+    """Return the failure of workers that completed ``step`` but whose checkpoint could not be written.
+
+    ``cause`` is the store's error in a few words.
+    """
+    message = (
+        f"every step is trained, but only step {saved_step} is saved: {cause or 'no rank told why'}"
+    )
     return Failure(kind=FailureKind.UNSAVED, rank=-1, step=step, message=message)
 
 
@@ -125,6 +132,11 @@ class FailurePolicy:
         """Return the decision about ``failure``, given the ``earlier`` ones that count, oldest first."""
         if failure.wants_rollback:
             return self._roll_back(1 + sum(before.wants_rollback for before in earlier))
+        # the last save was tried long enough; a restart would train the same steps again
+        if failure.kind is FailureKind.UNSAVED:
+            return _give_up(
+                "it was tried for checkpoint.last_save_retry_s, and a restart would repeat steps"
+            )
         # errors that no restart can help
         if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:
             return _give_up(f"{failure.error} comes again however often the run restarts")
@@ -163,7 +175,10 @@ def give_up_error(failure: Failure, reason: str) -> RaymegaError:
     named = [kind for kind in akin if kind.__name__ == name]
     # WorkerError has exit code 4
     kinds: list[type[RaymegaError]] = [*named, *akin, WorkerError]
-    remedy = "read that rank's log; the same job continues from the last checkpoint"
+    does = "read that rank's log"
+    if failure.kind is FailureKind.UNSAVED:
+        does = "give the store room and the right to write, and start the same job again"
+    remedy = f"{does}; the same job continues from the last checkpoint"
     return kinds[0](Fault(fact=failure.cause, rule=reason, remedy=remedy))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import CapacityError, Fault, InternalError
@@ -130,6 +131,8 @@ def choose_ranks(
         grid: Grid whose ranks are assigned.
         block: Number of workers that must share a node, see block_size.
     """
+    if len(locations) < grid.world_size:
+        return None
     # holder: index of the process by rank; free: processes without a rank, by node
     holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
     free = {node: [i for i in here if ranks[i] not in range(grid.world_size)]
@@ -148,18 +151,54 @@ def choose_ranks(
     for group in moving:
         for index in (holder.pop(rank) for rank in group if rank in holder):
             free[locations[index].node_id].append(index)
-    domains = {location.node_id: location.domain for location in locations}
-    # first choice is the node of the preceding rank, then its domain, then the roomiest node
+    room = _Room({location.node_id: location.domain for location in locations}, free)
     for group in moving:
-        room = [node for node in free if len(free[node]) >= len(group)]
-        if not room:
-            return None
         last = locations[holder[group[0] - 1]].node_id if group[0] - 1 in holder else ""
-        near = domains.get(last, "")
-        node = min(room, key=lambda n: (n != last, domains[n] != near, -len(free[n]), n))
-        holder |= {rank: free[node].pop(0) for rank in group}
+        taken = room.take(len(group), last)
+        if not taken:
+            return None
+        holder.update(zip(group, taken, strict=True))
     rank_of = {index: rank for rank, index in holder.items()}
     return tuple(rank_of.get(index, -1) for index in range(len(locations)))
+
+
+class _Room:
+    """Free processes by node, from which groups are taken; each costs the logarithm of the number of nodes."""
+
+    def __init__(self, domains: dict[str, str], free: dict[str, list[int]]) -> None:
+        self._domains, self._free = domains, free
+        # heaps of (-number of free processes, node), of each domain and of all (None); stale entries are skipped
+        self._heaps: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
+        for node in free:
+            self._add(node)
+
+    def take(self, number: int, last: str) -> list[int]:
+        """Take ``number`` processes of one node, the node ``last`` of the preceding rank first; [] for none.
+
+        The next choices are the roomiest node of its domain, and the roomiest of all.
+        """
+        near = self._domains.get(last, "")
+        if len(self._free.get(last, ())) >= number:
+            node = last
+        else:
+            node = self._roomiest(near, number) or self._roomiest(None, number)
+        if not node:
+            return []
+        here = self._free[node]
+        taken, here[:number] = here[:number], []
+        self._add(node)
+        return taken
+
+    def _roomiest(self, domain: str | None, number: int) -> str:
+        """Return the roomiest node of a domain, or of all; '' if it has no room for ``number``."""
+        heap = self._heaps[domain]
+        while heap and -heap[0][0] != len(self._free[heap[0][1]]):
+            heappop(heap)
+        return heap[0][1] if heap and -heap[0][0] >= number else ""
+
+    def _add(self, node: str) -> None:
+        for domain in (self._domains[node], None):
+            heappush(self._heaps[domain], (-len(self._free[node]), node))
 
 
 def keep_ranks(

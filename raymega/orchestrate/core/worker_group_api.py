@@ -12,7 +12,7 @@ from typing import Protocol
 
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.errors import Fault
-from raymega.messages import Replicas, Report, Requests, StartWorker
+from raymega.messages import Replicas, Report, Requests, SnapshotHolders, StartWorker
 from raymega.orchestrate.core.rank_placement import AssignedRank, WorkerLocation
 from raymega.plan.run_plan import RunPlan
 
@@ -24,9 +24,13 @@ ANSWER_EVERY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """Sign that a worker's process answered a call; it tells nothing about its training thread."""
+    """Sign that a worker's process answered a call; it tells nothing about its training thread.
+
+    ``every_s`` is the interval in which such signs come, in seconds.
+    """
 
     rank: int
+    every_s: float = ANSWER_EVERY_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +87,7 @@ class AttemptSpec:
     run_uri: str
     attempt: int
     restore: str
-    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    holders: SnapshotHolders = field(default_factory=SnapshotHolders)
     skipped_samples: tuple[tuple[int, int], ...] = ()
     entry_input: bytes = b""
 

@@ -31,6 +31,7 @@ from raymega.orchestrate.core.worker_group_api import (
     WorkerStatus,
 )
 from raymega.orchestrate.driver.hang_detector import HangDetector
+from raymega.plugins import RAISED_IN
 
 SETTLE_S = 2.0
 """Wait after a lost connection for its cause, the death or error of another rank, in seconds."""
@@ -85,7 +86,9 @@ class AttemptMonitor:
     def observe(self, report: Report | WorkerStatus, now_s: float) -> None:
         """Handle one report; reports must come in order of arrival."""
         match report:
-            # signs of life: no progress of training
+            # of every rank each second; then signs of life without progress of training
+            case StepFinished() | Progress():
+                self._advance(report, now_s)
             case Heartbeat() | ThreadStatus() | ProcessStatus():
                 self._watch.observe(report, now_s)
             # failures: the first one with a cause of its own counts
@@ -99,8 +102,6 @@ class AttemptMonitor:
             case Entered():
                 self._entered[report.phase].add(report.rank)
                 self.last_sign_s = now_s
-            case StepFinished() | Progress():
-                self._advance(report, now_s)
             case WorkerFinished():
                 self._finished.add(report.rank)
                 self.last_sign_s = now_s
@@ -188,7 +189,9 @@ class AttemptMonitor:
             return None
         silent = set(self._steps) - set(self._secondary) - self._finished
         if len(silent) != 1:
-            return self._error(first)
+            # a rank that waited inside a plug-in says more than those that waited for it
+            inside = [each for _, each in self._secondary.values() if RAISED_IN in each.message]
+            return self._error(inside[0] if inside else first)
         # a single rank did not complain: the others lost their connection to it
         (rank,) = silent
         message = f"it is silent and the others lost it; rank {first.rank} has {first.message}"
@@ -220,6 +223,11 @@ class AttemptMonitor:
         # a rank is named only when it is the only one
         rank = min(missing) if len(missing) == 1 else -1
         return Failure(kind=FailureKind.HUNG, rank=rank, step=self.step, message=message)
+
+
+def is_sign_of_life(report: Report | WorkerStatus) -> bool:
+    """Return whether the report is one of those that each rank makes each second, which say nothing else."""
+    return isinstance(report, Heartbeat | Progress | Working)
 
 
 def _death(report: WorkerDied, *, step: int) -> Failure:

@@ -7,16 +7,18 @@ delay the control loop. A save that fails is an outcome, never an exception.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from math import inf
+from threading import Event
 
 from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
-from raymega.errors import CheckpointError, RaymegaError
+from raymega.errors import CheckpointError, RaymegaError, StorageError, one_line
 from raymega.events import (
     CheckpointCommitted,
     EvaluationFinished,
@@ -29,11 +31,15 @@ from raymega.orchestrate.core.worker_group_api import WorkerStatus
 from raymega.orchestrate.driver.rank_reports import RankCollector
 from raymega.orchestrate.driver.save_requests import SaveRequests
 from raymega.plan.run_plan import RunPlan
-from raymega.storage.store import Store
+from raymega.storage.retry import RETRY, RetryPolicy
+from raymega.storage.store import Store, delete_all
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 2.0
+PROGRESS_EVERY_S, WARN_EVERY_S = 2.0, 30.0
+"""Least seconds between two reports of a save's progress, and between two warnings about its retries."""
+
+ONCE, COMMIT_PAUSE_S = RetryPolicy(pauses_s=()), 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +53,17 @@ Outcome = CheckpointCommitted | SaveFailed | Superseded
 
 
 class CheckpointCommitter:
-    """The saves of one attempt, from the ranks' reports to the manifest."""
+    """The saves of one attempt, from the ranks' reports to the manifest.
+
+    Attributes:
+        error: Cause of the newest save's failure in a few words; empty when that save is committed.
+    """
 
     def __init__(
         self, *, plan: RunPlan, attempt: int, store: Store, executor: Executor, clock: Clock
     ) -> None:
         """Prepare for the saves of ``attempt``; ``executor`` must have one thread, to keep commits in order."""
+        self.error = ""
         self._plan, self._attempt = plan, attempt
         self._store, self._executor, self._clock = store, executor, clock
         self._shards: RankCollector[ShardSaved] = RankCollector(plan.grid.world_size)
@@ -62,6 +73,13 @@ class CheckpointCommitter:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._progress: dict[int, RankSaveProgress] = {}
         self._told_s = clock.monotonic()
+        self._warned_s = -inf
+        self._is_over = Event()
+        # A commit of the last step; the store itself already retries each call for a while.
+        each_s, last_s = sum(RETRY.pauses_s), plan.job.checkpoint.last_save_retry_s
+        self._last_retry = RetryPolicy(
+            pauses_s=(COMMIT_PAUSE_S,) * int(last_s // each_s), sleep=self._pause
+        )
         section = plan.job.checkpoint
         keep = RetentionPolicy(
             last=section.keep_last, every=section.keep_every, best=section.keep_best
@@ -100,9 +118,10 @@ class CheckpointCommitter:
                 self._requests.answer(outcome.step, error=outcome.reason)
         return outcomes
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until every pending commit has an outcome, for ``timeout_s`` seconds at most."""
+    def end(self, timeout_s: float) -> None:
+        """Wait ``timeout_s`` seconds at most for pending commits; those still left are tried no more."""
         wait(self._under_way, timeout=timeout_s)
+        self._is_over.set()
 
     def _add(self, shard: ShardSaved) -> None:
         """Add a rank's shard; the last missing one starts the commit."""
@@ -116,6 +135,12 @@ class CheckpointCommitter:
         """Return the sum of all ranks' progress with this save, once every PROGRESS_EVERY_S, else None."""
         self._progress[report.rank] = report
         now_s = self._clock.monotonic()
+        if report.error and now_s - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = now_s
+            log.warning(
+                "rank %d could not write step %d and tries again: %s",
+                report.rank, report.step, report.error,
+            )  # fmt: skip
         if now_s - self._told_s < PROGRESS_EVERY_S:
             return None
         self._told_s = now_s
@@ -134,16 +159,18 @@ class CheckpointCommitter:
             manifest = self._assemble(shards, metrics)
         except CheckpointError as error:
             self._clear_away(step)
+            self.error = _cause(shards.values()) or one_line(error)
             return SaveFailed(step=step, reason=str(error))
-        # commit, between two looks for a newer epoch, which may begin at any time
+        # commit; a manifest of the last step is tried again for long, as no later one makes up for it
+        is_last = step >= self._plan.job.run.steps
         try:
-            if self._is_overtaken():
-                return Superseded(step=step)
-            commit(self._store, manifest)
-            if self._is_overtaken():  # readers ignore manifests that came after the newer epoch
-                return Superseded(step=step)
+            is_mine = (self._last_retry if is_last else ONCE).run(lambda _: self._commit(manifest))
         except RaymegaError as error:
+            self.error = one_line(error.faults[0].fact)
             return SaveFailed(step=step, reason=str(error))
+        if not is_mine:
+            return Superseded(step=step)
+        self.error = ""
         # delete old checkpoints, and report the durations of the slowest rank
         self._delete_old()
         written_s = max(shard.stall_s + shard.write_s for shard in shards.values())
@@ -154,6 +181,17 @@ class CheckpointCommitter:
             save_s=written_s + self._clock.monotonic() - begun_s,
             num_bytes=sum(shard.num_bytes for shard in shards.values()),
         )
+
+    def _commit(self, manifest: Manifest) -> bool:
+        """Write the manifest, and return whether no newer epoch, which may begin at any time, outdates it."""
+        if self._is_overtaken():
+            return False
+        commit(self._store, manifest)
+        return not self._is_overtaken()  # readers ignore manifests that came after the newer epoch
+
+    def _pause(self, seconds: float) -> None:
+        if self._is_over.wait(seconds):
+            raise StorageError("the attempt ended before its last checkpoint was committed")
 
     def _is_overtaken(self) -> bool:
         return newest_epoch(self._store) > self._attempt
@@ -175,8 +213,7 @@ class CheckpointCommitter:
         mine = CheckpointId(attempt=self._attempt, step=step)
         try:
             keys = [key for key in self._store.list(folder_of(step)) if checkpoint_of(key) == mine]
-            for key in () if any(map(is_manifest, keys)) else keys:
-                self._store.delete(key)
+            delete_all(self._store, () if any(map(is_manifest, keys)) else keys)
         except RaymegaError as error:
             log.warning("files of the failed save of step %d were not deleted: %s", step, error)
 
@@ -185,3 +222,12 @@ class CheckpointCommitter:
             self._pruner.prune()
         except RaymegaError as error:
             log.warning("old checkpoints were not deleted: %s", error)
+
+
+def _cause(shards: Iterable[ShardSaved]) -> str:
+    """Return the first rank that could not write and its error's fact, in one line; empty without."""
+    failed = [shard for shard in shards if shard.error]
+    if not failed:
+        return ""
+    others = f" (and {len(failed) - 1} other ranks)" if failed[1:] else ""
+    return f"rank {failed[0].rank}{others}: {one_line(failed[0].error.partition('; ')[0])}"

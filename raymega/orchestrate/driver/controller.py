@@ -126,7 +126,9 @@ class Controller:
         context, limit_s = self._context, self._job.elastic.stop_timeout_s
         if context.is_done:
             is_whole = context.state.saved_step >= self._job.run.steps
-            context.move(State.FINISHED if is_whole else State.PREEMPTED, "asked to stop")
+            cause = context.committer.error
+            reason = f"asked to stop; the last save failed: {cause}" if cause else "asked to stop"
+            context.move(State.FINISHED if is_whole else State.PREEMPTED, reason)
         elif self._asked_s_ago > limit_s:
             reason = f"the last save took longer than elastic.stop_timeout_s={limit_s:g}"
             context.move(State.PREEMPTED, reason)

@@ -31,6 +31,8 @@ NUM_STEPS, MIN_STEPS = 20, 3
 """Number of newest steps in the median, and number of steps from which on it is trusted."""
 LOOK_AHEAD_S = LOOK_EVERY_S = 0.5
 """Lead of the first probe before the deadline, and interval between probes, in seconds."""
+PROBES_PER_S = 1024
+"""Ranks that are probed in a second, at most: thousands are probed less often."""
 BUSY_SHARE = 0.1
 """Share of a CPU between two probes from which on a thread counts as computing."""
 IDLE_STATES = ("S", "I")
@@ -56,6 +58,7 @@ class HangDetector:
         self._states: dict[int, str] = {}
         self._stands: dict[int, list[tuple[float, ThreadStatus]]] = {}
         self._probed_s = -inf
+        self._every_s = ANSWER_EVERY_S  # interval in which processes give signs of life
 
     @property
     def deadline_s(self) -> float:
@@ -78,6 +81,7 @@ class HangDetector:
         match sign:
             case Heartbeat():
                 self._answered_s[sign.rank] = now_s
+                self._every_s = sign.every_s
                 self._states.pop(sign.rank, None)
             case ProcessStatus():
                 self._states[sign.rank] = sign.state
@@ -97,7 +101,8 @@ class HangDetector:
         near_s = self.deadline_s - LOOK_AHEAD_S
         silent = frozenset(self._silent(near_s, now_s))
         is_quiet = self._is_armed(is_training=is_training) and now_s - last_sign_s >= near_s
-        if not (silent or is_quiet) or now_s - self._probed_s < LOOK_EVERY_S:
+        pause_s = max(LOOK_EVERY_S, len(self._answered_s) / PROBES_PER_S)
+        if not (silent or is_quiet) or now_s - self._probed_s < pause_s:
             return None
         self._probed_s = now_s
         return silent
@@ -128,12 +133,15 @@ class HangDetector:
     def _silent(self, limit_s: float, now_s: float) -> dict[int, float]:
         """Return the ranks whose process has not answered for ``limit_s``, with the seconds of silence.
 
-        Silence is counted only until the next answer of any rank is due. A driver that was delayed itself
+        Where signs come in a longer interval, silence may last as much longer. It is counted only until the next answer of any rank is due. A driver that was delayed itself
         has heard no rank and must not count its own delay.
         """
-        newest_s = max(self._answered_s.values(), default=now_s)
+        limit_s += self._every_s - ANSWER_EVERY_S
+        if not self._answered_s or now_s - min(self._answered_s.values()) < limit_s:
+            return {}
+        newest_s = max(self._answered_s.values())
         are_all_silent = now_s - newest_s >= limit_s
-        until_s = now_s if are_all_silent else min(now_s, newest_s + ANSWER_EVERY_S)
+        until_s = now_s if are_all_silent else min(now_s, newest_s + self._every_s)
         ages = {rank: until_s - at_s for rank, at_s in self._answered_s.items()}
         return {rank: age_s for rank, age_s in ages.items() if age_s >= limit_s}
 

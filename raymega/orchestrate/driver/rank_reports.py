@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from raymega.events import (
@@ -51,19 +51,17 @@ class Stragglers:
     as long as the slowest. Stragglers are only reported; nothing is restarted.
     """
 
-    def __init__(self, grid: Grid, *, ratio: float) -> None:
+    def __init__(self, *, ratio: float) -> None:
         """Report ranks above ``ratio``, the job's elastic.straggler_ratio; 0 reports none."""
-        self._grid, self._ratio = grid, ratio
+        self._ratio = ratio
         self._samples: dict[int, int] = {}  # slow samples in a row, by rank
 
-    def observe(self, work_s: Mapping[int, float]) -> list[tuple[int, float]]:
+    def observe(self, found: Mapping[int, float]) -> list[tuple[int, float]]:
         """Return the ranks that become stragglers with this sample, with their ratios; each once.
 
-        ``work_s`` is each rank's work in the step, in seconds.
+        ``found`` are the ratios of the step by rank, see :func:`ratios`.
         """
-        slow = {
-            rank: ratio for rank, ratio in ratios(work_s, self._grid) if 0 < self._ratio < ratio
-        }
+        slow = {rank: ratio for rank, ratio in found.items() if 0 < self._ratio < ratio}
         self._samples = {rank: self._samples.get(rank, 0) + 1 for rank in slow}
         return [
             (rank, slow[rank]) for rank, samples in self._samples.items() if samples == NUM_SAMPLES
@@ -72,15 +70,27 @@ class Stragglers:
 
 def ratios(work_s: Mapping[int, float], grid: Grid) -> Iterator[tuple[int, float]]:
     """Yield each rank with its work over the median of the other ranks of its stage, which do equal work."""
-    for rank, seconds in sorted(work_s.items()):
-        stage = grid.coords(rank).pp
-        others = [
-            other_s
-            for other, other_s in work_s.items()
-            if other != rank and grid.coords(other).pp == stage
-        ]
-        if others and median(others) > 0:
-            yield rank, seconds / median(others)
+    stages = {rank: grid.coords(rank).pp for rank in sorted(work_s)}
+    by_stage: dict[int, list[float]] = defaultdict(list)
+    for rank, stage in stages.items():
+        by_stage[stage].append(work_s[rank])
+    for times in by_stage.values():
+        times.sort()
+    # the median of the others is one of the two or three in the middle of all
+    for rank, stage in stages.items():
+        usual_s = _median_without(by_stage[stage], work_s[rank])
+        if usual_s > 0:
+            yield rank, work_s[rank] / usual_s
+
+
+def _median_without(times: Sequence[float], one: float) -> float:
+    """Return the median of sorted ``times`` without one that equals ``one``; 0 where there is no other."""
+    num_others = len(times) - 1
+    if not num_others:
+        return 0.0
+    place = bisect_left(times, one)
+    low, high = (num_others - 1) // 2, num_others // 2
+    return (times[low + (low >= place)] + times[high + (high >= place)]) / 2
 
 
 class RankReports:
@@ -90,7 +100,7 @@ class RankReports:
         self._plan = plan
         self._timelines: RankCollector[tuple[EventTuple, ...]] = RankCollector(plan.grid.world_size)
         self._memory: RankCollector[dict[str, float]] = RankCollector(plan.grid.world_size)
-        self._stragglers = Stragglers(plan.grid, ratio=plan.job.elastic.straggler_ratio)
+        self._stragglers = Stragglers(ratio=plan.job.elastic.straggler_ratio)
         self._num_looks = 0
         self._collapsed: set[int] = set()
         self.nodes: Mapping[int, str] = {}
@@ -126,8 +136,9 @@ class RankReports:
         metrics = {"memory/max_peak_bytes": max(peaks)}
         # the first sample of an attempt is its first step, in which ranks load and compile
         work_s = {r: own["worker/work_s"] for r, own in ranks.items() if "worker/work_s" in own}
-        slow = self._stragglers.observe(work_s) if self._num_looks > 1 else []
-        worst = max((ratio for _, ratio in ratios(work_s, self._plan.grid)), default=0.0)
+        found = dict(ratios(work_s, self._plan.grid))
+        slow = self._stragglers.observe(found) if self._num_looks > 1 else []
+        worst = max(found.values(), default=0.0)
         if worst:
             metrics["worker/max_work_ratio"] = worst
         told = [

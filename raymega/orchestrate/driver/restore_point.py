@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+
+from pydantic import TypeAdapter
 
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of
 from raymega.checkpoint.format.manifest import Manifest, find_restore
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
-from raymega.errors import CheckpointError, ConfigError, Fault, StorageError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.events import StateSource
+from raymega.messages import SnapshotHolders
 from raymega.orchestrate.core.failure_policy import Failure
 from raymega.orchestrate.core.worker_group_api import SnapshotManager
 from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.orchestrate.run_store.run_identity import precision_faults
+from raymega.storage.json_objects import parse_object
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -36,14 +39,14 @@ class ResumePoint:
         step: Completed steps of the state; 0 for a fresh start.
         key: Key of its manifest; empty for a fresh start.
         source: Place of the state: store, memory or nothing.
-        holders: Snapshot servers that hold each object of a snapshot, by the object's key.
+        holders: Snapshot servers that hold a snapshot.
         samples: Samples of the run that the state has consumed.
     """
 
     step: int = 0
     key: str = ""
     source: StateSource = "nothing"
-    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    holders: SnapshotHolders = field(default_factory=SnapshotHolders)
     samples: int = 0
 
 
@@ -69,6 +72,9 @@ class Rollback:
     def passes_over(self) -> bool:
         """True when samples are skipped; else the same steps are done again."""
         return self.samples[1] > self.samples[0]
+
+
+_ROLLBACK: TypeAdapter[Rollback] = TypeAdapter(Rollback)
 
 
 class RestorePoint:
@@ -129,7 +135,7 @@ class RestorePoint:
             self.start = _start(snapshot.manifest, "memory", snapshot.holders)
         elif saved is not None:
             raise_faults(ConfigError, precision_faults(saved.job, self._job))
-            self.start = _start(saved, "store", {})
+            self.start = _start(saved, "store", SnapshotHolders())
         elif restore.broken or self._unreadable["store"] or max(record.step, saved_step) > 0:
             raise CheckpointError(*restore.broken, nothing_readable(record, self._store))
         else:
@@ -165,9 +171,7 @@ class RestorePoint:
         self._going_back = None
 
 
-def _start(
-    manifest: Manifest, source: StateSource, holders: Mapping[str, tuple[str, ...]]
-) -> ResumePoint:
+def _start(manifest: Manifest, source: StateSource, holders: SnapshotHolders) -> ResumePoint:
     return ResumePoint(
         step=manifest.step, key=manifest.key, source=source, holders=holders,
         samples=int(manifest.state.get("samples", 0)),
@@ -188,20 +192,19 @@ def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
     """Return all rollbacks of the run, oldest first.
 
     Raises:
-        StorageError: A rollback cannot be read, so the samples to skip are unknown.
+        DamagedError: A rollback cannot be read, so the samples to skip are unknown.
     """
     found = []
     for key in store.list(ROLLBACKS):
-        try:
-            values = json.loads(store.get(key))
-            first, end = values.pop("samples")
-            found.append(Rollback(samples=(first, end), **values))
-        except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(
-                fact=f"{store.uri}/{key} cannot be read ({error})",
-                rule="it says which samples the run passes over",
-                remedy="repair it, or take another run.name",
-            ) from error
+        rollback = parse_object(
+            store.get(key),
+            _ROLLBACK,
+            name=f"{store.uri}/{key}",
+            rule="it alone says which samples the run passes over; its checkpoints are sound",
+            remedy=f"write it anew from incidents/ in {store.uri}, or read these samples after all: "
+            f"rm {store.uri}/{key}",
+        )
+        found.append(rollback)
     return tuple(found)
 
 

@@ -41,7 +41,7 @@ from raymega.orchestrate.core.failure_policy import (
 )
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerGroup, WorkerStatus
-from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor
+from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor, is_sign_of_life
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
 from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
@@ -139,7 +139,8 @@ class RunContext:
         """Failure of workers that are done although the last step is not saved; None otherwise."""
         if not self.is_done or self.state.saved_step >= self.job.run.steps:
             return None
-        return unsaved(step=self.attempt.step, saved_step=self.state.saved_step)
+        saved_step, cause = self.state.saved_step, self.committer.error
+        return unsaved(step=self.attempt.step, saved_step=saved_step, cause=cause)
 
     def open(self) -> None:
         """Emit the event that the driver has started or resumed the run."""
@@ -164,10 +165,9 @@ class RunContext:
 
     def change_grid(self, plan: RunPlan) -> None:
         """Use ``plan`` and its grid for the next attempt."""
-        was = self.grids.now.grid
+        change = f"{self.grids.now.grid.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
         self.grids.now = plan
         self.group.use(plan)
-        change = f"{was.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
         log.warning("re-planned from %s", change)
         self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
 
@@ -230,11 +230,12 @@ class RunContext:
         """Handle reports, commits and overdue progress; return the failure if the attempt is lost."""
         reports = self.group.poll(TICK_S)
         self._announce_workers()
-        for report in reports:
-            self.attempt.observe(report, self.clock.monotonic())
-            self._take(report)
-        self._take_outcomes()
         now_s = self.clock.monotonic()
+        for report in reports:
+            self.attempt.observe(report, now_s)
+            if not is_sign_of_life(report):  # of which each rank gives two a second
+                self._take(report)
+        self._take_outcomes()
         if (silent := self.attempt.probe_due(now_s)) is not None:
             self.group.probe(silent)
         return self.attempt.failure(now_s)
@@ -269,7 +270,7 @@ class RunContext:
         self._journal.record_state(self.state)
         self.group.release(keep_warm=True)
         self.recovery_log.passed("abort")
-        self.committer.wait(DRAIN_S)
+        self.committer.end(DRAIN_S)
         self._take_outcomes()
         self._find_state()
         self.recovery_log.passed("find")
@@ -285,7 +286,7 @@ class RunContext:
     def end(self) -> RunFinished:
         """Release everything, write the journal's end, and return and emit the final event."""
         self.group.release(keep_warm=False)
-        self.committer.wait(DRAIN_S)
+        self.committer.end(DRAIN_S)
         try:
             self._take_outcomes()
         except LeaseError as error:
@@ -317,14 +318,11 @@ class RunContext:
             raise stopped(self._journal.record, self.state)
 
     def _announce_workers(self) -> None:
-        members = self.group.members()
-        if members and not self._is_announced:
+        if not self._is_announced and (members := self.group.members()):
             self._is_announced = True
-            ranks = sorted(members)
-            nodes = {rank: members[rank].node_id for rank in ranks}
-            pids = {rank: members[rank].pid for rank in ranks}
-            self._ranks.nodes = nodes
-            self._tell(WorkersStarted(pids=pids, nodes=nodes))
+            self._ranks.nodes = {rank: at.node_id for rank, at in sorted(members.items())}
+            pids = {rank: at.pid for rank, at in sorted(members.items())}
+            self._tell(WorkersStarted(pids=pids, nodes=self._ranks.nodes))
 
     def _take(self, report: Report | WorkerStatus) -> None:
         if (progress := self.committer.handle_report(report)) is not None:

@@ -16,10 +16,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from uuid import uuid4
 
+from pydantic import TypeAdapter
+
 from raymega.errors import ConfigError, RaymegaError, StorageError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.run_store.journal import RunRecord, read_record
+from raymega.storage.json_objects import parse_object
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ class SaveAnswer:
     step: int
     uri: str
     error: str
+
+
+_ANSWER: TypeAdapter[SaveAnswer] = TypeAdapter(SaveAnswer)
 
 
 class SaveRequests:
@@ -109,7 +115,13 @@ def ask_for_save(
             # record before answer: a driver writes its answers before it records its end
             record = read_record(store)
             with suppress(KeyError):
-                return SaveAnswer(**json.loads(store.get(ANSWERS + name)))
+                return parse_object(
+                    store.get(ANSWERS + name),
+                    _ANSWER,
+                    name=f"{store.uri}/{ANSWERS}{name}",
+                    rule="it says where the checkpoint is that was asked for",
+                    remedy=f"raymega checkpoint list {store.uri}",
+                )
             if record is None or State(record.status).is_end:
                 raise _ended(store, record)
             sleep(ASK_EVERY_S)

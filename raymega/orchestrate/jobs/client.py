@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import aiohttp
@@ -23,6 +24,7 @@ from raymega.config.schema import Job
 from raymega.errors import ConfigError, Fault, PreemptedError, StorageError, one_line
 from raymega.orchestrate.jobs.submission import Submission, make_submission, next_attempt
 from raymega.session import set_environment
+from raymega.storage.retry import RETRY
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ POLL_S = 1.0
 AWAY_TIMEOUT_S = 600.0
 """Longest wait for a job server that has stopped answering, in seconds."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+NO_AGENT = "No available agent"
+"""Words of a job server on a cluster whose nodes have just started."""
 COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
 SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
 """Last line of a driver that was stopped and has saved; Ray keeps no exit code of stopped jobs."""
@@ -154,7 +158,7 @@ class JobsClient:
             StorageError: The server refused the job for another reason.
         """
         try:
-            self._client.submit_job(
+            self._queue(
                 entrypoint=submission.entrypoint,
                 submission_id=submission.submission_id,
                 runtime_env={
@@ -163,7 +167,7 @@ class JobsClient:
                 },
                 metadata=dict(submission.metadata),
             )
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             # Ray's server tells the two cases apart by text only
             if "already exists" in str(error):
                 raise ConfigError(
@@ -184,14 +188,27 @@ class JobsClient:
         of_run = self._client.get_job_info(running).runtime_env if running else None
         folder = (of_run or {}).get("working_dir")
         try:
-            self._client.submit_job(
+            self._queue(
                 entrypoint=entrypoint,
                 submission_id=submission_id,
                 runtime_env={"working_dir": folder} if folder else None,
                 metadata={"raymega_beside": run},
             )
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             raise StorageError(_not_taken(submission_id, error)) from error
+
+    def _queue(self, **request: Any) -> None:
+        """Queue a job; a cluster whose agents are still starting is asked again for half a minute."""
+
+        def ask(_number: int) -> None:
+            try:
+                self._client.submit_job(**request)
+            except RuntimeError as error:
+                if NO_AGENT in str(error):
+                    raise ConnectionError(str(error)) from error
+                raise
+
+        RETRY.run(ask)
 
     def stop(self, submission_id: str) -> None:
         """Ask a job to save and end; returns at once."""

@@ -38,6 +38,7 @@ PATH_FIELDS = (
     "checkpoint.uri",
     "checkpoint.local_uri",
     "checkpoint.init_from",
+    "checkpoint.init_adapter",
     "tracking.mlflow_uri",
 )
 GIT_TIMEOUT_S = 10.0

@@ -22,6 +22,7 @@ from raymega.orchestrate.workers.worker_actor import (
     EntryModule,
     ReportQueue,
     last_words,
+    rank_metrics_of,
     worker_location,
 )
 
@@ -52,7 +53,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
     _ask(mailbox.come.remote(index, RemoteWorker(location=location, rendezvous=address)))
     # rank and plan, and a thread that exchanges reports for requests
     start = _await_start(mailbox, index)
-    queue, is_over = ReportQueue(), Event()
+    queue, is_over = ReportQueue(rank_metrics_of(start)), Event()
     thread = Thread(
         target=_exchange, args=(mailbox, start.rank, queue, entry, is_over), daemon=True
     )
@@ -64,6 +65,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
         queue.report(last_words(start.rank, 0, error))
         raise
     finally:
+        queue.end_metrics()
         is_over.set()
         thread.join(ANSWER_TIMEOUT_S)
 

@@ -13,18 +13,20 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
+from raymega.checkpoint.format.epochs import newest_epoch
+from raymega.checkpoint.format.manifest import find_restore
 from raymega.config.schema import Job
 from raymega.errors import (
     ConfigError,
-    Fault,
     PreemptedError,
     RaymegaError,
     StorageError,
@@ -34,19 +36,29 @@ from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import Failure
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.run_store.lease import Lease
-from raymega.orchestrate.run_store.run_identity import identity_faults, identity_of
+from raymega.orchestrate.run_store.run_identity import (
+    identity_faults,
+    identity_of,
+    identity_without_content,
+    whole_identity,
+)
 from raymega.plan.run_plan import RunPlan
+from raymega.storage.json_objects import DamagedError, parse_object
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 RECORD_KEY = "run.json"
 JOURNAL = "journal/"
-VERSION = 1
+VERSION, NEW = 1, "new"
 MAX_TURNS = 200
 """Number of newest state changes of an attempt that are kept."""
 MAX_ENTRIES = 100
 """Number of newest attempts that a new driver reads."""
+
+
+def _known_status(status: str) -> str:
+    return status if status == NEW else State(status).value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +80,9 @@ class RunRecord:
     version: int = VERSION
     run_id: str
     name: str
-    identity: dict[str, Any]  # values of a job file: plain JSON
+    identity: Annotated[dict[str, Any], AfterValidator(whole_identity)]  # a job file's: plain JSON
     num_attempts: int = 0
-    status: str
+    status: Annotated[str, AfterValidator(_known_status)]
     step: int = 0
     total_steps: int
     updated: str
@@ -101,6 +113,7 @@ class AttemptRecord:
             good order.
         failures: Failures that ended it, without tracebacks.
         turns: Transitions of the driver during the attempt, oldest first.
+        run: Copy of the run's record at that time, should ``run.json`` be damaged.
     """
 
     attempt: int
@@ -109,9 +122,10 @@ class AttemptRecord:
     num_micro_batches: int
     spares: int
     restored: str
-    state: str
+    state: Annotated[str, AfterValidator(_known_status)]
     failures: tuple[Failure, ...] = ()
     turns: tuple[StateChange, ...] = ()
+    run: RunRecord | None = None
 
     @property
     def key(self) -> str:
@@ -124,6 +138,7 @@ class AttemptRecord:
 
 
 _ENTRY: TypeAdapter[AttemptRecord] = TypeAdapter(AttemptRecord)
+_RECORD: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +257,7 @@ class Journal:
     def _write(self, record: RunRecord, entry: AttemptRecord | None) -> None:
         write_record(self._store, record)
         if entry is not None:
-            self._store.put(entry.key, [entry.to_json()], overwrite=True)
+            self._store.put(entry.key, [replace(entry, run=record).to_json()], overwrite=True)
 
 
 def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
@@ -257,7 +272,7 @@ def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
             run_id=uuid.uuid4().hex[:12],
             name=job.run.name,
             identity=identity_of(job),
-            status="new",
+            status=NEW,
             total_steps=job.run.steps,
             updated=now,
         )
@@ -270,20 +285,68 @@ def open_record(store: Store, job: Job, *, now: str) -> RunRecord:
 def read_record(store: Store) -> RunRecord | None:
     """Return the stored record, or None for a run that was never begun.
 
+    Instead of a damaged record it returns the newest attempt's copy; for a run without one, what the
+    newest checkpoint says.
+
     Raises:
-        StorageError: There is a record that this version cannot read.
+        StorageError: There is a record of a version that this one cannot read.
     """
+    name = f"{store.uri}/{RECORD_KEY}"
     try:
-        text = store.get(RECORD_KEY)
+        raw = store.get(RECORD_KEY)
+        record = parse_object(
+            raw,
+            _RECORD,
+            name=name,
+            rule="the record repeats what the checkpoints and the journal say, which count instead",
+            remedy="start the same job again, which writes it anew; "
+            f"raymega checkpoint verify {store.uri}",
+        )
     except KeyError:
         return None
-    try:
-        record = RunRecord(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise StorageError(_unreadable(store, str(error))) from error
+    except DamagedError as error:
+        log.warning("%s", error)
+        return _copied_record(store) or record_of_checkpoint(store)
     if record.version != VERSION:
-        raise StorageError(_unreadable(store, f"version {record.version}"))
+        raise StorageError(
+            fact=f"{name} has version {record.version}",
+            rule=f"this build reads version {VERSION}",
+            remedy="use the raymega that wrote it, or take another run.name",
+        )
     return record
+
+
+def _copied_record(store: Store) -> RunRecord | None:
+    """Return the copy of the run's record in the newest attempt that has one."""
+    return next((entry.run for entry in _entries(store) if entry.run), None)
+
+
+def record_of_checkpoint(store: Store) -> RunRecord | None:
+    """Return a record from the newest readable checkpoint; None where there is none.
+
+    Its id follows from the store's URI, so that each reader finds the same.
+    """
+    saved = find_restore(store).manifest
+    if saved is None:
+        return None
+    try:
+        job = Job.model_validate_json(json.dumps(saved.job))
+    except ValidationError:  # of weights that no run has written, or of an older version's job
+        return None
+    try:
+        identity = identity_of(job)
+    except (RaymegaError, OSError):  # the data have moved since: they cannot be compared
+        identity = identity_without_content(job)
+    return RunRecord(
+        run_id=uuid.uuid5(uuid.NAMESPACE_URL, store.uri).hex[:12],
+        name=job.run.name,
+        identity=identity,
+        num_attempts=newest_epoch(store),
+        status=State.RESTARTING.value,
+        step=saved.step,
+        total_steps=job.run.steps,
+        updated=saved.created,
+    )
 
 
 def write_record(store: Store, record: RunRecord) -> None:
@@ -296,26 +359,30 @@ def read_history(store: Store) -> RunHistory:
     """Return the history of all attempts since a driver last ended in good order."""
     failures: tuple[Failure, ...] = ()
     num_workers = 0
-    # newest first, back to the last attempt whose record has a final state
-    for key in islice(sorted(store.list(JOURNAL), reverse=True), MAX_ENTRIES):
-        try:
-            entry = _ENTRY.validate_json(store.get(key))
-            if State(entry.state).is_end:
-                break
-        except (KeyError, ValueError, ValidationError) as error:
-            log.warning("%s is skipped, it cannot be read: %s", key, error)
-            continue
+    # back to the last attempt whose record has a final state
+    for entry in _entries(store):
+        if State(entry.state).is_end:
+            break
         failures = (*entry.failures, *failures)
         num_workers = num_workers or entry.world_size
     return RunHistory(failures=failures, num_workers=num_workers)
 
 
-def _unreadable(store: Store, why: str) -> Fault:
-    return Fault(
-        fact=f"{store.uri}/{RECORD_KEY} cannot be read ({why})",
-        rule=f"it must be a run's record of version {VERSION}",
-        remedy="use the raymega that wrote it, or take another run.name",
-    )
+def _entries(store: Store) -> Iterator[AttemptRecord]:
+    """Yield the records of the newest attempts, newest first, without damaged ones."""
+    for key in islice(sorted(store.list(JOURNAL), reverse=True), MAX_ENTRIES):
+        try:
+            yield parse_object(
+                store.get(key),
+                _ENTRY,
+                name=f"{store.uri}/{key}",
+                rule="it holds what one attempt spent of the retry budget; without it that counts as nothing",
+                remedy="no step is lost: start the same job again",
+            )
+        except KeyError:
+            continue
+        except DamagedError as error:
+            log.warning("%s", error)
 
 
 def stopped(record: RunRecord, state: RunState) -> PreemptedError:

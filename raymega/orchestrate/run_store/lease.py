@@ -21,6 +21,7 @@ from raymega.checkpoint.format.epochs import (
     LEASES,
     LeaseGrant,
     LeaseHolder,
+    damaged_epoch,
     newest_epoch,
     newest_grant,
     read_grant,
@@ -30,6 +31,7 @@ from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import ConfigError, Fault, LeaseError, RaymegaError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.run_store.lease_holder import is_gone
+from raymega.storage.json_objects import DamagedError
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,10 @@ class Lease:
         # again after each epoch that another driver was faster to take
         while True:
             before, found = newest_epoch(self.store), newest_grant(self.store)
-            if found is not None and not self._is_over(found):
+            if damaged := damaged_epoch(self.store, found):
+                if self._is_mended(damaged):
+                    continue
+            elif found is not None and not self._is_over(found):
                 self._outlast(found)
             if self._put_next(max(before, found.epoch if found else 0)):
                 log.info("this driver, %s, has epoch %d", self.holder, self.epoch)
@@ -206,7 +211,7 @@ class Lease:
             try:
                 self.store.put(grant.key, [grant.to_json()], overwrite=False)
             except FileExistsError:  # raised too by the retry of a put whose answer was lost
-                if read_grant(self.store, grant.epoch).holder.token != self.holder.token:
+                if self._token_of(grant.epoch) != self.holder.token:
                     return False
             self._grant = grant
         return True
@@ -239,6 +244,26 @@ class Lease:
                 return
             if (now.epoch, now.renewals) != (grant.epoch, grant.renewals):
                 raise LeaseError(self._held_fault(now))
+
+    def _is_mended(self, epoch: int) -> bool:
+        """Return whether the holder of a damaged grant writes it anew within the duration of a lease.
+
+        A driver at work renews its grant several times in that time, so no other sign is needed.
+        """
+        log.warning("waiting up to %g s for its driver, if there is one", self.duration_s)
+        deadline_s = self._clock.monotonic() + self.duration_s
+        while self._clock.monotonic() < deadline_s:
+            self._sleep(self.duration_s / LOOKS)
+            if self._token_of(epoch):
+                return True
+        return False
+
+    def _token_of(self, epoch: int) -> str:
+        """Return the token of an epoch's holder; empty where its grant is damaged or given back."""
+        try:
+            return read_grant(self.store, epoch).holder.token
+        except (KeyError, DamagedError):
+            return ""
 
     def _held_fault(self, by: LeaseGrant) -> Fault:
         return Fault(

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
 from raymega.checkpoint.format.epochs import LEASES, LeaseGrant, newest_grant
 from raymega.checkpoint.format.keys import ROOT
-from raymega.checkpoint.format.manifest import list_manifests, read_manifest
+from raymega.checkpoint.format.manifest import list_manifests, read_root
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 from raymega.orchestrate.core.state import State
 from raymega.orchestrate.run_store.journal import RECORD_KEY, read_record
 from raymega.orchestrate.run_store.lease_holder import is_gone
 from raymega.storage.registry import is_anything_at, local_path, open_store, reading_faults
-from raymega.storage.store import Store
+from raymega.storage.store import Store, folders_below
 
 METRICS = "metrics.jsonl"
+CLOSED = re.compile(r"metrics\.\d+\.jsonl")
 TAIL_BYTES = 1 << 18
 """Bytes at the end of a run's metrics that are searched for the newest step."""
 
@@ -83,9 +85,9 @@ def _runs_below(uri: str) -> Iterator[str]:
         names = sorted(each.name for each in folder.iterdir() if each.is_dir())
         yield from (f"{root}/{name}" for name in names if _is_run(open_store(f"{root}/{name}")))
         return
-    for key in open_store(uri).list(""):
-        name, _, rest = key.partition("/")
-        if rest == RECORD_KEY:
+    store = open_store(uri)
+    for name in folders_below(store, ""):
+        if f"{name}/{RECORD_KEY}" in store.list(f"{name}/{RECORD_KEY}"):
             yield f"{root}/{name}"
 
 
@@ -126,28 +128,39 @@ def _is_held(grant: LeaseGrant, now: str) -> bool:
 
 def _saved_step(store: Store) -> int:
     keys = list_manifests(store)
-    return read_manifest(store, keys[0]).step if keys else 0
+    return read_root(store, keys[0]).step if keys else 0
 
 
 def _newest_loss(store: Store) -> tuple[int, float | None]:
     """Return the newest step and its loss: of the run's metrics, else of its newest checkpoint."""
     try:
-        start = max(0, store.size(METRICS) - TAIL_BYTES)
-        lines = store.get(METRICS, start=start).decode(errors="replace").splitlines()
+        # the newest part of the metrics, and if it was just begun the one before
+        *_, older = (
+            METRICS,
+            *sorted(key for key in store.list("metrics.") if CLOSED.fullmatch(key)),
+        )
+        lines = [line for key in dict.fromkeys((older, METRICS)) for line in _tail(store, key)]
     except KeyError:  # of a run in an object store the metrics are on the driver's machine
         lines = []
     for line in reversed(lines):
         try:
             event = json.loads(line)
-        except ValueError:  # the line that the tail cuts
+        except (ValueError, RecursionError):  # the line that the tail cuts, or a damaged one
             continue
-        if event.get("event") == "step":
-            return event["step"], event.get("loss")
+        match event:
+            case {"event": "step", "step": int(step)}:
+                loss = event.get("loss")
+                return step, loss if isinstance(loss, float) else None
     keys = list_manifests(store)
-    state = read_manifest(store, keys[0]).state if keys else {}
+    state = read_root(store, keys[0]).state if keys else {}
     losses = str(state.get("losses", "")).split()
     loss = float(losses[-1]) if losses else math.nan
     return int(state.get("step", 0)), loss if math.isfinite(loss) else None
+
+
+def _tail(store: Store, key: str) -> list[str]:
+    start = max(0, store.size(key) - TAIL_BYTES)
+    return store.get(key, start=start).decode(errors="replace").splitlines()
 
 
 def _nothing_at(uri: str, *, is_file: bool) -> Fault:

@@ -9,18 +9,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raymega.config.data import DataSource
+from raymega.config.data import DataSource, source_name
 from raymega.config.fields import by_path
-from raymega.config.schema import DataSection, Job, ModelSection, OptimizerSection
+from raymega.config.schema import (
+    DataSection,
+    Job,
+    ModelSection,
+    OptimizerSection,
+    PreferenceSection,
+)
 from raymega.data.blends.blend import whole_weights
 from raymega.data.blends.mixture import first_sample
 from raymega.data.checks import dataset_identity
+from raymega.data.preference.stored_reference import reference_digest
 from raymega.errors import Fault
 from raymega.plan.batch import samples_after
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
+from raymega.plugins import Kind, find, is_known
 
-DATASET_FIELDS = ("path", "sources", "stages", "validation")
+DATASET_FIELDS = ("path", "sources", "stages", "validation", "cache_bytes")
 """Fields of the data section that are not compared as they are written."""
+STORED = "preference.stored_log_probs"
+"""Place in an identity of the digests of stored references."""
 KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 
@@ -43,20 +53,23 @@ def identity_faults(
             fact=f"{path}={now[path]!r}",
             rule=f"run {name!r} was begun with {path}={then[path]!r}, and a run keeps its "
             "model, seed, data, optimizer.name and optimizer.state_dtype",
-            remedy=f"set {path}={then[path]} to continue it, or take another run.name",
+            remedy=_way_back(path, then[path]),
         )
         for path in sorted(now)
         if path in then and now[path] != then[path]
     ]
 
 
+def _way_back(path: str, value: object) -> str:
+    if path == STORED:
+        return "compute it with the checkpoint of before (`raymega data reference`), or take another run.name"
+    return f"set {path}={value} to continue it, or take another run.name"
+
+
 def identity_of(job: Job) -> dict[str, Any]:
     """Return the job's values that identify a run, as plain JSON values."""
-    kept: Any = {"model": True, "data": True, "run": {"seed"}, "optimizer": KEPT_OF_OPTIMIZER}
-    plain = dict(job.model_dump(mode="json", include=kept))
+    plain = identity_without_content(job)
     # data by content instead of path: a dataset may move, but not change
-    for field in DATASET_FIELDS:
-        del plain["data"][field]
     if not job.data.sources:
         plain["data"]["content"] = dataset_identity(job.data.path)
     else:
@@ -65,7 +78,57 @@ def identity_of(job: Job) -> dict[str, Any]:
         [first_sample(stage.from_tokens, job.data), _contents(stage.sources)]
         for stage in job.data.stages
     ]
+    # the loss depends on the stored reference, so a change of it is another run
+    if job.preference.needs_reference and job.preference.reference == "stored":
+        section, _, field = STORED.partition(".")
+        plain[section][field] = [reference_digest(each.path) for each in job.data.blends[0][1]]
     return plain
+
+
+def identity_without_content(job: Job) -> dict[str, Any]:
+    """Return a job's identity as far as its data need not be read for it."""
+    kept: Any = {
+        "model": True,
+        "data": True,
+        "preference": True,
+        "run": {"seed"},
+        "optimizer": KEPT_OF_OPTIMIZER,
+    }
+    plain = dict(job.model_dump(mode="json", include=kept))
+    for field in DATASET_FIELDS:
+        del plain["data"][field]
+    plain["plugins"] = {"options": _options_of(job)}
+    return plain
+
+
+def _options_of(job: Job) -> dict[str, Any]:
+    """Return the options, with their defaults, of the plug-ins that make a job's data and its loss."""
+    sources = [source_name(path) for path in job.data.datasets]
+    used: list[tuple[Kind, str]] = [
+        ("loss", job.model.loss),
+        *(("data_source", name) for name in sources if name),
+        *(("transform", name) for name in job.data.transforms),
+    ]
+    return {
+        name: find(kind, name).option_values(job.plugins.options.get(name, {}))
+        for kind, name in used
+        if is_known(kind, name) and find(kind, name).options
+    }
+
+
+def whole_identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return ``identity`` if it can be compared with that of a job.
+
+    Raises:
+        ValueError: A part is missing or of another form.
+    """
+    for part in ("model", "data", "run", "optimizer"):
+        if not isinstance(identity.get(part), dict):
+            raise ValueError(f"identity.{part} is no object")
+    for stage in identity["data"].get("stages", []):
+        if not isinstance(stage, list) or not stage or not isinstance(stage[0], int):
+            raise ValueError("identity.data.stages has no list of samples and contents")
+    return identity
 
 
 def _contents(sources: Sequence[DataSource]) -> list[list[str | int]]:
@@ -81,11 +144,12 @@ _DEFAULTS: dict[str, Any] = {
     name: {
         field: json.loads(json.dumps(info.default, default=lambda part: part.model_dump()))
         for field, info in section.model_fields.items()
-        if not info.is_required() and field not in {"path", "sources", "validation"}
+        if not info.is_required() and field not in {*DATASET_FIELDS} - {"stages"}
     }
     for name, section in (
         ("model", ModelSection),
         ("data", DataSection),
+        ("preference", PreferenceSection),
         ("optimizer", OptimizerSection),
     )
 }

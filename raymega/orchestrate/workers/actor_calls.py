@@ -7,7 +7,7 @@ A call that fails reports the end of its process. ``workers/placement_slots.py``
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raymega.errors import one_line
 from raymega.messages import Report, WorkerFailed
+from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import ProcessStatus, WorkerStatus
 from raymega.orchestrate.workers.placement_slots import WorkerSlot
 from raymega.orchestrate.workers.thread_status import STOPPED, process_state
@@ -46,11 +47,11 @@ class ActorCalls:
 
     def __init__(self) -> None:
         self._calls: dict[ray.ObjectRef[Any], _Call] = {}
+        self._holds: dict[ray.ObjectRef[Any], _Call] = {}  # calls that end with their process
 
-    @property
-    def refs(self) -> list[ray.ObjectRef[Any]]:
-        """Refs of the pending calls, for ``ray.wait``."""
-        return [*self._calls]
+    def refs(self, *, with_holds: bool) -> list[ray.ObjectRef[Any]]:
+        """Return the refs of the pending calls, for ``ray.wait``."""
+        return [*self._calls, *self._holds] if with_holds else [*self._calls]
 
     def submit(
         self,
@@ -63,11 +64,12 @@ class ActorCalls:
         """Call ``method`` of the slot's actor, if it has one; ``on_result`` handles the answer."""
         if slot.actor is not None:
             ref = getattr(slot.actor, method).remote(*args)
-            self._calls[ref] = _Call(slot=slot, on_result=on_result, is_of_attempt=is_of_attempt)
+            calls = self._holds if method == "hold" else self._calls
+            calls[ref] = _Call(slot=slot, on_result=on_result, is_of_attempt=is_of_attempt)
 
     def handle_result(self, ref: ray.ObjectRef[Any], died: Died) -> Reports:
         """Handle one finished call and return its reports; ``died`` handles the end of a process, once."""
-        call = self._calls.pop(ref, None)
+        call = self._calls.pop(ref, None) or self._holds.pop(ref, None)
         if call is None:
             return []
         try:
@@ -77,12 +79,14 @@ class ActorCalls:
             self.forget(call.slot)
             return [*died(call.slot, error)]
         except (RayTaskError, GetTimeoutError) as error:
-            return [_broken_call(call.slot.rank, error)]
+            return [broken_call(call.slot.rank, error)]
         return call.on_result(call.slot, answer)
 
-    def forget(self, slot: WorkerSlot) -> None:
-        """Drop all calls to the slot's process."""
-        self._keep(lambda call: call.slot is not slot)
+    def forget(self, *slots: WorkerSlot) -> None:
+        """Drop all calls to the processes of ``slots``."""
+        gone = set(slots)
+        if gone:
+            self._keep(lambda call: call.slot not in gone)
 
     def end_attempt(self) -> None:
         """Drop the calls of the present attempt; later answers to them are ignored."""
@@ -91,9 +95,11 @@ class ActorCalls:
     def clear(self) -> None:
         """Drop all calls."""
         self._calls.clear()
+        self._holds.clear()
 
     def _keep(self, is_kept: Callable[[_Call], bool]) -> None:
         self._calls = {ref: call for ref, call in self._calls.items() if is_kept(call)}
+        self._holds = {ref: call for ref, call in self._holds.items() if is_kept(call)}
 
 
 class HangProbe:
@@ -119,30 +125,30 @@ class HangProbe:
 
     def ask(self, slots: Sequence[WorkerSlot], silent: Collection[int]) -> None:
         """Request the status of every rank's thread, or of its process if the rank is ``silent``."""
+        # on each node the first loaded process that is not silent answers for those that are
+        witnesses: dict[str, WorkerSlot] = {}
+        for slot in slots if silent else ():
+            if slot.location and slot.is_warm and slot.rank not in silent:
+                witnesses.setdefault(slot.location.node_id, slot)
         for slot in slots:
             if not (slot.assigned and slot.location):
                 continue
             if slot.rank not in silent:
                 self._calls.submit(slot, "thread_status", on_result=lambda _, status: [status])
-                continue
-            self._ask_about(slot, slots, silent)
+            else:
+                self._ask_about(slot, slot.location, witnesses)
 
     def _ask_about(
-        self, slot: WorkerSlot, slots: Sequence[WorkerSlot], silent: Collection[int]
+        self, slot: WorkerSlot, location: WorkerLocation, witnesses: Mapping[str, WorkerSlot]
     ) -> None:
-        """Request the state of a silent rank's process from a process on its node."""
-        assert slot.location, "a rank has a place"
+        """Request the state of a silent rank's process from the witness on its node."""
         # on the driver's node: the driver itself looks
-        if slot.location.node_id == ray.get_runtime_context().get_node_id():
-            self._known += self._on_state(slot, slot, process_state(slot.location.pid))
-            return
-        # elsewhere: the first loaded process on that node that is not silent
-        for other in slots:
-            is_near = other.location is not None and other.location.node_id == slot.location.node_id
-            if is_near and other.is_warm and other.rank not in silent and other is not slot:
-                on_result = partial(self._on_state, slot)
-                self._calls.submit(other, "process_status", slot.location.pid, on_result=on_result)
-                return
+        if location.node_id == ray.get_runtime_context().get_node_id():
+            self._known += self._on_state(slot, slot, process_state(location.pid))
+        elif location.node_id in witnesses:
+            on_result = partial(self._on_state, slot)
+            witness = witnesses[location.node_id]
+            self._calls.submit(witness, "process_status", location.pid, on_result=on_result)
 
     def _on_state(self, about: WorkerSlot, _asked: WorkerSlot, state: str) -> Reports:
         (self._stopped.add if state == STOPPED else self._stopped.discard)(about)
@@ -177,7 +183,7 @@ def _is_true(ref: ray.ObjectRef[bool]) -> bool:
         return False
 
 
-def _broken_call(rank: int, error: Exception) -> WorkerFailed:
+def broken_call(rank: int, error: Exception) -> WorkerFailed:
     """Return the report of a call to a live worker that failed, outside its training thread."""
     cause = getattr(error, "cause", None) or error
     return replace(last_words(rank, 0, cause), traceback=str(error), is_secondary=False)

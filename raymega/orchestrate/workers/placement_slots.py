@@ -48,6 +48,8 @@ HALF_S = 10.0
 """Time for which an incomplete set of slots without processes is held, in seconds; at random up to twice that."""
 PAUSE_S = 2.0
 """Pause after releasing them, in seconds; Ray tries pending groups of other runs once a second."""
+FEW_GROUPS = 8
+"""Number of placement groups up to which each is asked about in a call of its own."""
 NAMED_AXES = ("tp", "cp", "ep", "pp", "dp")
 RARE_AXES = ("cp", "ep")
 """Axes that a name leaves out where the grid does not use them."""
@@ -116,7 +118,8 @@ class WorkerSlots:
         self.slots: list[WorkerSlot] = []
         self._patient_until_s = self._pause_until_s = 0.0
         self._draining_nodes = DrainingNodes()
-        self._replaced: set[int] = set()  # indices of draining slots with a substitute
+        self._num_reserved = 0  # slots so far; the next one's index
+        self._replaced: set[WorkerSlot] = set()  # draining slots with a substitute
 
     @property
     def are_asked_for(self) -> bool:
@@ -154,7 +157,7 @@ class WorkerSlots:
         """Wait ``timeout_s`` seconds at most; return whether the grid's slots are held, on nodes that stay."""
         # polls, because PlacementGroup.wait takes whole seconds only
         end_s, lacking = time.monotonic() + timeout_s, self._main
-        while not self.slots or (lacking := [group for group in lacking if not _is_held(group)]):
+        while not self.slots or (lacking := _without_room(lacking)):
             if time.monotonic() + LOOK_EVERY_S > end_s:
                 return False
             time.sleep(LOOK_EVERY_S)
@@ -163,19 +166,20 @@ class WorkerSlots:
     @property
     def are_held(self) -> bool:
         """True when every slot of the grid is held, so that none is on a lost node, as far as Ray knows."""
-        return all(map(_is_held, self._main))
+        return not _without_room(self._main)
 
     def give_back_half(self) -> None:
         """Release an incomplete set of slots for PAUSE_S, so that another run can use them."""
         # only while no process runs in any of them
         is_late = time.monotonic() > self._patient_until_s
         if is_late and not any(slot.actor for slot in self.slots):
-            held = [group for group in self._main if _is_held(group)]
-            if 0 < len(held) < len(self._main):
+            main = self._main
+            num_held = len(main) - len(_without_room(main))
+            if 0 < num_held < len(main):
                 log.info(
                     "%d of %d placement groups were held; releasing them for other runs",
-                    len(held),
-                    len(self._main),
+                    num_held,
+                    len(main),
                 )
                 self.release()
                 self._pause_until_s = time.monotonic() + PAUSE_S
@@ -184,22 +188,48 @@ class WorkerSlots:
         """Return the slots whose node is gone, as far as Ray knows."""
         # groups with a location have a process, whose end a failed call reports
         empty = _groups(slot for slot in self.slots if slot.location is None)
-        gone = {group for group in empty if placement_group_table(group)["state"] == "RESCHEDULING"}
+        gone = {group for group, row in _look_at(empty).items() if row["state"] == "RESCHEDULING"}
         return [slot for slot in self.slots if slot.group in gone]
+
+    def replaced(self) -> list[WorkerSlot]:
+        """Return the slots of blocks on drained nodes that have a substitute and no rank any more."""
+        in_use = {slot.group for slot in self.slots if slot.assigned}
+        left = {slot.group for slot in self._replaced} - in_use
+        return [slot for slot in self.slots if slot.group in left] if left else []
+
+    def give_back(self, old: Sequence[WorkerSlot]) -> None:
+        """Release ``old``, which have no process any more; their substitutes become slots of the grid."""
+        for group in _groups(old):
+            remove_placement_group(group)
+        self._replaced.difference_update(old)
+        gone = set(old)
+        self.slots = [slot for slot in self.slots if slot not in gone]
+        self._promote(sum(not slot.is_spare for slot in old))
+
+    def _promote(self, number: int) -> None:
+        """Make ``number`` spare slots slots of the grid: those with ranks first, then those on nodes that stay."""
+        spares = [slot for slot in self.slots if slot.is_spare and slot not in self._replaced]
+        blocks = _groups(sorted(spares, key=lambda slot: (slot.assigned is None, slot.index)))
+        for group in blocks:
+            here = [slot for slot in spares if slot.group == group]
+            if len(here) <= number:
+                number -= len(here)
+                for slot in here:
+                    slot.is_spare = False
 
     def ask_anew(self, slots: Sequence[WorkerSlot]) -> None:
         """Replace the groups of ``slots``, which have no process, by new groups of the same size."""
+        others: dict[PlacementGroup, PlacementGroup] = {}
         for group in _groups(slots):
             remove_placement_group(group)
             (bundle,) = group.bundle_specs
-            other = placement_group([bundle], strategy="STRICT_PACK")
-            for slot in slots:
-                if slot.group == group:
-                    slot.group = other
+            others[group] = placement_group([bundle], strategy="STRICT_PACK")
+        for slot in slots:
+            slot.group = others[slot.group]
 
     def expected_locations(self) -> list[WorkerLocation]:
         """Return the location of each of the grid's slots, by the nodes of their placement groups."""
-        node_of = {group: _node_of(group) for group in self._main}
+        node_of = _nodes_of(self._main)
         domains = {n.node_id: n.labels.get(DOMAIN_LABEL, "") for n in list_nodes(self._cluster)}
         nodes = [node_of[slot.group] for slot in self.slots if not slot.is_spare]
         return [
@@ -220,7 +250,7 @@ class WorkerSlots:
         """Return the slots on live nodes whose process has not loaded yet or is about to be started."""
         awaited = [slot for slot in self.slots if not slot.is_warm]
         living = {node.node_id for node in list_nodes(self._cluster)}
-        node_of = {group: _node_of(group) for group in _groups(awaited)}
+        node_of = _nodes_of(_groups(awaited))
         return [slot for slot in awaited if node_of[slot.group] in living]
 
     def stuck(self, limit_s: float) -> list[WorkerSlot]:
@@ -240,8 +270,10 @@ class WorkerSlots:
         Spare slots in place of the draining ones are requested once.
         """
         seconds = self._draining_nodes.poll()
+        if not seconds:
+            return None
         going = [slot for slot in self.slots if slot.assigned and self.is_leaving(slot)]
-        new = {slot.index for slot in going} - self._replaced
+        new = set(going) - self._replaced
         if new:
             self._replaced |= new
             self._reserve(-(-len(new) // block) * block, block, is_spare=True)
@@ -249,8 +281,16 @@ class WorkerSlots:
         ranks = tuple(sorted(slot.rank for slot in going))
         return NodeDrain(seconds=min(left), ranks=ranks, is_ready=False) if left else None
 
-    def spawn(self, slot: WorkerSlot, *, name: str, entry: str) -> None:
-        """Start an actor of the class Worker in ``slot``, with the name ``name``.
+    def forkable(self) -> set[PlacementGroup]:
+        """Return the groups whose workers can be forked from a process of the driver: same node, same packages."""
+        here = ray.get_runtime_context()
+        if not self._py_executable or OWN_PACKAGES & here.runtime_env.keys():
+            return set()
+        nodes = _nodes_of(_groups(slot for slot in self.slots if slot.actor is None))
+        return {group for group, node in nodes.items() if node == here.get_node_id()}
+
+    def spawn(self, slot: WorkerSlot, *, name: str, entry: str, is_forkable: bool) -> None:
+        """Start an actor of the class Worker in ``slot``, with the name ``name``; see ``forkable``.
 
         Ray sets OMP_NUM_THREADS to the actor's whole CPUs, at least 1, unless it is set.
         """
@@ -265,7 +305,7 @@ class WorkerSlots:
                 placement_group=slot.group, placement_group_bundle_index=0
             ),
         }
-        if self._py_executable and _is_forkable(slot.group):
+        if self._py_executable and is_forkable:
             options["runtime_env"] = {"py_executable": self._py_executable()}
         slot.ordered_s = time.monotonic()
         slot.actor = cast(ActorHandle[Any], ray.remote(Worker).options(**options).remote(entry))
@@ -276,7 +316,7 @@ class WorkerSlots:
         for group in _groups(self.slots):
             remove_placement_group(group)
         self.slots = []
-        self._replaced.clear()  # the next slots are counted from 0 again
+        self._replaced.clear()
 
     def not_free(self, grid: Grid, *, block: int) -> Fault:
         """Return a fault that says why the slots are not held yet: free resources and those needed."""
@@ -305,7 +345,9 @@ class WorkerSlots:
             near = nodes[first // block] if first // block < len(nodes) else None
             group = placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=near)
             for _ in range(min(block, num_workers - first)):
-                self.slots.append(WorkerSlot(index=len(self.slots), group=group, is_spare=is_spare))
+                slot = WorkerSlot(index=self._num_reserved, group=group, is_spare=is_spare)
+                self.slots.append(slot)
+                self._num_reserved += 1
 
 
 def _groups(slots: Iterable[WorkerSlot]) -> list[PlacementGroup]:
@@ -313,19 +355,22 @@ def _groups(slots: Iterable[WorkerSlot]) -> list[PlacementGroup]:
     return list(dict.fromkeys(slot.group for slot in slots))
 
 
-def _is_held(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group)["state"] == "CREATED")
+def _look_at(groups: Sequence[PlacementGroup]) -> dict[PlacementGroup, dict[str, Any]]:
+    """Return Ray's row of each group: one by one while they are few, else all in one call."""
+    # the table of all also has the cluster's other groups, and those removed lately
+    if len(groups) <= FEW_GROUPS:
+        return {group: placement_group_table(group) for group in groups}
+    table = placement_group_table()
+    return {group: table[group.id.hex()] for group in groups}
 
 
-def _node_of(group: PlacementGroup) -> str:
-    """Return the id of the group's present or last node; '' for none."""
-    return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
+def _without_room(groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
+    return [group for group, row in _look_at(groups).items() if row["state"] != "CREATED"]
 
 
-def _is_forkable(group: PlacementGroup) -> bool:
-    """Return whether workers of the group can be forked from a process of the driver: same node, same packages."""
-    here = ray.get_runtime_context()
-    return _node_of(group) == here.get_node_id() and not OWN_PACKAGES & here.runtime_env.keys()
+def _nodes_of(groups: Sequence[PlacementGroup]) -> dict[PlacementGroup, str]:
+    """Return the id of each group's present or last node; '' for none."""
+    return {group: row["bundles_to_node_id"].get(0, "") for group, row in _look_at(groups).items()}
 
 
 def kill(slots: Sequence[WorkerSlot]) -> None:

@@ -13,14 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from raymega.config.data import is_synthetic
+from raymega.config.data import is_computed
 from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
 from raymega.data.megatron import is_megatron
-from raymega.data.remote_dataset import is_remote
+from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, RaymegaError, one_line, raise_faults
 from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
+from raymega.plugins import registry_of
 from raymega.storage.registry import local_path, open_store
 from raymega.storage.store import Store
 
@@ -38,11 +39,13 @@ class PreflightCheck:
         store_uri: URI of the run's folder; empty when the store is not checked.
         folder: Key prefix of this round's objects, relative to the run's folder.
         data: Identity of each dataset that the driver reads, by path; empty when none is checked.
+        modules: Modules of the job's plug-ins, one of which may have the store.
     """
 
     store_uri: str
     folder: str
     data: Mapping[str, str]
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,7 @@ def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
     """Make the check on the node on which it runs, and return the result."""
     # without the driver's object nothing is written, as that would create the folder on a local disk
     sees_driver = writes = ""
+    registry_of(check.modules)
     if check.store_uri:
         store = open_store(check.store_uri)
         sees_driver = _cause_of(lambda: _find(store, _driver_key(check)))
@@ -93,14 +97,23 @@ class _Round:
 class Preflight:
     """The driver's side: checks each node once in the driver's life, and judges the results."""
 
-    def __init__(self, *, store: Store, data_paths: Sequence[str], driver_node: str) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        data_paths: Sequence[str],
+        driver_node: str,
+        modules: tuple[str, ...] = (),
+    ) -> None:
         """Prepare the checks; nothing is accessed yet.
 
         Args:
             store: Store of the run's folder.
             data_paths: Paths of the job's datasets.
             driver_node: Ray's id of the driver's node.
+            modules: Modules of the job's plug-ins.
         """
+        self._modules = modules
         self._store, self._data_paths, self._driver_node = store, data_paths, driver_node
         self._sound: set[str] = set()  # ids of nodes that passed
         self._round: _Round | None = None
@@ -155,12 +168,13 @@ class Preflight:
         asked = [
             path
             for path in self._data_paths
-            if not is_synthetic(path) and (is_elsewhere or is_remote(path))
+            if not is_computed(path) and (is_elsewhere or is_remote(path))
         ]
         return PreflightCheck(
             store_uri=self._store.uri if asks_store else "",
             folder=f"{FOLDER}/{uuid4().hex[:12]}",
             data={path: dataset_identity(path) for path in asked},
+            modules=self._modules,
         )
 
     def _faults(self, asked: _Round) -> list[Fault]:

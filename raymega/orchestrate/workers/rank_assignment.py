@@ -89,6 +89,8 @@ class RankAssignment:
         return self._ranks_of(self._slots.living) if ranks is None else ranks
 
     def _ranks_of(self, slots: list[WorkerSlot]) -> dict[int, WorkerSlot] | None:
+        if len(slots) < self.grid.world_size:
+            return None
         locations = [slot.location for slot in slots if slot.location]
         # a process keeps its last rank where it can
         homes = [slot.home for slot in slots]
@@ -105,6 +107,14 @@ class RankAssignment:
             return {slot.home: slot for slot in awaited}
         # or loaded ones suffice, spares included
         return self.warm_ranks()
+
+    def num_lacking(self) -> int:
+        """Return how many answers of processes must come at least before ``choose`` can succeed; 1 or more."""
+        # of the expected processes that have no location, or of those that must still load
+        awaited = [slot for slot in self._slots.slots if slot.home >= 0]
+        num_unplaced = sum(slot.location is None for slot in awaited)
+        num_unloaded = self.grid.world_size - len(self._slots.ready)
+        return max(1, min(num_unplaced, num_unloaded))
 
     def assigned(self, chosen: dict[int, WorkerSlot]) -> list[WorkerSlot]:
         """Assign ranks to the chosen slots and return them by rank; the first hosts the rendezvous."""

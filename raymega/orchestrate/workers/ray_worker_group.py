@@ -1,8 +1,8 @@
-"""The worker group on Ray: its processes, the messages that start workers, and the wait for answers.
+"""The worker group on Ray: its processes, and the wait for their answers.
 
 Each call names a function, which ``poll`` runs on the answer. Lost processes are replaced in the background;
-``workers/rank_assignment.py`` decides at the next attempt which process takes a lost rank. The controller
-starts attempts.
+``workers/attempt_start.py`` decides at the next attempt which process takes a lost rank, and starts them.
+The controller begins attempts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.events import StepFinished
-from raymega.messages import Replicas, Report, Requests, StartWorker, WorkerDied
+from raymega.messages import Report, Requests, WorkerDied
 from raymega.orchestrate.cluster.node_inventory import list_free_nodes, list_nodes, node_memory
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import (
@@ -39,8 +39,15 @@ from raymega.orchestrate.workers.actor_calls import (
     death_cause,
     nothing,
 )
+from raymega.orchestrate.workers.attempt_start import AttemptStart
+from raymega.orchestrate.workers.node_monitor import (
+    WATCH_DIRECTLY,
+    MonitorSlot,
+    NodeMonitors,
+    NodeReport,
+)
 from raymega.orchestrate.workers.placement_slots import WorkerSlot, WorkerSlots, kill, name_of
-from raymega.orchestrate.workers.preflight import Preflight, PreflightResult
+from raymega.orchestrate.workers.preflight import Preflight
 from raymega.orchestrate.workers.rank_assignment import RankAssignment
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import RunPlan
@@ -50,6 +57,8 @@ log = logging.getLogger(__name__)
 
 RESPAWN_S = 1.0
 """Pause before a dead process is replaced, in seconds: its node may be dying too."""
+MANY_CALLS, LOOKS = 1024, 512
+"""Number of pending calls from which on a poll waits for one answer in LOOKS of them, or for its timeout."""
 LOOK_EVERY_S = 1.0
 """Interval between checks for slots whose node is gone, in seconds."""
 
@@ -81,16 +90,21 @@ class RayWorkerGroup:
         """
         # plans: of the next attempt, of the job's own grid, and of the grid that slots were asked for
         self._plan, self._full, self._asked = plan, plan, plan
-        self._log_dir, self._can_grow, self._entry = log_dir, can_grow, entry
+        self._can_grow, self._entry = can_grow, entry
         self._slots = WorkerSlots(plan.job.cluster, can_grow=can_grow, py_executable=py_executable)
         self._assignment = RankAssignment(self._slots, plan)
         self._calls = ActorCalls()
         self._hang_probe = HangProbe(self._calls)
         self._spec: AttemptSpec | None = None
-        self._preflight, self._snapshot_servers = preflight, snapshot_servers
-        self._rendezvous, self._probed_s, self._renewed_s = "", 0.0, 0.0
-        # of the attempt: ranks assigned, workers told to start, first step seen; of the run: any process ordered
-        self._is_assigned = self._is_let_go = self._is_stepping = self._has_begun = False
+        self._snapshot_servers = snapshot_servers
+        self._start = AttemptStart(
+            self._slots, self._assignment, self._calls, log_dir=log_dir, preflight=preflight,
+            snapshot_servers=snapshot_servers, on_started=self._on_started,
+        )  # fmt: skip
+        self._monitors = NodeMonitors(plan.job.run.name)
+        self._probed_s = self._renewed_s = self._held_s = 0.0
+        # of the attempt: first step seen; of the run: any process ordered
+        self._is_stepping = self._has_begun = False
 
     @property
     def snapshot_manager(self) -> SnapshotManager:
@@ -142,12 +156,12 @@ class RayWorkerGroup:
 
     def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""
-        self._spec, self._is_assigned, self._is_stepping = spec, False, False
+        self._spec, self._is_stepping = spec, False
         is_enough = self._assignment.living_ranks() is not None
         if not is_enough:  # start a process in each slot, named by the rank that it will have
             self._expect_ranks()
             self._fill([slot for slot in self._slots.slots if not slot.is_spare])
-        self._assign_when_all_are_there(are_living_enough=is_enough)
+        self._start.begin(spec, are_living_enough=is_enough)
 
     def members(self) -> Mapping[int, WorkerLocation]:
         """See WorkerGroup."""
@@ -162,7 +176,7 @@ class RayWorkerGroup:
         reports = self._listen(timeout_s)
         if self._snapshot_servers:
             self._snapshot_servers.collect()
-            self._let_go_when_clear()
+        self._start.proceed()
         reports += self._renew_lost()
         self._is_stepping |= any(isinstance(report, StepFinished) for report in reports)
         if self._is_stepping:  # not earlier: loading would take cores from the start
@@ -176,21 +190,22 @@ class RayWorkerGroup:
     def request(self, requests: Requests) -> None:
         """See WorkerGroup."""
         attempt = self._spec.attempt if self._spec else 0
-        for slot in self._assignment.assigned_slots:
+        # a save counts on rank 0 alone
+        slots = self._assignment.assigned_slots
+        for slot in slots if requests.stop else [slot for slot in slots if slot.rank == 0]:
             self._calls.submit(slot, "set_requests", requests, attempt, on_result=nothing)
 
     def release(self, *, keep_warm: bool) -> None:
         """See WorkerGroup."""
         self._calls.end_attempt()
+        self._monitors.end_attempt()
         attempt = self._spec.attempt if self._spec else 0
-        self._spec, self._rendezvous = None, ""
-        self._is_assigned = self._is_let_go = self._is_stepping = False
-        if self._preflight is not None:
-            self._preflight.cancel()
+        self._spec, self._is_stepping = None, False
+        self._start.end()
         assigned_slots = self._assignment.assigned_slots
         if keep_warm:  # a stopped process cannot answer an abort, nor one that hangs in its start
             self._kill(self._hang_probe.pop_stopped())
-            free = abort(assigned_slots, attempt)
+            free = set(abort(assigned_slots, attempt))
             stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
             self._kill([*(slot for slot in assigned_slots if slot not in free), *stuck])
         for slot in assigned_slots:
@@ -198,6 +213,7 @@ class RayWorkerGroup:
         if not keep_warm:
             self._calls.clear()
             self._slots.release()
+            self._monitors.close()
             if self._snapshot_servers is not None:
                 self._snapshot_servers.close()
 
@@ -230,6 +246,10 @@ class RayWorkerGroup:
         if now_s - self._renewed_s < LOOK_EVERY_S:
             return []
         self._renewed_s = now_s
+        # the ranks of a drained node are elsewhere
+        if self._is_stepping and (old := self._slots.replaced()):
+            self._kill(old)
+            self._slots.give_back(old)
         lost = self._slots.lost()
         untold = [slot.rank for slot in lost if slot.actor is not None and self._is_awaited(slot)]
         self._kill(lost)
@@ -253,34 +273,41 @@ class RayWorkerGroup:
     def _fill(self, slots: list[WorkerSlot]) -> None:
         """Start a process in each of ``slots`` that has none: hold, preload, then its location."""
         self._has_begun = True
+        empty = [slot for slot in slots if slot.actor is None]
+        if not empty:
+            return
         attempt = self._spec.attempt if self._spec else 0
-        for slot in slots:
-            if slot.actor is None:
-                name = name_of(slot, self._plan, attempt=attempt)
-                self._slots.spawn(slot, name=name, entry=self._entry)
-                submit = partial(self._calls.submit, slot, is_of_attempt=False)
-                submit("hold", on_result=nothing)
-                plan_json, device = self._plan.to_json(), self._slots.device
-                submit("preload", plan_json, device, on_result=self._on_warm)
-                submit("location", on_result=self._on_location)
+        plan_json, forkable = self._plan.to_json(), self._slots.forkable()
+        for slot in empty:
+            name, is_forkable = name_of(slot, self._plan, attempt=attempt), slot.group in forkable
+            self._slots.spawn(slot, name=name, entry=self._entry, is_forkable=is_forkable)
+            submit = partial(self._calls.submit, slot, is_of_attempt=False)
+            submit("hold", on_result=nothing)
+            submit("preload", plan_json, self._slots.device, on_result=self._on_warm)
+            submit("location", on_result=self._on_location)
 
     def _on_location(self, slot: WorkerSlot, location: WorkerLocation) -> Reports:
         slot.location = location
-        if self._is_assigned:
-            self._start_snapshot_servers()
-        self._assign_when_all_are_there()
+        self._start.count_answer(slot)
         return []
 
     def _on_warm(self, slot: WorkerSlot, _answer: None) -> Reports:
         slot.is_warm = True
-        self._assign_when_all_are_there()
-        self._let_go_when_clear()
+        self._start.count_answer(slot)
         return []
 
     def _bury(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
+        if isinstance(slot, MonitorSlot):  # the driver hears its ranks itself
+            log.warning("the monitor of node %s is gone: %s", slot.node_id, death_cause(error))
+            for each in self._monitors.drop(slot):
+                self._on_reports(each, None)
+            return []
+        return self._bury_worker(slot, death_cause(error))
+
+    def _bury_worker(self, slot: WorkerSlot, why: str) -> list[Report]:
         at = slot.location
         who = f"process {at.pid} on {at.address}" if at else "a process"
-        cause = f"{who} is gone ({death_cause(error)})"
+        cause = f"{who} is gone ({why})"
         slot.clear()
         slot.respawn_at_s = time.monotonic() + RESPAWN_S
         if self._is_awaited(slot):
@@ -290,99 +317,55 @@ class RayWorkerGroup:
 
     def _is_awaited(self, slot: WorkerSlot) -> bool:
         """Return whether the attempt depends on the slot: it has a rank, or the start waits for it."""
-        is_starting = self._spec is not None and not self._is_assigned
+        is_starting = self._spec is not None and not self._start.is_assigned
         return slot.assigned is not None or (is_starting and not slot.is_spare)
 
     def _kill(self, slots: list[WorkerSlot]) -> None:
-        for slot in slots:
-            self._calls.forget(slot)
+        self._calls.forget(*slots)
         kill(slots)
 
     def _missing_nodes(self) -> list[Report]:
         """Return a death if a start waits for a process on a lost node, which would never answer."""
         now_s = time.monotonic()
         is_due = now_s - self._probed_s >= LOOK_EVERY_S
-        if self._is_assigned or not self._spec or not is_due:
+        if self._start.is_assigned or not self._spec or not is_due:
             return []
         self._probed_s = now_s
         if self._slots.are_held:
             return []
         return [WorkerDied(rank=-1, cause="the node of a slot is gone")]
 
-    # Ranks, and what a start waits for.
+    # Reports of the workers.
 
-    def _assign_when_all_are_there(self, *, are_living_enough: bool = False) -> None:
-        if self._is_assigned or self._spec is None:
-            return
-        chosen = self._assignment.choose()
-        if chosen is None and are_living_enough:
-            chosen = self._assignment.living_ranks()
-        if chosen is None:
-            return
-        self._is_assigned = True  # from here: snapshot servers, rendezvous and preflight at once
-        taken = self._assignment.assigned(chosen)
-        first = taken[0]
-        assert first.location, "a slot with a seat has a place"
-        self._start_snapshot_servers()
-        address = first.location.address
-        self._calls.submit(first, "host_rendezvous", address, on_result=self._on_rendezvous)
-        if self._preflight is not None:
-            self._ask_nodes(self._preflight, taken)
+    def _on_started(self, slot: WorkerSlot, _answer: None) -> Reports:
+        """Ask the worker for reports, or once all workers of its node have started the node's monitor."""
+        assigned = self._assignment.assigned_slots if not self._monitors.are_heard else ()
+        if not self._monitors.are_heard and len(assigned) <= WATCH_DIRECTLY:
+            return self._on_reports(slot, None)
+        monitor = self._monitors.add_started(slot, assigned)
+        if monitor is not None:
+            workers = {rank: each.actor for rank, each in monitor.heard.items()}
+            self._calls.submit(monitor, "watch", workers, on_result=self._on_watching)
+        return [Heartbeat(rank=slot.rank, every_s=self._monitors.every_s)]
 
-    def _start_snapshot_servers(self) -> None:
-        """Start a snapshot server on each node with a process, spares included, as these may be used later."""
-        if self._snapshot_servers:
-            self._snapshot_servers.location(
-                {slot.location.node_id for slot in self._slots.slots if slot.location}
-            )
-
-    def _on_rendezvous(self, _host: WorkerSlot, address: str) -> Reports:
-        self._rendezvous = address
-        self._let_go_when_clear()
+    def _on_watching(self, monitor: WorkerSlot, _answer: None) -> Reports:
+        every_s = self._monitors.every_s
+        self._calls.submit(monitor, "next_reports", every_s, on_result=self._on_node_reports)
         return []
 
-    def _ask_nodes(self, preflight: Preflight, taken: list[WorkerSlot]) -> None:
-        """Begin the preflight check; one worker of each node answers for it."""
-        by_node = {slot.location.node_id: slot for slot in taken if slot.location}
-        addresses = {node: slot.location.address for node, slot in by_node.items() if slot.location}
-        check, new = preflight.begin(addresses)
-        for node in new:
-            self._calls.submit(by_node[node], "answer", check, on_result=self._on_answer)
-
-    def _on_answer(self, slot: WorkerSlot, answer: PreflightResult) -> Reports:
-        assert self._preflight and slot.location, "only a slot with a place was asked"
-        reports = self._preflight.add(slot.location.node_id, answer)
-        self._let_go_when_clear()
-        return [*reports]
-
-    # Starting workers, and their reports.
-
-    def _let_go_when_clear(self) -> None:
-        """Start the workers, once: after rendezvous, preflight and snapshot servers, when all processes have loaded.
-
-        A rank in the rendezvous waits at most elastic.collective_timeout_s and cannot be aborted there, so no
-        rank may enter it before the last process has loaded.
-        """
-        is_asking = bool(self._preflight and self._preflight.is_open)
-        is_keeping = bool(self._snapshot_servers and self._snapshot_servers.pending())
-        is_loading = not all(slot.is_warm for slot in self._assignment.assigned_slots)
-        if self._is_let_go or not self._rendezvous or is_asking or is_keeping or is_loading:
-            return
-        self._is_let_go = True
-        by_rank = sorted(self._assignment.assigned_slots, key=lambda slot: slot.rank)
-        nodes = [slot.location.node_id for slot in by_rank if slot.location]
-        for slot in by_rank:
-            log_path = self._log_dir / f"rank-{slot.rank:05d}.log"
-            message = self._start_message(slot, self._rendezvous, nodes)
-            self._calls.submit(slot, "start", message, str(log_path), on_result=self._on_reports)
-
-    def _start_message(self, slot: WorkerSlot, rendezvous: str, nodes: list[str]) -> StartWorker:
-        assert self._spec and slot.assigned, "an attempt has begun and every worker has a rank"
-        servers, at = self._snapshot_servers, self._spec.holders
-        replicas = servers.replicas(nodes, slot.rank, at) if servers else Replicas()
-        return self._spec.start_message(
-            slot.assigned, rendezvous=rendezvous, device=self._slots.device, replicas=replicas
-        )
+    def _on_node_reports(self, monitor: WorkerSlot, found: NodeReport) -> Reports:
+        assert isinstance(monitor, MonitorSlot), "a monitor was asked"
+        self._on_watching(monitor, None)
+        # a rank's answer waits for its monitor's next one
+        every_s = self._monitors.every_s + ANSWER_EVERY_S
+        reports: Reports = [Heartbeat(rank=rank, every_s=every_s) for rank in found.heard]
+        reports += found.reports
+        for rank, why in found.deaths.items():
+            slot = monitor.heard[rank]
+            if slot.actor is not None:  # not told by its own call already
+                self._calls.forget(slot)
+                reports += self._bury_worker(slot, why)
+        return reports
 
     def _on_reports(self, slot: WorkerSlot, reports: list[Report] | None) -> Reports:
         self._calls.submit(slot, "next_reports", ANSWER_EVERY_S, on_result=self._on_reports)
@@ -391,9 +374,16 @@ class RayWorkerGroup:
     def _listen(self, timeout_s: float) -> Reports:
         """Wait for the first answer, and return the reports of all answers that are there."""
         starting = self._snapshot_servers.pending() if self._snapshot_servers else []
-        if not (refs := [*self._calls.refs, *starting]):
+        # monitors tell of deaths too: then the calls that end with a process are a second way, looked at now and then
+        now_s = time.monotonic()
+        with_holds = not self._monitors.are_heard or now_s - self._held_s >= LOOK_EVERY_S
+        if with_holds:
+            self._held_s = now_s
+        if not (refs := [*self._calls.refs(with_holds=with_holds), *starting]):
             return []
-        ready, waiting = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        # of thousands of calls several must answer, or the loop would look at all of them for each
+        num_returns = 1 if len(refs) < MANY_CALLS else len(refs) // LOOKS
+        ready, waiting = ray.wait(refs, num_returns=num_returns, timeout=timeout_s)
         if ready and waiting:  # take the others that have come, without waiting
             ready += ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
         return [report for ref in ready for report in self._calls.handle_result(ref, self._bury)]

@@ -37,11 +37,12 @@ class SnapshotServerActor:
 
     def __init__(self, token: str) -> None:
         # imported here, because the driver does not need Arrow Flight
+        from raymega.checkpoint.snapshots.queries import QUESTIONS
         from raymega.storage.memory_server import MemoryStoreServer, give_memory_back
 
         give_memory_back()
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._server = MemoryStoreServer(host, token)
+        self._server = MemoryStoreServer(host, token, questions=QUESTIONS)
 
     def address(self) -> str:
         """Return the snapshot server's ``host:port``."""
@@ -81,6 +82,11 @@ class SnapshotServers:
         for node in sorted(self._wanted - self._by_node.keys()):
             self._by_node[node] = self._spawn(node)
 
+    def add(self, node: str) -> None:
+        """Start a snapshot server on one more node, if it has none. Never blocks."""
+        if node not in self._wanted:
+            self.location(self._wanted | {node})
+
     def pending(self) -> list[ray.ObjectRef[str]]:
         """Return the pending ``address`` calls of wanted snapshot servers; [] once START_PATIENCE_S have passed."""
         if self._clock.monotonic() - self._since_s > START_PATIENCE_S:
@@ -90,41 +96,38 @@ class SnapshotServers:
 
     def collect(self) -> None:
         """Store the addresses that have arrived, and drop snapshot servers that failed to start. Never blocks."""
-        for node, kept in tuple(self._by_node.items()):
-            if not kept.address and ray.wait([kept.answer], timeout=0)[0]:
-                try:
-                    kept.address = ray.get(kept.answer, timeout=FIND_TIMEOUT_S)
-                except (RayActorError, RayTaskError) as error:
-                    log.warning(
-                        "no snapshots on node %s: its snapshot server did not start: %s",
-                        node,
-                        error,
-                    )
-                    del self._by_node[node]
-
-    def replicas(
-        self, nodes: Sequence[str], rank: int, holders: Mapping[str, tuple[str, ...]]
-    ) -> Replicas:
-        """Return the snapshot servers that the worker with ``rank`` writes to and reads from.
-
-        Args:
-            nodes: Node id of each rank.
-            rank: Rank of the worker.
-            holders: Snapshot servers that hold each object of the snapshot to restore, by the object's key.
-        """
-        # own node first, then its partner
-        homes = copy_nodes(nodes)[rank]
-        home = self._addresses(homes[:1])
-        # one rank a node deletes old snapshots there
-        is_first_here = nodes.index(nodes[rank]) == rank
-        return Replicas(
-            token=self._token,
-            write_to=self._addresses(homes),
-            num_copies=len(homes),
-            home="".join(home),
-            tidies=home if is_first_here else (),
-            read_from=dict(holders),
+        answered = _finished(
+            {n: kept.answer for n, kept in self._by_node.items() if not kept.address}
         )
+        for node in answered:
+            try:
+                self._by_node[node].address = ray.get(
+                    self._by_node[node].answer, timeout=FIND_TIMEOUT_S
+                )
+            except (RayActorError, RayTaskError) as error:
+                log.warning(
+                    "no snapshots on node %s: its snapshot server did not start: %s", node, error
+                )
+                del self._by_node[node]
+
+    def replicas(self, nodes: Sequence[str]) -> list[Replicas]:
+        """Return for each rank the snapshot servers that it writes to; ``nodes`` are the ranks' node ids."""
+        found: list[Replicas] = []
+        # one rank a node deletes old snapshots there
+        tidied: set[str] = set()
+        for node, homes in zip(nodes, copy_nodes(nodes), strict=True):
+            # own node first, then its partner
+            home = self._addresses(homes[:1])
+            replicas = Replicas(
+                token=self._token,
+                write_to=self._addresses(homes),
+                num_copies=len(homes),
+                home="".join(home),
+                tidies=() if node in tidied else home,
+            )
+            tidied.add(node)
+            found.append(replicas)
+        return found
 
     def find(self, *, skip: Collection[str]) -> Snapshot | None:
         """See SnapshotManager."""
@@ -167,11 +170,18 @@ class SnapshotServers:
         return tuple(server.address for server in kept if server and server.address)
 
     def _drop_dead(self) -> None:
-        for node, kept in tuple(self._by_node.items()):
-            if ray.wait([kept.end], timeout=0)[0]:
-                log.warning("the snapshot server of node %s is gone", node)
-                del self._by_node[node]
+        for node in _finished({node: kept.end for node, kept in self._by_node.items()}):
+            log.warning("the snapshot server of node %s is gone", node)
+            del self._by_node[node]
 
     def _kill(self, nodes: Collection[str]) -> None:
         for node in tuple(nodes):
             ray.kill(self._by_node.pop(node).actor)
+
+
+def _finished(refs: Mapping[str, ray.ObjectRef[Any]]) -> list[str]:
+    """Return the keys of the calls that have ended, in one question for all of them."""
+    if not refs:
+        return []
+    ended = set(ray.wait([*refs.values()], num_returns=len(refs), timeout=0)[0])
+    return [key for key, ref in refs.items() if ref in ended]

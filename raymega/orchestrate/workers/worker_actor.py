@@ -25,8 +25,11 @@ from raymega.events import StepFinished
 from raymega.messages import (
     Channel,
     Progress,
+    RankMemory,
+    RankTimeline,
     Report,
     Requests,
+    SnapshotHolders,
     StartWorker,
     WorkerFailed,
     Working,
@@ -35,11 +38,17 @@ from raymega.orchestrate.core.rank_placement import ACCELERATOR_LABEL, DOMAIN_LA
 from raymega.orchestrate.core.worker_group_api import ThreadStatus
 from raymega.orchestrate.workers.preflight import PreflightCheck, PreflightResult, answer_question
 from raymega.orchestrate.workers.thread_status import process_state, thread_status_of
+from raymega.tracking.ray_metrics import RankMetrics
+from raymega.tracking.timeline_metrics import rank_timeline_metrics
 
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 5
 """Threads for the driver's calls: ``hold``, the long poll, an abort, and two for short calls."""
+
+
+MOST_LOG_BYTES = 16 * 2**20
+"""Size of a rank's log from which on an attempt begins a new one."""
 
 
 class EntryModule(Protocol):
@@ -102,8 +111,18 @@ class Worker:
         address, self._rendezvous = self._entry().host_rendezvous(host)
         return address
 
-    def start(self, start: StartWorker, log_path: str) -> None:
+    def start(
+        self,
+        start: StartWorker,
+        log_path: str,
+        holders: SnapshotHolders | None = None,
+    ) -> None:
         """Begin an attempt in a new training thread; return at once.
+
+        Args:
+            start: Start message of this worker.
+            log_path: File for the output of this process.
+            holders: Map ``read_from`` of Replicas, which all workers share; None leaves the message's own.
 
         Raises:
             LeaseError: This process has already served a newer attempt.
@@ -115,9 +134,12 @@ class Worker:
                 remedy="look for a second driver of this run",
             )
         self._attempt = start.attempt
+        if holders is not None:
+            start = replace(start, replicas=replace(start.replicas, read_from=holders))
         _write_output_to(Path(log_path), start)
         # a new queue: late reports of the attempt before stay in the old one
-        self._queue, self._run_uri, self._rank = ReportQueue(), start.run_uri, start.rank
+        queue = ReportQueue(rank_metrics_of(start))
+        self._queue, self._run_uri, self._rank = queue, start.run_uri, start.rank
         self._thread = Thread(
             target=self._train,
             args=(start, self._queue, self._rendezvous),
@@ -175,6 +197,7 @@ class Worker:
         except BaseException as error:  # top of the thread: every error becomes a report
             log.exception("rank %d failed after step %d", start.rank, channel.step)
             channel.report(last_words(start.rank, channel.step, error))
+        channel.end_metrics()
         gc.collect()  # frees tensors and closes connections, on which ranks that wait for this one fail
 
 
@@ -185,8 +208,9 @@ class ReportQueue:
     a step costs the driver one message instead of one a rank. Working never replaces Progress, which says more.
     """
 
-    def __init__(self) -> None:
-        self._changed = Condition()
+    def __init__(self, metrics: RankMetrics | None = None) -> None:
+        """Begin empty; ``metrics`` publishes the rank's own measurements, None leaves that out."""
+        self._changed, self._metrics = Condition(), metrics
         self._reports: list[Report] = []
         self._beat: Progress | Working | None = None
         self._requests = Requests()
@@ -198,6 +222,10 @@ class ReportQueue:
         """Queue a report, see Channel; after :meth:`close` it is dropped, as its attempt is over."""
         if isinstance(report, StepFinished | Progress):
             self.step = report.step
+        if self._metrics and isinstance(report, RankMemory):
+            self._metrics.update(report.metrics)
+        if self._metrics and isinstance(report, RankTimeline):
+            self._metrics.update(rank_timeline_metrics(report.events))
         with self._changed:
             if self._is_closed:
                 return
@@ -233,11 +261,23 @@ class ReportQueue:
             self._reports, self._beat = [], None
             return taken
 
+    def end_metrics(self) -> None:
+        """Publish no more measurements of this rank, as it has ended."""
+        if self._metrics:
+            self._metrics.close()
+
     def close(self) -> None:
-        """Drop later reports, and wake the long poll."""
+        """Drop later reports, wake the long poll, and publish no more metrics."""
+        self.end_metrics()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+
+def rank_metrics_of(start: StartWorker) -> RankMetrics:
+    """Return the publisher of a worker's own metrics."""
+    name = start.run_uri.rstrip("/").rpartition("/")[2]  # a run's folder has its name
+    return RankMetrics(run=name, rank=start.rank)
 
 
 def worker_location() -> WorkerLocation:
@@ -272,6 +312,8 @@ def _write_output_to(path: Path, start: StartWorker) -> None:
     """Redirect this process's output to ``path``, that of native code included, and configure logging."""
     # file descriptors 1 and 2, because NCCL and other libraries write past sys.stdout
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size > MOST_LOG_BYTES:  # one older log is kept
+        path.replace(path.with_suffix(".old.log"))
     with path.open("ab", buffering=0) as file:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -79,12 +79,7 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group) -> tuple[torch.Tens
     rows = tensor
     if group.size > 1:
         rows = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
-    return rows, _start(
-        "reduce_scatter",
-        tensor,
-        group,
-        lambda handle: handle._reduce_scatter_base(rows, tensor, c10d.ReduceScatterOptions()),
-    )
+    return rows, start_reduce_scatter_into(rows, tensor, group)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -106,7 +101,13 @@ def start_reduce_scatter_in_place(tensor: torch.Tensor, group: Group) -> Work:
     _check("reduce_scatter", tensor, group, divisor=group.size)
     if tensor.device.type == "cpu":
         return start_all_reduce(tensor, group)
-    own = _own_part(tensor, group)
+    return start_reduce_scatter_into(_own_part(tensor, group), tensor, group)
+
+
+def start_reduce_scatter_into(own: torch.Tensor, tensor: torch.Tensor, group: Group) -> Work:
+    """Start :func:`reduce_scatter` of ``tensor`` [size * N, ...] into ``own`` [N, ...]."""
+    for each, divisor in ((tensor, group.size), (own, 1)):
+        _check("reduce_scatter", each, group, divisor=divisor)
     return _start(
         "reduce_scatter",
         tensor,
@@ -163,6 +164,55 @@ def start_exchange(
         tensor,
         group,
         lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent]),
+    )
+
+
+def start_block_gather(
+    part: torch.Tensor, whole: torch.Tensor, group: Group, *, num_blocks: int, ahead: int
+) -> Work:
+    """Start to fetch the parts of one block of neighbours: a step of an all-gather by blocks.
+
+    The group's places form ``num_blocks`` even blocks. This rank receives from the block that is ``ahead``
+    blocks further on the ring than its own, and sends to the one as far back.
+
+    Args:
+        part: Part of this rank, [N, ...].
+        whole: Parts of all ranks, [size * N, ...]; only the rows of the block are written.
+        group: Ranks that gather.
+        num_blocks: Number of blocks; divides the group's size.
+        ahead: Blocks from this rank's own to the one that is fetched.
+    """
+    _check("block_gather", part, group)
+    _check("block_gather", whole, group, divisor=group.size)
+    members = group.size // num_blocks
+    own = group.index // members
+    sources = _block((own + ahead) % num_blocks, members)
+    targets = _block((own - ahead) % num_blocks, members)
+    operation = f"gather of block {ahead}"
+    if part.device.type != "cpu":
+        nothing, rows = part.new_empty(0), whole.chunk(group.size)
+        received = [rows[i] if i in sources else nothing for i in range(group.size)]
+        sent = [part if i in targets else nothing for i in range(group.size)]
+        return _start(
+            operation,
+            part,
+            group,
+            lambda handle: handle.alltoall(received, sent, c10d.AllToAllOptions()),
+        )
+    # gloo has no all-to-all of tensors at several places: the part is laid out once for each receiver
+    length = part.shape[0]
+    copies = torch.cat([part] * members)
+    block = whole[sources.start * length : sources.stop * length]
+    return _start(
+        operation,
+        part,
+        group,
+        lambda handle: handle.alltoall_base(
+            block,
+            copies,
+            [length * (i in sources) for i in range(group.size)],
+            [length * (i in targets) for i in range(group.size)],
+        ),
     )
 
 
@@ -277,6 +327,10 @@ def _name(operation: str, group: Group) -> str:
 
 def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor.chunk(group.size)[group.index]
+
+
+def _block(number: int, members: int) -> range:
+    return range(number * members, (number + 1) * members)
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -105,6 +105,41 @@ class Rows(NamedTuple):
     order: tuple[Tensor, Tensor] | None = None
 
 
+class EncoderInput(NamedTuple):
+    """Input of encoders beside the tokens of a micro-batch.
+
+    Attributes:
+        token_types: Segment of each token, [B, S/cp] int64.
+        first: Places of the first tokens of this rank's pairs, [N] int64: position here * B + row.
+        labels: Class of each pair, [N] int64: 0 where B follows A, else 1.
+    """
+
+    token_types: Tensor
+    first: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairBatch:
+    """Pairs of a chosen and a rejected answer in the rows of a micro-batch: P pairs, 2 P answers.
+
+    Attributes:
+        answers: Number of the answer that each token is of, [B, S/cp] int64; 2 P where it is of none. The chosen
+            answer of pair p is number 2 p, the rejected one 2 p + 1.
+        counts: Number of labels of each whole answer that count, [2 P] float64.
+        is_counted: 1 where both answers of a pair have a label that counts, else 0: [P] float64.
+        num_counted: Number of pairs that this rank counts: their sum on cp rank 0, 0 elsewhere.
+        reference: Log-probability of each whole answer by the reference model, [2 P] float64; None where the loss
+            asks for none, and before it is known.
+    """
+
+    answers: Tensor
+    counts: Tensor
+    is_counted: Tensor
+    num_counted: int
+    reference: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Input of one forward pass.
@@ -119,6 +154,8 @@ class MicroBatch:
         rows: Documents of its rows, and positions in them.
         later: Labels and masks, [depth, B, S/cp] each, of the tokens further ahead that the model
             predicts; None where it predicts only the next one.
+        encoder: Token types and pairs of segments; None where the model is no encoder.
+        pairs: Pairs of answers; None where the loss is that of tokens.
     """
 
     tokens: Tensor
@@ -128,6 +165,13 @@ class MicroBatch:
     samples: Tensor
     rows: Rows
     later: tuple[Tensor, Tensor] | None = None
+    encoder: EncoderInput | None = None
+    pairs: PairBatch | None = None
+
+    @property
+    def divisor(self) -> int:
+        """Share of this rank in the number that divides the batch's loss: its labels, or its pairs."""
+        return self.num_counted if self.pairs is None else self.pairs.num_counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +188,7 @@ class TokenLayout:
             rows are one document, or outer ranks exist.
         keys: Keys of the dropout masks; None where nothing is dropped.
         rotations: Cosines and sines of RoPE; None is positions 0 to S - 1.
+        local_rotations: The same of sliding layers, where these have a base of their own.
         token_ids: Numbers of these tokens in the micro-batch, and which count; None where no layer asks.
     """
 
@@ -154,6 +199,7 @@ class TokenLayout:
     ends: Tensor | None = None
     keys: TokenKeys | None = None
     rotations: tuple[Tensor, Tensor] | None = None
+    local_rotations: tuple[Tensor, Tensor] | None = None
     token_ids: TokenIds | None = None
 
     @property

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from raymega.parallel.context_parallel.attention_blocks import Flash, kernel_for
 
-CAUSAL = (-1, 0)
-"""Number of tokens before and after itself that a token sees; -1 is all of its document."""
+CAUSAL, BOTH_SIDES = (-1, 0), (-1, -1)
+"""Numbers of tokens before and after itself that a token sees; -1 is all of its document."""
 
 
 @cache
@@ -37,10 +37,17 @@ def has_one_kernel(q: Tensor) -> bool:
     return kernel_for(q) is Flash and torch_kernel() is not None
 
 
-def attend_in_documents(  # one a property of the rows
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, longest: int, are_alike: bool
+def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ends: Tensor,
+    longest: int,
+    are_alike: bool,
+    is_causal: bool = True,
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v, causal within each document.
+    """Return softmax(q k^T / sqrt(K)) v within each document.
 
     Args:
         q: Queries [S, B, H, K].
@@ -49,6 +56,7 @@ def attend_in_documents(  # one a property of the rows
         ends: Cumulative lengths [N + 1] int32 of the documents, from 0, with the rows end to end.
         longest: Number of tokens of the longest document.
         are_alike: True where ``ends`` describes one row, and all rows have the same documents.
+        is_causal: Whether a token sees no later ones.
 
     Returns:
         Outputs [S, B, H, K].
@@ -68,7 +76,7 @@ def attend_in_documents(  # one a property of the rows
         ends,
         longest,
         longest,
-        window_size=CAUSAL,
+        window_size=CAUSAL if is_causal else BOTH_SIDES,
         enable_gqa=k.shape[2] < q.shape[2],
     )
     assert isinstance(out_THK, Tensor), "nothing but the output was asked for"

@@ -82,6 +82,7 @@ class Bucket:
         is_expert: True where the parameters are experts'.
         sharing: Ranks that the gradients are summed over, and that shard the bucket.
         level: ZeRO level of the bucket; NONE where a single rank holds it.
+        is_frozen: True where the parameters are not trained: they have values, and nothing else.
     """
 
     index: int
@@ -94,6 +95,7 @@ class Bucket:
     is_expert: bool
     sharing: Sharing
     level: ZeroLevel
+    is_frozen: bool = False
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """Yield the extents of the parameters between elements ``begin`` and ``end``, without padding."""
@@ -131,12 +133,20 @@ class BucketTable:
     """All buckets of a rank, and which part of each it owns.
 
     Attributes:
-        buckets: All buckets: ordinary, then partial over tp, then tied; among them dense before experts'.
+        buckets: All buckets: ordinary, then partial over tp, then tied; among them dense before experts'. Those
+            of frozen weights are last.
         dtype: Number format of gradients, masters and moments: float32 or better.
+        device: Device of the parameters.
     """
 
     buckets: tuple[Bucket, ...]
     dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def trained(self) -> BucketTable:
+        """The table without frozen weights, which have no gradients and no optimizer state."""
+        return replace(self, buckets=tuple(b for b in self.buckets if not b.is_frozen))
 
     def share(self, bucket: Bucket) -> Range:
         """Return this rank's even part of a bucket, which it counts in norms, sharded or not."""
@@ -159,6 +169,7 @@ class BucketTable:
 class _Kind(NamedTuple):
     """Properties that all parameters of a bucket share; the fields' order sorts the table."""
 
+    is_frozen: bool
     is_tied: bool
     is_partial: bool
     is_expert: bool
@@ -199,7 +210,7 @@ def make_buckets(
     """
     # number format of the sums
     dtype = torch.float32
-    for param in (param for chunk in chunks for param in chunk):
+    for param in (param for chunk in chunks for param in chunk if not param.spec.is_frozen):
         dtype = torch.promote_types(dtype, param.dtype)
     unit_of = units or {p: i for chunk in chunks for i, p in enumerate(chunk)}
     buckets: list[Bucket] = []
@@ -220,7 +231,8 @@ def make_buckets(
             for members in parts:
                 place = {"index": len(buckets), "chunk": chunk}
                 buckets.append(_make_bucket(members, kind, sharing, level, **place))
-    return BucketTable(buckets=tuple(buckets), dtype=dtype)
+    device = buckets[0].spans[0].param.device
+    return BucketTable(buckets=tuple(buckets), dtype=dtype, device=device)
 
 
 def bucket_bytes_for(params: Iterable[ShardedParameter]) -> int:
@@ -265,11 +277,14 @@ def _make_bucket(  # one an attribute
     spans, ranks = _spans(param for _, param in members), sharing.whole.size
     if kind.is_small:
         level = min(level, ZeroLevel.OPTIMIZER)
+    # Only weights that are gathered for a use are sharded where they are frozen.
+    if kind.is_frozen and level < ZeroLevel.PARAMETERS:
+        level = ZeroLevel.NONE
     return Bucket(
         index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // ranks) * ranks,
         first_use=members[-1][0], is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
         is_expert=kind.is_expert, sharing=sharing,
-        level=level if sharing.inside.size > 1 else ZeroLevel.NONE,
+        level=level if sharing.inside.size > 1 else ZeroLevel.NONE, is_frozen=kind.is_frozen,
     )  # fmt: skip
 
 
@@ -277,7 +292,7 @@ def _kind(param: ShardedParameter, level: ZeroLevel) -> _Kind:
     spec = param.spec
     is_small = level >= ZeroLevel.GRADIENTS and (spec.role in SMALL_ROLES or spec.is_wide)
     return _Kind(
-        is_tied=spec.is_tied, is_partial=spec.is_partial_over_tp, is_expert=spec.is_expert,
+        is_frozen=spec.is_frozen, is_tied=spec.is_tied, is_partial=spec.is_partial_over_tp, is_expert=spec.is_expert,
         is_small=is_small, dtype=str(param.dtype),
     )  # fmt: skip
 

@@ -19,6 +19,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# A process compiles a kernel or two at a time, so a pool of compiler processes in each rank does not pay.
+# Kernels are not chosen by timing them: tensor-parallel ranks compute the same function of equal numbers,
+# and different kernels would give different last bits.
+OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
+    "compile_threads": 1, "deterministic": True,
+}  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -44,10 +50,8 @@ def can_fuse(device: torch.device) -> bool:
 
 @cache
 def _compiled(function: Function) -> Function:
-    # A process compiles a kernel or two at a time, so a pool of compiler processes in each rank does
-    # not pay.
     folder = _own_folder()
-    compiled = torch.compile(function, options={"compile_threads": 1})
+    compiled = torch.compile(function, options=OPTIONS)
 
     @wraps(function)
     def call(*args: object, **kwargs: object) -> object:

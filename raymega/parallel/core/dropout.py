@@ -32,11 +32,13 @@ class TokenKeys:
 
     Attributes:
         own: Keys [S/(cp*sp), B] int64 of the positions that this rank holds between layers.
+        everywhere: Keys [S/cp, B] int64 of the positions that its tp group holds together.
         rows: Keys [S, B] int64 of all positions, for the dropout of attention weights; None without it.
     """
 
     own: Tensor
-    rows: Tensor | None
+    everywhere: Tensor
+    rows: Tensor | None = None
 
 
 def row_keys(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
@@ -61,25 +63,27 @@ def place_key(seed: int, place: str) -> int:
     return rng.signed(rng.key(seed, "dropout", place))
 
 
-def dropout(x: Tensor, keys: Tensor, *, rate: float) -> Tensor:
+def dropout(x: Tensor, keys: Tensor, *, rate: float, first: int = 0) -> Tensor:
     """Return ``x`` with a share ``rate`` of its elements zero and the others scaled up; save the mask.
 
     Args:
         x: Activations [..., N].
         keys: Sums [...] int64 of each token's key and the place's key.
         rate: Share of elements to drop, in [0, 1).
+        first: Number of x's first feature where x is a part of the features.
     """
-    return _Dropout.apply(x, keys, rate)
+    return _Dropout.apply(x, keys, rate, first)
 
 
-def keep_mask(keys: Tensor, width: int, *, rate: float) -> Tensor:
-    """Return the mask of kept elements. keys: [...] int64 -> [..., width] bool.
+def keep_mask(keys: Tensor, width: int, *, rate: float, first: int = 0) -> Tensor:
+    """Return the mask of kept elements, from feature ``first`` on. keys: [...] int64 -> [..., width] bool.
 
     Word i of a row is SplitMix64's i-th number of the stream that starts at the row's key. It decides
     about elements 4 i to 4 i + 3.
     """
-    num_words = -(-width // LANES)
-    numbers = torch.arange(1, num_words + 1, device=keys.device)
+    word, skipped = divmod(first, LANES)
+    num_words = -(-(skipped + width) // LANES)
+    numbers = torch.arange(word + 1, word + num_words + 1, device=keys.device)
     steps = numbers * rng.signed(rng.GOLDEN_GAMMA)
     rows = keys.reshape(-1, 1)
     kept = torch.empty(rows.shape[0], num_words * LANES, dtype=torch.bool, device=keys.device)
@@ -90,7 +94,19 @@ def keep_mask(keys: Tensor, width: int, *, rate: float) -> Tensor:
     for start in range(0, rows.shape[0], num_rows):
         words = rng.splitmix(rows[start : start + num_rows] + steps)
         torch.ge(words.view(torch.int16), lowest, out=kept[start : start + num_rows])
-    return kept[:, :width].view(*keys.shape, width)
+    return kept[:, skipped : skipped + width].reshape(*keys.shape, width)
+
+
+def uniform_noise(keys: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return noise in (-1, 1) of 2^16 even values. keys: [...] int64 -> [..., width], of mean 0.
+
+    Words are numbered as in :func:`keep_mask`.
+    """
+    num_words = -(-width // LANES)
+    numbers = torch.arange(1, num_words + 1, device=keys.device)
+    words = rng.splitmix(keys.reshape(-1, 1) + numbers * rng.signed(rng.GOLDEN_GAMMA))
+    lanes = words.view(torch.int16)[:, :width].reshape(*keys.shape, width)
+    return lanes.to(torch.promote_types(dtype, torch.float32)).add_(0.5).mul_(2 / LEVELS).to(dtype)
 
 
 def _dropped_levels(rate: float) -> int:
@@ -106,14 +122,14 @@ class _Dropout(torch.autograd.Function):
     """Dropout that saves its mask, one byte an element: to recompute it would cost as much as forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, rate: float) -> Tensor:
-        kept = keep_mask(keys, x.shape[-1], rate=rate)
+    def forward(ctx: Any, x: Tensor, keys: Tensor, rate: float, first: int) -> Tensor:
+        kept = keep_mask(keys, x.shape[-1], rate=rate, first=first)
         ctx.save_for_backward(kept)
         ctx.rate = rate
         return _drop(x, kept, rate)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (kept,) = ctx.saved_tensors
-        return _drop(grad, kept, ctx.rate), None, None
+        return _drop(grad, kept, ctx.rate), None, None, None

@@ -1,7 +1,7 @@
 """ShardSpec: the blocks of global tensors that a parameter holds, and which ranks hold them too.
 
 Optimizer, clipping, checkpoint and initialisation all read it. The module loads no torch;
-`plan/tensor_table.py` computes the cuts.
+`plan/layers/global_tensor.py` computes the cuts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from raymega.messages import Box
 from raymega.plan.grid import ExpertPlace
-from raymega.plan.tensor_table import WHOLE_EXPERTS, GlobalTensor, Role
+from raymega.plan.layers.global_tensor import WHOLE_EXPERTS, GlobalTensor, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +86,11 @@ class ShardSpec:
     def is_trained(self) -> bool:
         """True where the optimizer updates it; fused tensors are alike."""
         return self.pieces[0].tensor.is_trained
+
+    @property
+    def is_frozen(self) -> bool:
+        """True where it is a weight that the job does not train."""
+        return self.pieces[0].tensor.is_frozen
 
     @property
     def is_wide(self) -> bool:

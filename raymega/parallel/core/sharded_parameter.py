@@ -16,7 +16,7 @@ from raymega.errors import Fault, InternalError, raise_faults
 from raymega.messages import Box
 from raymega.parallel.core import rng
 from raymega.parallel.core.shard_spec import Piece, ShardSpec
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 
 DRAWN_AT_ONCE = 2**20
 """Initial values that exist in float64 at a time, unless one row or one expert has more."""

@@ -52,7 +52,8 @@ class DeferredGrad(NamedTuple):
 class WeightGradQueue:
     """Queue in which the linear layers of one stage leave deferred terms of weight gradients.
 
-    It is open only inside :meth:`collecting`; while it is closed, layers add their terms at once.
+    It is open only inside :meth:`collecting`. While it is closed, layers add their terms at once, or
+    :meth:`hold` one back to compute it while a later layer waits for a message.
 
     Attributes:
         stays_closed: True where nothing that runs forward now will be deferred in its backward.
@@ -60,6 +61,7 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self._owed: list[DeferredGrad] | None = None
+        self._held: DeferredGrad | None = None
         self.stays_closed = False
 
     @property
@@ -86,19 +88,39 @@ class WeightGradQueue:
             self._owed = None
 
     def accumulate_or_defer(self, weight: Tensor, term: GradTerm) -> Tensor | None:
-        """Return the gradient for autograd, or None if it was accumulated or deferred."""
-        if self._owed is None:
+        """Return the gradient for autograd, or None if it was accumulated or deferred, or is of a frozen weight."""
+        if self._owed is None or not weight.requires_grad:
             return accumulate_grad(weight, term)
         self._owed.append(DeferredGrad(weight, term))
         return None
 
+    def hold(self, weight: Tensor, term: GradTerm) -> Tensor | None:
+        """Keep a term until :meth:`run_held`, and return None.
+
+        While the queue is open, where a hook reads the gradient, and for a frozen weight, do
+        :meth:`accumulate_or_defer` instead.
+        """
+        if self._owed is not None or weight._backward_hooks or not weight.requires_grad:
+            return self.accumulate_or_defer(weight, term)
+        self.run_held()
+        self._held = DeferredGrad(weight, term)
+        return None
+
+    def run_held(self) -> None:
+        """Compute the term that is held, if any: behind a message, and at the end of each backward."""
+        held, self._held = self._held, None
+        if held is not None:
+            run_deferred([held])
+
 
 def accumulate_grad(weight: Tensor, term: GradTerm) -> Tensor | None:
-    """Add ``term`` to the weight's sum and return None, or return it for autograd to add.
+    """Add ``term`` to the weight's sum and return None, or return it for autograd to add; skip frozen weights.
 
     The product of a large matrix adds to the sum in the pass that computes it; autograd would write, read
     and add a new matrix. Autograd adds where the weight has no grad_sink, or a hook reads the gradient.
     """
+    if not weight.requires_grad:
+        return None
     if (
         not isinstance(weight, ShardedParameter)
         or weight.grad_sink is None

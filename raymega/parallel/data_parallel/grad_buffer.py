@@ -20,7 +20,7 @@ from raymega.parallel.core.buckets import Bucket, BucketTable, Range, piece_boxe
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.data_parallel.grad_accumulator import GradientSum, GradSink
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.zero_levels import ZeroLevel
 
 MOST_TRAVELLING = 1
@@ -49,7 +49,7 @@ class GradBuffer:
     def __init__(self, table: BucketTable, groups: Groups, *, log: CommLog | None = None) -> None:
         # buckets, and the permanent sums
         self._table, self._groups, self._log = table, groups, log or CommLog()
-        self._device = table.buckets[0].spans[0].param.device
+        self._device = table.device
         self._order = sorted(table.buckets, key=_order_of_backward)
         self._kept = [bucket for bucket in self._order if bucket.level < ZeroLevel.GRADIENTS]
         self._sums = self._make_sums()
@@ -145,7 +145,7 @@ class GradBuffer:
         """Return the permanent sums, all in one tensor, of the buckets below level ``gradients``."""
         whole = [b for b in self._table.buckets if b.level < ZeroLevel.GRADIENTS]
         flat = self._zeros(sum(bucket.size for bucket in whole))
-        flats = torch.split(flat, [bucket.size for bucket in whole])
+        flats = torch.split(flat, [bucket.size for bucket in whole]) if whole else ()
         return {b.index: GradientSum(b, part) for b, part in zip(whole, flats, strict=True)}
 
     def _make_owned(self, bucket: Bucket) -> torch.Tensor:

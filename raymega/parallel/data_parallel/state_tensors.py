@@ -14,7 +14,8 @@ from raymega.messages import Box
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.buckets import Extent, Range, piece_boxes
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.zero_levels import ZeroLevel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,4 +109,26 @@ class StateTensor:
                 is_primary=piece.is_primary,
                 holders=self.group.ranks,
                 replica=self.group.index,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenWeights:
+    """Part of a bucket of frozen weights that this rank keeps.
+
+    Attributes:
+        part: Range of the bucket that the rank keeps.
+        values: Flat values of the range.
+    """
+
+    part: Range
+    values: torch.Tensor
+
+    def blocks(self) -> Iterator[TensorBlock]:
+        """Yield its blocks, of kind ``model``."""
+        is_replicated = self.part.bucket.level == ZeroLevel.NONE
+        for extent in self.part.extents():
+            values = self.values[extent.within(self.part.begin)]
+            yield from extent_blocks(
+                "model", self.part, extent, values, is_replicated=is_replicated
             )

@@ -38,12 +38,14 @@ class GroupSizes(NamedTuple):
     largest: int
 
 
-def group_sizes(rows: Tensor, counts: Tensor, *, inner: int) -> GroupSizes:
+def group_sizes(rows: Tensor, counts: Tensor, *, inner: int, adapter_rank: int = 0) -> GroupSizes:
     """Return the sizes of the groups of ``rows`` [R, N], for products with weights [E, inner, N].
+
+    Adapters of these weights have products of width ``adapter_rank`` too; 0 without them.
 
     On a GPU the host does not wait where torch's grouped_mm can be used.
     """
-    widths = (rows.shape[1], inner)
+    widths = (rows.shape[1], inner, adapter_rank)
     has_product = rows.dtype in GROUPED_DTYPES and not any(
         width * rows.element_size() % ROW_ALIGNMENT_BYTES for width in widths
     )

@@ -67,7 +67,8 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, *, is_fused: bool = F
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
-    return (x.to(scale.dtype) / scale).clamp(-limit, limit).to(dtype)
+    # one wide tensor and no more: of experts' weights it is four times the result
+    return (x / scale).clamp_(-limit, limit).to(dtype)
 
 
 def rounding_margin(x: Tensor, scale: Tensor, dtype: torch.dtype) -> float:

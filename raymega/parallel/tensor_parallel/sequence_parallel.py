@@ -33,15 +33,23 @@ class SequenceParallel:
     Attributes:
         tp: Tensor-parallel ranks.
         is_sequence_parallel: True where each rank holds S/tp positions; no effect with one rank.
+        is_overlapped: True where positions are gathered and summed in blocks, beside products
+            (`overlap.py`); no effect unless positions are cut.
     """
 
     tp: Group
     is_sequence_parallel: bool = False
+    is_overlapped: bool = False
 
     @property
     def degree(self) -> int:
         """Number of parts of the positions, sp."""
         return self.tp.size if self.is_sequence_parallel else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """True where linear layers let messages and products overlap block by block."""
+        return self.is_overlapped and self.degree > 1
 
     def own(self, whole: Tensor) -> Tensor:
         """Return a view of this rank's positions: [S, ...] -> [S/sp, ...]."""

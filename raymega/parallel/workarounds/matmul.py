@@ -26,13 +26,27 @@ def project(
     if is_emulated(x):
         wide_bias = None if bias is None else bias.float()
         return project(x.float(), weight.float(), wide_bias, kept).to(x.dtype)
+    if kept is None:
+        return linear(x, weight, bias)
     # a small result, or a GPU: torch allocates it
     num_bytes = x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
-    if kept is None or x.device.type != "cpu" or num_bytes < LEAST_BYTES:
-        return linear(x, weight, bias)
-    y = kept.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-    torch.mm(x.flatten(0, -2), weight.T, out=y.view(-1, weight.shape[0]))
+    if x.device.type != "cpu" or num_bytes < LEAST_BYTES:
+        y = linear(x, weight)
+    else:
+        y = kept.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        torch.mm(x.flatten(0, -2), weight.T, out=y.view(-1, weight.shape[0]))
+    # not linear's own bias, which gives a view: the loss overwrites logits, and no Function's view may be
     return y if bias is None else y.add_(bias)
+
+
+def project_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write :func:`project` of ``x`` to ``y``, without autograd. x: [T, in], y: [T, out]."""
+    if is_emulated(x):
+        y.copy_(project(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.T, out=y)
+    else:
+        torch.addmm(bias, x, weight.T, out=y)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -40,6 +54,21 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if is_emulated(x):
         return (x.float() @ weight.float()).to(x.dtype)
     return x @ weight
+
+
+def product_into(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write :func:`product` of ``x`` to ``y``, without autograd. x: [T, out], y: [T, in]."""
+    if is_emulated(x):
+        y.copy_(product(x, weight))
+    else:
+        torch.mm(x, weight, out=y)
+
+
+def project_batches(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T in one call for rows that lie apart. x: [N, T, in], weight: [out, in] -> [N, T, out]."""
+    if is_emulated(x):
+        return project(x, weight, None)
+    return torch.bmm(x, weight.T.expand(x.shape[0], -1, -1))
 
 
 def outer(grad: Tensor, x: Tensor) -> Tensor:

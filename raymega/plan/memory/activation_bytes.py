@@ -13,94 +13,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 
-from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
+from raymega.config.schema import ModelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, fp8_coverage
+from raymega.plan.layers.layer_pattern import layer_pattern
+from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
+from raymega.plan.memory.adapter_bytes import adapter_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
-from raymega.plan.tensor_table import FAMILY_TENSORS, FamilyTensors, embedding_tensors
+from raymega.plan.tensor_table import embedding_tensors
 from raymega.schedule.instructions import Op, Schedule
-
-MASK_BYTES = 1
-"""Bytes of one element in a dropout mask."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationShape:
-    """Sizes and options that decide the bytes of one micro-batch on one rank, except for its stage.
-
-    ``is_fused`` says that kernels between products read and write each tensor once; what is kept is
-    the same. ``fp8_coverage`` has the products that blocks run in fp8, ``fp8_blocks`` the blocks
-    that do; None means all. ``has_working_memory`` is False for other systems: what their kernels hold,
-    and whether their routers copy their input, is not known.
-    """
-
-    model: ModelSection
-    parallel: ParallelSection
-    memory: MemorySection
-    seq_len: int
-    micro_batch_size: int
-    dtype: str
-    fp8_coverage: Fp8Coverage = NONE_IN_EIGHT
-    fp8_blocks: range | None = None
-    is_fused: bool = False
-    has_working_memory: bool = True
-
-    @property
-    def family(self) -> FamilyTensors:
-        """Tensors that layers of the model's family have."""
-        return FAMILY_TENSORS[self.model.family]
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number in the compute format."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def wide(self) -> int:
-        """Bytes of a number in max(fp32, compute format)."""
-        return max(4, self.element)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens inside the layers that tp cuts by feature."""
-        return self.seq_len * self.micro_batch_size // self.parallel.cp
-
-    @property
-    def stream_tokens(self) -> int:
-        """Number of tokens of the residual stream between such layers."""
-        return self.tokens // (self.parallel.tp if self.parallel.sequence_parallel else 1)
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes of the residual stream; without sp and cp sbh times 2 in bf16."""
-        return self.stream_tokens * self.model.hidden_size * self.element
-
-    def further(self, stage: Stage) -> range:
-        """Return the numbers of the stage's multi-token prediction blocks, after the model's own."""
-        first = self.model.num_layers
-        return range(first, first + (self.model.num_nextn_predict_layers if stage.is_last else 0))
-
-    def blocks_with_experts(self, stage: Stage) -> int:
-        """Return how many blocks of the stage have experts instead of a feed-forward layer."""
-        moe = self.model.moe
-        if not moe.num_experts:
-            return 0
-        return sum(map(moe.holds_experts, (*stage.layers, *self.further(stage))))
-
-    def kept_wide(self, stage: Stage) -> tuple[int, int]:
-        """Return how many (dense, expert) blocks of the stage run no fp8 where others do."""
-        if self.fp8_blocks is None:
-            return 0, 0
-        numbers = (*stage.layers, *self.further(stage))
-        kept = [number for number in numbers if number not in self.fp8_blocks]
-        with_experts = sum(map(self.model.moe.holds_experts, kept))
-        return len(kept) - with_experts, with_experts
-
-    def remakes(self, part: str) -> bool:
-        """Return whether backward recomputes this part of every layer."""
-        return self.memory.recompute == "selective" and part in self.memory.recompute_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,23 +66,6 @@ def peak_bytes(
     return round(max(accumulate(changes))) + max(chunk.rerun_bytes for chunk in chunks)
 
 
-def activation_shape(job: Job) -> ActivationShape:
-    """Return the activation shape of a job."""
-    return ActivationShape(
-        model=job.model,
-        parallel=job.parallel,
-        memory=job.memory,
-        seq_len=job.data.seq_len,
-        micro_batch_size=job.schedule.micro_batch_size,
-        dtype=job.precision.dtype,
-        fp8_coverage=fp8_coverage(job.precision),
-        is_fused=job.run.kernels == "compile",
-        fp8_blocks=None
-        if job.precision.fp8 == "none"
-        else fp8_blocks(job.model.num_layers, job.precision),
-    )
-
-
 def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     """Return the activations that a rank of ``stage`` keeps."""
     further = len(shape.further(stage))
@@ -190,10 +95,23 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     )
 
 
+def bytes_to_first_wait(shape: ActivationShape, stage: Stage) -> int:
+    """Return the bytes of a forward up to the end of its first block with experts, where two passes take turns."""
+    holds_experts = shape.model.moe.holds_experts
+    numbers = (*stage.layers, *shape.further(stage))
+    dense = next((n for n, number in enumerate(numbers) if holds_experts(number)), len(numbers))
+    embedding = embedding_bytes(shape) if stage.is_first else 0
+    return embedding + dense * layer_bytes(shape) + layer_bytes(shape, has_experts=True)
+
+
 def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     """Return the bytes of one block, without the parts that selective recompute runs again."""
     inner = feed_forward_bytes(shape, has_experts=has_experts)
-    return _norm_bytes(shape) + _attention_bytes(shape) + inner
+    # A feed-forward layer beside attention reads the same input, counted once.
+    shared = shape.stream_bytes if shape.family.is_parallel else 0
+    rows = round(expert_rows(shape)) if has_experts else 0
+    adapted = adapter_bytes(shape, has_experts=has_experts, num_expert_rows=rows)
+    return _norm_bytes(shape) + _attention_bytes(shape) + inner - shared + adapted
 
 
 def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
@@ -201,8 +119,11 @@ def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
     if not has_experts:
         return _norm_bytes(shape) + _mlp_bytes(shape)
     # Experts keep rows of their own, and the router a wide copy: the norm's output is freed.
-    is_read = not _router_input_bytes(shape) or shape.model.moe.shared_expert_intermediate_size
-    unread = 0 if is_read or shape.remakes("norm") else shape.stream_bytes
+    moe = shape.model.moe
+    is_read = not _router_input_bytes(shape) or moe.shared_expert_intermediate_size
+    is_read = is_read or moe.apply_probs_on_input
+    is_made = shape.family.norms != "after" and not shape.remakes("norm")
+    unread = shape.stream_bytes if is_made and not is_read else 0
     return _norm_bytes(shape) - unread + expert_bytes(shape)
 
 
@@ -216,24 +137,32 @@ def attention_weight_bytes(shape: ActivationShape) -> int:
 
 
 def embedding_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of the embedding: its dropout mask and, under tp, two numbers a token.
+    """Return the bytes of the embedding: its dropout mask, an encoder's norm and, under tp, two numbers a token.
 
-    The numbers say whether the token is on another rank, and in which row.
+    The numbers say whether the token is on another rank, and in which row; a frozen table needs none.
     """
     is_elsewhere, row = 1, 8
-    cut = shape.tokens * (is_elsewhere + row) if shape.parallel.tp > 1 else 0
-    return _residual_mask_bytes(shape) + cut
+    is_read = shape.parallel.tp > 1 and not embedding_tensors(shape.model)[0].is_frozen
+    cut = shape.tokens * (is_elsewhere + row) if is_read else 0
+    has_norm = shape.family.has_embedding_norm
+    norm = (shape.stream_bytes + _statistics_bytes(shape)) * has_norm
+    return _residual_mask_bytes(shape) + cut + norm
 
 
 def head_bytes(shape: ActivationShape) -> int:
     """Return the bytes of the final norm, the projection's input, the logits and the loss.
 
-    The loss keeps three numbers a token.
+    Capped logits are kept before they are scaled, too. The loss keeps three numbers a token.
     """
     label, is_elsewhere = 8, 1
-    logits = shape.tokens * vocabulary_rows(shape) * shape.element
+    copies = 2 if shape.model.multipliers.logit_softcap else 1
+    logits = shape.tokens * vocabulary_rows(shape) * shape.element * copies
     loss = shape.tokens * (shape.wide + label + is_elsewhere)
-    return 2 * shape.stream_bytes + _statistics_bytes(shape) + logits + loss
+    norm = shape.stream_bytes + _statistics_bytes(shape)
+    # an encoder's transform has inputs of its product and of GELU, and a norm
+    transform = 0 if shape.family.is_causal else 2 * shape.stream_bytes + norm
+    final_norm = 0 if shape.family.norms == "sum" else norm
+    return final_norm + transform + shape.stream_bytes + logits + loss
 
 
 def vocabulary_rows(shape: ActivationShape) -> int:
@@ -252,9 +181,20 @@ def further_bytes(shape: ActivationShape) -> int:
 
 
 def _norm_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of a norm's input, statistics, and output, which is the next layer's input."""
-    output = 0 if shape.remakes("norm") else shape.stream_bytes
-    return shape.stream_bytes + output + _statistics_bytes(shape, is_remade=not output)
+    """Return the bytes that a part's norms keep: inputs, statistics, and the input of the part.
+
+    A norm before the part has its input and output, which is the part's input. After the part it has
+    its input alone, for the sum with the residual stream keeps nothing; the part then reads the stream.
+    """
+    is_remade = shape.remakes("norm")
+    each = shape.stream_bytes + _statistics_bytes(shape, is_remade=is_remade)
+    match shape.family.norms:
+        case "after" | "sum":
+            return shape.stream_bytes + each
+        case "both":
+            return 2 * each + (0 if is_remade else shape.stream_bytes)
+        case "before":
+            return each + (0 if is_remade else shape.stream_bytes)
 
 
 def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int:
@@ -276,9 +216,8 @@ def _attention_bytes(shape: ActivationShape) -> int:
     qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
     if shape.remakes("attention"):
         return qkv + _residual_mask_bytes(shape)
-    if shape.family.has_head_norms:  # q and k before and after, and a number a head
-        features = model.head_width * shape.element + shape.wide
-        qkv += shape.tokens * (heads + kv_heads) * features
+    qkv += _head_norm_bytes(shape, heads=heads, kv_heads=kv_heads)
+    qkv += _tempered_bytes(shape, heads)
     output = shape.tokens * heads * model.head_width * shape.element
     inner = inner_ranks(shape.parallel) if shape.parallel.cp > 1 else 1
     if inner > 1:  # kept before heads are exchanged back, too; shared key heads are copied
@@ -289,6 +228,66 @@ def _attention_bytes(shape: ActivationShape) -> int:
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
     return qkv + output + weights + _residual_mask_bytes(shape)
+
+
+def _head_norm_bytes(shape: ActivationShape, *, heads: int, kv_heads: int) -> int:
+    """Return the bytes that norms of queries and keys keep beyond their outputs.
+
+    One weight for all heads: q and k before, and a number a head. One over all features: what it
+    normalises, in max(fp32, dtype), before and after, and a number for each of q and k.
+
+    The projection's result is one tensor, q, k and v. Whatever views a part of it keeps all.
+    """
+    kind, width = shape.family.qk_norm, shape.model.head_width
+    features, values = (heads + kv_heads) * width, kv_heads * width
+    if kind == "none":
+        return 0
+    is_alone, copied = shape.parallel.cp == 1, _copied_share(shape.model)
+    # The norm views q and k in it: v is kept a second time where attention copies v.
+    viewed = features + (copied * values if is_alone else 0.0)
+    if kind == "l2":
+        return _late_norm_bytes(shape, heads + kv_heads)
+    if kind == "heads":
+        return round(shape.tokens * (viewed * shape.element + (heads + kv_heads) * shape.wide))
+    numbers = (features + 2) * shape.wide
+    if shape.wide == shape.element:
+        return round(shape.tokens * (viewed * shape.element + numbers))
+    # The norm has a wide copy: attention's v alone views q and k.
+    narrow = (1 - copied) * features * shape.element if is_alone else 0.0
+    return round(shape.tokens * (narrow + features * shape.wide + numbers))
+
+
+def _late_norm_bytes(shape: ActivationShape, num_heads: int) -> int:
+    """Return the bytes of norms after RoPE, a mean over layers: what they normalise, and a number a head.
+
+    Attention's v views the projection's result and keeps q and k there too, unless it is copied.
+    """
+    model = shape.model
+    turned = [parts for parts in layer_pattern(model) if parts.rope != "none"]
+    has_views = shape.parallel.cp == 1 and not (model.attention.softcap or model.attention.sinks)
+    viewing = [parts for parts in turned if has_views and not (parts.window or parts.chunk)]
+    features = (len(turned) + len(viewing)) * num_heads * model.head_width * shape.element
+    numbers = len(turned) * num_heads * shape.wide
+    return round(shape.tokens * (features + numbers) / model.num_layers)
+
+
+def _tempered_bytes(shape: ActivationShape, heads: int) -> int:
+    """Return the bytes of queries by temperature, beside those that k and v's tensor holds."""
+    model = shape.model
+    if not model.attention.temperature_floor or shape.parallel.cp > 1:
+        return 0
+    share = (
+        sum(parts.attention == "no_positions" for parts in layer_pattern(model)) / model.num_layers
+    )
+    return round(shape.tokens * share * heads * model.head_width * shape.element)
+
+
+def _copied_share(model: ModelSection) -> float:
+    """Return the share of layers whose attention copies k and v: those with windows, soft caps or sinks."""
+    attention = model.attention
+    if attention.softcap or attention.sinks:
+        return 1.0
+    return sum(parts.window + parts.chunk > 0 for parts in layer_pattern(model)) / model.num_layers
 
 
 def _latent_attention_bytes(shape: ActivationShape) -> int:
@@ -318,8 +317,16 @@ def _latent_attention_bytes(shape: ActivationShape) -> int:
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of a dense feed-forward layer."""
-    return _inner_bytes(shape, shape.model.ffn_hidden_size) + _residual_mask_bytes(shape)
+    """Return the bytes of a dense feed-forward layer.
+
+    SwiGLU is one function, which makes silu(gate) again; other gates keep theirs for the product with up.
+    """
+    family, width = shape.family, shape.model.ffn_hidden_size
+    is_kept = (
+        family.has_gate and "silu" not in family.activation and not shape.remakes("activation")
+    )
+    gate = shape.tokens * width // shape.parallel.tp * shape.element if is_kept else 0
+    return _inner_bytes(shape, width) + gate + _residual_mask_bytes(shape)
 
 
 def _inner_bytes(shape: ActivationShape, width: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from raymega.messages import Box
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 
 BLOCK = 256
 """Elements of a block. Dettmers et al. 2021 use 2048; fewer cost 4 / BLOCK bytes an element and

@@ -12,19 +12,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from raymega.config.schema import Job, ModelSection, OptimizerSection, PrecisionSection
+from raymega.plan.adapters import tuned_kind
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
-from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, kinds_of, state_bytes
+from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.memory import optimizer_state as states
+from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
 from raymega.plan.stages import Stage
-from raymega.plan.tensor_table import (
-    FAMILY_TENSORS,
-    GlobalTensor,
-    Role,
-    layer_tensors,
-    model_tensors,
-    stage_tensors,
-)
+from raymega.plan.tensor_table import layer_tensors, model_tensors, stage_tensors
 from raymega.plan.zero_levels import (
     GLOO_THREADS,
     ZeroLevel,
@@ -47,7 +44,7 @@ class StateSize:
     """Training state of one rank: elements, and bytes by part.
 
     Attributes:
-        num_parameters: Number of elements that the rank holds.
+        num_parameters: Number of elements that the rank holds, frozen ones too.
         num_owned: Number of those that the rank updates.
         weight_bytes: Bytes of weights, with copies in fp8.
         gradient_bytes: Bytes of gradients.
@@ -104,7 +101,7 @@ def count_parameters(model: ModelSection) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """Trained elements that a rank holds, by who else holds them and in which format.
+    """Elements that a rank holds, by who else holds them and in which format; trained where not said.
 
     Attributes:
         dense: Elements that all replicas hold, the dp * cp ranks of equal tp and pp.
@@ -118,6 +115,11 @@ class Elements:
         in_fp8: Elements of matrices that are multiplied in fp8.
         first: Elements of the unit that forward uses first, the embedding or a block.
         chunks: Number of model chunks.
+        frozen: Elements of frozen matrices and tables, held as ``dense`` are.
+        frozen_experts: Frozen elements held as ``experts`` are.
+        frozen_small: Frozen elements that every rank holds whole: vectors and routers.
+        block_sums: Elements of the largest block that gradients are summed of.
+        end_sums: Elements of the larger end that gradients are summed of.
     """
 
     dense: int = 0
@@ -131,16 +133,31 @@ class Elements:
     in_fp8: int = 0
     first: int = 0
     chunks: int = 0
+    frozen: int = 0
+    frozen_experts: int = 0
+    frozen_small: int = 0
+    block_sums: int = 0
+    end_sums: int = 0
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of elements that are not trained."""
+        return self.frozen + self.frozen_experts + self.frozen_small
 
     @property
     def total(self) -> int:
-        """Number of all elements."""
+        """Number of all trained elements."""
         return self.dense + self.experts + self.wide
 
     @property
     def pair(self) -> int:
         """Most elements that two neighbours in the order of use gather for a use."""
         return self.block + max(self.block, self.end)
+
+    @property
+    def pair_sums(self) -> int:
+        """Most elements whose gradients two neighbours in the order of use sum."""
+        return self.block_sums + max(self.block_sums, self.end_sums)
 
     def plus(self, other: Elements, *, times: int = 1) -> Elements:
         """Return the sum with ``times`` times ``other``, whose unit comes later; of units the largest."""
@@ -156,6 +173,11 @@ class Elements:
             in_fp8=self.in_fp8 + times * other.in_fp8,
             first=self.first or other.first,
             chunks=self.chunks + times * other.chunks,
+            frozen=self.frozen + times * other.frozen,
+            frozen_experts=self.frozen_experts + times * other.frozen_experts,
+            frozen_small=self.frozen_small + times * other.frozen_small,
+            block_sums=max(self.block_sums, other.block_sums),
+            end_sums=max(self.end_sums, other.end_sums),
         )
 
 
@@ -206,31 +228,34 @@ class _ElementCounts:
             ends = _elements(tensors, grid, tp_rank)
             # A rank with both ends has two units, or one tied table that both use.
             are_two = stage.is_first and stage.is_last and not self._model.tie_word_embeddings
-            end = (ends.dense - ends.small) // (1 + are_two)
-            self._known[key] = replace(ends, end=end, first=end * stage.is_first)
+            sums = (ends.dense - ends.small) // (1 + are_two)
+            end = (ends.dense - ends.small + ends.frozen) // (1 + are_two)
+            self._known[key] = replace(ends, end=end, end_sums=sums, first=end * stage.is_first)
         return self._known[key]
 
     def _block(self, layer: int, grid: Grid, tp_rank: int, *, is_in_fp8: bool) -> Elements:
-        kind = self._model.moe.holds_experts(layer), is_in_fp8
+        kind = self._model.moe.holds_experts(layer), tuned_kind(self._model, layer), is_in_fp8
         key = ("block", *kind, grid.tp, grid.ep, grid.etp, tp_rank)
         if key not in self._known:
             block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
             # Vectors stay on every rank; all else is gathered for a use.
-            matrices = block.dense - block.small
-            in_fp8 = matrices + block.experts if is_in_fp8 else 0
-            unit = matrices + block.experts
-            self._known[key] = replace(block, block=unit, first=unit, in_fp8=in_fp8)
+            sums = block.dense - block.small + block.experts
+            unit = sums + block.frozen + block.frozen_experts
+            in_fp8 = unit if is_in_fp8 else 0
+            self._known[key] = replace(
+                block, block=unit, block_sums=sums, first=unit, in_fp8=in_fp8
+            )
         return self._known[key]
 
 
 def block_kinds(
     model: ModelSection, stages: Sequence[Stage], in_fp8: range = range(0)
 ) -> dict[tuple[int, bool], int]:
-    """Return one layer of each kind (with experts, in fp8) in ``stages``, and how many are like it."""
-    first: dict[tuple[bool, bool], int] = {}
+    """Return one layer of each kind (with experts, trained alike, in fp8) in ``stages``, and their number."""
+    first: dict[tuple[object, bool], int] = {}
     counts: Counter[tuple[int, bool]] = Counter()
     for layer in (layer for stage in stages for layer in stage.layers):
-        kind = model.moe.holds_experts(layer), layer in in_fp8
+        kind = (model.moe.holds_experts(layer), tuned_kind(model, layer)), layer in in_fp8
         counts[first.setdefault(kind, layer), kind[1]] += 1
     return dict(counts)
 
@@ -242,6 +267,11 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
         kind = "experts" if tensor.is_expert else "wide" if tensor.is_wide else "dense"
         box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
         count = box.num_elements
+        if tensor.is_frozen:
+            is_whole = tensor.is_wide or tensor.role in ("norm", "bias")
+            frozen = "frozen_experts" if tensor.is_expert else "frozen"
+            found["frozen_small" if is_whole else frozen] += count
+            continue
         found[kind] += count
         # Every matrix and table counts in blocks, whether or not its state is in 8 bits.
         found["blocks"] += scale_boxes(box).all.num_elements if len(box.shape) > 1 else 0
@@ -265,23 +295,25 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     passing = ahead = 0
     if level >= ZeroLevel.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
         summed = matrices + held.small + held.wide
-        passing += held.pair * full
+        passing += held.pair_sums * full
+    frozen = held.frozen + held.frozen_experts + held.frozen_small
     if level == ZeroLevel.PARAMETERS and passing:
         gathered = matrices + held.small
+        frozen = -(-held.frozen // ranks) + -(-held.frozen_experts // edp) + held.frozen_small
         passing += held.pair * compute
         ahead = held.first * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     # Rows and columns of a weight are multiplied by a copy each; gathered weights have none.
     copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not passing else 0
     size = StateSize(
-        num_parameters=held.total,
+        num_parameters=held.total + held.num_frozen,
         num_owned=owned + owned_wide,
-        weight_bytes=gathered * compute + held.wide * full + copies,
+        weight_bytes=(gathered + frozen) * compute + held.wide * full + copies,
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),
         copy_bytes=copies,
-        fixed_bytes=_fixed_bytes(job, held, full),
+        fixed_bytes=_fixed_bytes(job, held, full) + _scale_bytes(job.optimizer, held, full),
         passing_bytes=passing,
         ahead_bytes=ahead,
         update_bytes=_update_bytes(job, held, owned + owned_wide, full),
@@ -294,13 +326,25 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
 
 def _fixed_bytes(job: Job, held: Elements, full: int) -> int:
     model = job.model
-    is_rotary = not FAMILY_TENSORS[model.family].has_positions
+    is_rotary = not parts_of(model).has_positions
     pairs = -(-model.rope_width // 2) * is_rotary
-    tables = 2 * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES
+    bases = 2 if model.attention.sliding_rope_theta else 1
+    tables = 2 * bases * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES
     margin = MARGIN_BYTES * (model.moe.num_experts > 0)
     # forward's thread and autograd's; two passes at once multiply in these too
     workspaces = 0 if job.cluster.device == "cpu" else 2 * WORKSPACE_BYTES
     return tables + margin + workspaces
+
+
+def _scale_bytes(optimizer: OptimizerSection, held: Elements, full: int) -> int:
+    """Return the bytes of the buffer in which ranks reduce the scales of 8-bit state: all blocks, of every kind."""
+    counts: dict[Role, int] = {"matrix": held.total - held.small - held.tables, "head": held.tables}
+    kinds = {
+        role: len(kinds_of(optimizer.name, role)) if format_of(optimizer, role) == "8bit" else 0
+        for role in counts
+    }
+    numbers = sum(held.blocks * counts[role] * kinds[role] for role in counts)
+    return numbers // max(1, held.total - held.small) * full
 
 
 def _is_over_gloo(job: Job) -> bool:
@@ -308,22 +352,20 @@ def _is_over_gloo(job: Job) -> bool:
 
 
 def _update_bytes(job: Job, held: Elements, owned: int, full: int) -> int:
-    """Return the temporary bytes of an update.
-
-    These are Lion's directions of a portion, or what gloo copies of the large buckets at level
-    ``optimizer``, whichever is more.
-    """
-    directions = min(PORTION_ELEMENTS, owned) * full if job.optimizer.name == "lion" else 0
+    """Return the temporary bytes of an update: its own, or gloo's of large buckets, whichever is more."""
+    own = (
+        min(states.PORTION_ELEMENTS, owned) * full * states.kind_of(job.optimizer.name).temporaries
+    )
     if not _is_over_gloo(job) or level_of(job.parallel) != ZeroLevel.OPTIMIZER:
-        return directions
+        return own
     copied = min(held.total, GLOO_THREADS * full_bucket_bytes(held.total * full) // full)
-    return max(directions, copied * DTYPE_BYTES[job.precision.dtype])
+    return max(own, copied * DTYPE_BYTES[job.precision.dtype])
 
 
 def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
     """Return the size with masters and moments on the host; an update has ``most`` portions here."""
     away = size.master_bytes + size.moment_bytes
-    here = round(away * min(1.0, most * PORTION_ELEMENTS / max(1, size.num_owned)))
+    here = round(away * min(1.0, most * states.PORTION_ELEMENTS / max(1, size.num_owned)))
     return replace(
         size, master_bytes=0, moment_bytes=0, host_bytes=away,
         update_bytes=size.update_bytes + here,

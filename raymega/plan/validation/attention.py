@@ -7,6 +7,7 @@ from math import isqrt
 
 from raymega.config.mla import MlaSection
 from raymega.errors import Fault
+from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.validation.rule import broken_rows, reads
 
@@ -33,7 +34,7 @@ def head_width_faults(
         return
     # RoPE
     size = width // heads if is_derived else int(features)
-    if family != "gpt2" and size % 2:
+    if not family_parts(family).has_positions and size % 2:
         what = "model.hidden_size / model.num_heads = " if is_derived else "model.head_dim="
         yield Fault(
             fact=f"{what}{size}",
@@ -52,10 +53,13 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
     """
     if scaling == "none":
         return
-    if family == "gpt2":
+    has_positions = family_parts(family).has_positions
+    if scaling == "linear" and not has_positions:
+        return
+    if has_positions:
         yield Fault(
             fact=f"model.rope_scaling={scaling}",
-            rule="model.family=gpt2 has learned positions and no RoPE to scale",
+            rule=f"model.family={family} has learned positions and no RoPE to scale",
             remedy="set model.rope_scaling=none, or take another family",
         )
         return

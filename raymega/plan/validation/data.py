@@ -48,12 +48,13 @@ def _blend_faults(field: str, sources: Sequence[DataSource]) -> Iterator[Fault]:
             )
     # no share too small to be computed
     exact = [Fraction(str(source.weight)) for source in sources]
+    total = sum(exact)
     for number, weight in enumerate(exact):
-        if weight / sum(exact) < LEAST_SHARE:
-            least = float(LEAST_SHARE * (sum(exact) - weight) / (1 - LEAST_SHARE))
+        if weight < LEAST_SHARE * total:
+            least = float(LEAST_SHARE * (total - weight) / (1 - LEAST_SHARE))
             yield Fault(
                 fact=f"{field}[{number}].weight={float(weight):g}",
-                rule=f"a share of {float(weight / sum(exact)):.2e} is below 1 in {int(1 / LEAST_SHARE):,} samples",
+                rule=f"a share of {float(weight / total):.2e} is below 1 in {int(1 / LEAST_SHARE):,} samples",
                 remedy=f"use a weight of {least:.3g} or more, or remove the entry",
             )
 

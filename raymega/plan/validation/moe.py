@@ -7,6 +7,7 @@ from typing import Any
 
 from raymega.config.moe import AUX_LEVELS, MoeSection
 from raymega.errors import Fault
+from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import divisors, reads
 from raymega.schedule.table import can_pair
 
@@ -41,9 +42,9 @@ def expert_token_faults(
     )
 
 
-@reads("model.moe ffn_hidden_size, parallel.ep etp")
-def expert_place_faults(
-    moe: MoeSection, ffn_hidden_size: int, ep: int, etp: int
+@reads("model.moe ffn_hidden_size family hidden_size, parallel.ep etp")
+def expert_place_faults(  # fields of one rule
+    moe: MoeSection, ffn_hidden_size: int, family: str, hidden_size: int, ep: int, etp: int
 ) -> Iterator[Fault]:
     """Check that ep divides the experts, and etp the features of each."""
     # a dense model
@@ -61,10 +62,14 @@ def expert_place_faults(
     if moe.intermediate_size != "ffn_hidden_size":
         field, width = "model.moe.intermediate_size", moe.intermediate_size
     # axis, degree, what it must divide, the field of that, and why
-    rules = (
+    rules = [
         ("ep", ep, moe.num_experts, "model.moe.num_experts", "experts are shared out evenly"),
         ("etp", etp, width, field, "the features of each expert are cut evenly"),
-    )
+    ]
+    if "moe.experts.down" in family_parts(family).biased:
+        rules.append(
+            ("etp", etp, hidden_size, "model.hidden_size", "each rank adds its columns of the bias")
+        )
     for axis, degree, number, what, why in rules:
         if number % degree:
             yield Fault(

@@ -19,12 +19,16 @@ from raymega.plan.validation import (
     elastic,
     evaluation,
     grid,
+    layers,
     moe,
     pipeline,
     precision,
     tensor_parallel,
+    tracking,
     training,
+    tuning,
 )
+from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
 from raymega.plan.validation.unused_fields import unused_faults
 
@@ -74,6 +78,13 @@ RULES: tuple[Rule, ...] = (
     attention.mla_faults,
     attention.score_scale_faults,
     attention.mtp_faults,
+    layers.window_faults,
+    layers.layer_rope_faults,
+    layers.score_rule_faults,
+    layers.family_faults,
+    layers.decoder_faults,
+    layers.mask_faults,
+    layers.next_token_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,
@@ -85,16 +96,25 @@ RULES: tuple[Rule, ...] = (
     checkpoint.init_from_faults,
     pipeline.sizes_faults,
     pipeline.stage_faults,
+    tracking.tracker_count_faults,
+    tracking.tracker_faults,
+    tuning.pattern_faults,
+    tuning.idle_faults,
+    tuning.expert_adapter_faults,
+    tuning.overlap_faults,
+    tuning.noise_faults,
+    tuning.adapter_use_faults,
+    tuning.idle_preference_faults,
+    tuning.row_faults,
+    tuning.token_loss_faults,
+    tuning.reference_faults,
 )
 
 
 def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of every rule whose fields are all in ``values`` (dotted path to value)."""
-    # A field that did not parse is not in ``values``; its own fault is reported elsewhere.
-    faults = [
-        fault
-        for rule in RULES
-        if all(path in values for path in rule.reads)
-        for fault in rule(*(values[path] for path in rule.reads))
-    ]
+    # A field that did not parse is not in ``values``; its own fault is reported elsewhere. So is that of a part
+    # that is not there, whose facts no rule can read.
+    values, faults = without_broken_parts(values)
+    faults += [fault for rule in RULES for fault in rule.faults_of(values)]
     return faults + unused_faults(values)

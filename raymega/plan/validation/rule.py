@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,14 @@ class Rule:
     def __call__(self, *values: Any, **named: Any) -> list[Fault]:
         """Return the faults of the values."""
         return list(self.check(*values, **named))
+
+    def faults_of(self, values: Mapping[str, Any]) -> list[Fault]:
+        """Return the faults of a job's ``values`` by dotted path; none where a field of the rule is missing."""
+        try:
+            given = [values[path] for path in self.reads]
+        except KeyError:
+            return []
+        return list(self.check(*given))
 
 
 def reads(sections: str) -> Callable[[Check], Rule]:

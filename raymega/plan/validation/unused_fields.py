@@ -12,6 +12,9 @@ from typing import Any
 
 from raymega.config.schema import Job
 from raymega.errors import Fault
+from raymega.plan.layers.family_parts import CLAMPED, family_parts
+from raymega.plan.memory.optimizer_state import KINDS, kind_of
+from raymega.plugins import is_known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,16 @@ def _is(path: str, *values: str | bool) -> FieldDependency:
     return FieldDependency(reads=(path,), holds=lambda found: found in values, words=words)
 
 
+def _optimizer_reads(field: str) -> FieldDependency:
+    """Return the condition that the optimizer reads ``field``; one that is unknown has a fault of its own."""
+    readers = [name for name, kind in KINDS.items() if field in kind.fields]
+    return FieldDependency(
+        reads=("optimizer.name",),
+        holds=lambda name: not is_known("optimizer", name) or field in kind_of(name).fields,
+        words=f"optimizer.name={' or '.join(readers)}",
+    )
+
+
 def _is_positive(path: str) -> FieldDependency:
     """Return the condition that ``path`` is more than 0."""
     return FieldDependency(
@@ -51,10 +64,15 @@ def _as_yaml(value: object) -> str:
 
 
 SCALED_ROPE = _is("model.rope_scaling", "llama3", "yarn")
+STRETCHED_ROPE = _is("model.rope_scaling", "linear", "llama3", "yarn")
 LLAMA3, YARN = _is("model.rope_scaling", "llama3"), _is("model.rope_scaling", "yarn")
+CLAMPED_GATE = FieldDependency(
+    reads=("model.family",),
+    holds=lambda family: family_parts(family).activation == CLAMPED,
+    words="model.family=gpt_oss",
+)
 SAMPLES = _is_positive("run.samples_every")
 FLOAT16 = _is("precision.dtype", "float16")
-BETAS = _is("optimizer.name", "adamw", "lion", "muon")
 SNAPSHOTS = _is_positive("elastic.snapshot_every")
 CONTEXT = FieldDependency(
     reads=("parallel.cp", "parallel.dynamic_cp"),
@@ -65,6 +83,11 @@ EXPERTS_APART = FieldDependency(
     reads=("parallel.ep", "parallel.etp"),
     holds=lambda ep, etp: ep * etp > 1,
     words="parallel.ep or parallel.etp above 1",
+)
+CUT_POSITIONS = FieldDependency(
+    reads=("parallel.sequence_parallel", "parallel.tp"),
+    holds=lambda is_cut, tp: is_cut and tp > 1,
+    words="parallel.sequence_parallel=true and parallel.tp above 1",
 )
 HYBRID = FieldDependency(
     reads=("parallel.cp", "parallel.cp_method"),
@@ -82,35 +105,41 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
     # model
+    "model.label_smoothing": _is("model.loss", "cross_entropy"),
+    "model.z_loss": _is("model.loss", "cross_entropy"),
     "model.mtp_loss_scaling_factor": _is_positive("model.num_nextn_predict_layers"),
     "model.rope_theta": FieldDependency(
         reads=("model.family",),
-        holds=lambda family: family != "gpt2",
-        words="model.family=llama, qwen2 or qwen3",
+        holds=lambda family: not family_parts(family).has_positions,
+        words="another model.family",
     ),
-    "model.rope_factor": SCALED_ROPE,
+    "model.rope_factor": STRETCHED_ROPE,
     "model.rope_high_freq_factor": LLAMA3,
     "model.rope_low_freq_factor": LLAMA3,
     "model.rope_beta_fast": YARN,
     "model.rope_beta_slow": YARN,
     "model.rope_mscale": YARN,
     "model.rope_original_positions": SCALED_ROPE,
+    "model.rope_truncate": YARN,
+    "model.swiglu_alpha": CLAMPED_GATE,
+    "model.swiglu_limit": CLAMPED_GATE,
     # run
     "run.sample_prompts": SAMPLES,
     "run.sample_temperature": SAMPLES,
     "run.sample_tokens": SAMPLES,
     # optimizer
-    "optimizer.beta1": BETAS,
-    "optimizer.beta2": BETAS,
-    "optimizer.eps": _is("optimizer.name", "adamw", "muon"),
+    "optimizer.beta1": _optimizer_reads("beta1"),
+    "optimizer.beta2": _optimizer_reads("beta2"),
+    "optimizer.eps": _optimizer_reads("eps"),
     "optimizer.head_lr": _is("model.tie_word_embeddings", False),
-    "optimizer.momentum": _is("optimizer.name", "sgd", "muon"),
-    "optimizer.newton_schulz_steps": _is("optimizer.name", "muon"),
+    "optimizer.momentum": _optimizer_reads("momentum"),
+    "optimizer.newton_schulz_steps": _optimizer_reads("newton_schulz_steps"),
     # parallel, precision
     "parallel.hierarchical_cp_size": HYBRID,
     "parallel.cp_method": CONTEXT,
     "parallel.moe_token_dispatcher_type": EXPERTS_APART,
     "parallel.overlap_moe_expert_parallel_comm": EXPERTS_APART,
+    "parallel.tp_comm_overlap": CUT_POSITIONS,
     "precision.fp8_end_blocks": _is("precision.fp8", "rowwise", "tensorwise"),
     "precision.loss_scale": FLOAT16,
     "precision.loss_scale_hysteresis": FLOAT16,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import Accelerator, Fitted
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import DTYPE_BYTES, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors

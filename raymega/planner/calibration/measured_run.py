@@ -18,6 +18,7 @@ from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
 from raymega.planner.cost.step_time import step_time
+from raymega.storage.rotated_file import read_lines
 
 METRICS_FILE = "metrics.jsonl"
 LEFT_OUT = 2
@@ -68,7 +69,7 @@ def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
     """
     path = run / METRICS_FILE if run.is_dir() else run
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        records = [json.loads(line) for line in read_lines(path)]
         found = tuple(_layouts(records))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_no_run(run, one_line(error))) from error

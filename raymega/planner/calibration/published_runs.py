@@ -113,7 +113,8 @@ def read_runs(path: Path | str) -> Iterator[PublishedRun]:
     if lacking:
         raise ConfigError(_table_fault(path, f"lacks the columns {', '.join(lacking)}"))
     for row in rows:
-        yield published_run({name: row.get(name) or "" for name in COLUMNS + MORE_COLUMNS})
+        cells = {name: (row.get(name) or "").strip() for name in COLUMNS + MORE_COLUMNS}
+        yield published_run(cells)
 
 
 def _table_fault(path: Path | str, what: str) -> Fault:

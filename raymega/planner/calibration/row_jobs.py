@@ -172,7 +172,8 @@ def _job(
     if recompute == "selective" and facts.selective == "elementwise":
         memory["recompute_parts"] = ("norm", "activation")
     values: dict[str, Any] = {
-        "run": {"name": "published", "steps": 1},
+        # the row's system says what is fused, not raymega's own kernels
+        "run": {"name": "published", "steps": 1, "kernels": "eager"},
         "model": _model(row),
         "data": {
             "path": "synthetic",

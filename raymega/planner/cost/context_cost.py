@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raymega.config.schema import Job
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
+from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.validation.context_parallel import exchange_faults
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -27,7 +27,7 @@ class ContextCost:
     Attributes:
         method: Name of the method, a value of ``parallel.cp_method``.
         inner_share: Share of the group's ranks that exchange heads with each other.
-        flops: FLOPs of causal attention; equal on all ranks.
+        flops: FLOPs of attention; equal on all ranks.
         inner_bytes: Bytes sent to neighbours to exchange heads; they overlap nothing.
         outer_bytes: Bytes sent around the ring, or gathered: keys, values and their gradients.
         hidden_share: Share of the outer bytes that overlap computation.
@@ -90,7 +90,7 @@ def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
     # With fewer key heads than exchanging ranks, ranks that share a head get a copy each.
     kv = 2 * tokens * max(kv_heads, inner) * model.head_width
     q = tokens * heads * model.head_width
-    pairs = tokens * shape.seq_len / 2
+    pairs = tokens * shape.seq_len / (2 if shape.family.is_causal else 1)
     exchanged = 2 * (2 * q + kv) * element * (inner - 1) / inner  # q, k, v and output, and back
     hops = outer - 1
     is_gathered = method == "all_gather"

@@ -78,17 +78,20 @@ def _traffic_s(
     """
     grid, parallel = plan.grid, plan.job.parallel
     is_sharded = level_of(parallel) > ZeroLevel.NONE
+    # Frozen weights are gathered where each use gathers, and nothing of them is reduced.
+    is_passing = level_of(parallel) == ZeroLevel.PARAMETERS
     reduce = gather = copies = 0.0
-    for count, ranks, stride in (
-        (held.dense + held.wide, grid.replicas, grid.tp),
-        (held.experts, grid.edp, grid.etp * grid.ep),
+    for count, frozen, ranks, stride in (
+        (held.dense + held.wide, held.frozen, grid.replicas, grid.tp),
+        (held.experts, held.frozen_experts, grid.edp, grid.etp * grid.ep),
     ):
-        if not count:
+        if not count + frozen * is_passing:
             continue
         size = dp_shard_ranks(parallel, ranks) if is_sharded else ranks
         span = make_span(device, size=size, stride=stride)
         gradients = count * software.gradient_bytes
-        weights = count * DTYPE_BYTES[plan.job.precision.dtype] if is_sharded else gradients
+        element = DTYPE_BYTES[plan.job.precision.dtype]
+        weights = (count + frozen * is_passing) * element if is_sharded else gradients
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
         # Hybrid sharding: the ranks that own the same part of each copy reduce it.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.activation_bytes import ActivationShape, expert_rows, own_choices
+from raymega.plan.memory.activation_bytes import expert_rows, own_choices
+from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.planner.kernels.collective_time import all_reduce_s, exchange_s, gather_s, make_span
 from raymega.planner.kernels.kernel_time import (
     grouped_matmul_s,

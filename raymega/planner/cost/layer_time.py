@@ -1,4 +1,4 @@
-"""Estimate the seconds of a transformer block and of the model's two ends for one micro-batch.
+"""Estimate the seconds of a transformer block for one micro-batch.
 
 The times are those of one rank, added up over the kernels of a layer.
 ``raymega.planner.cost.stage_cost`` adds up blocks to stages, and ``raymega.planner.cost.step_time``
@@ -7,18 +7,24 @@ stages to a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from raymega.config.schema import MemorySection
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.activation_bytes import ActivationShape, layer_bytes
+from raymega.plan.layers.layer_pattern import mean_keys
+from raymega.plan.memory.activation_bytes import layer_bytes
+from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import shape_cost
 from raymega.planner.cost.expert_time import ExpertTime, expert_time
-from raymega.planner.kernels.collective_time import all_reduce_s, make_span
+from raymega.planner.cost.tensor_parallel_time import (
+    ProductPair,
+    ProductTime,
+    tensor_parallel_traffic,
+)
 from raymega.planner.kernels.kernel_time import (
     BACKWARD_ATTENTION,
     attention_s,
@@ -58,8 +64,8 @@ class LayerTime:
         norms_s: Seconds of the forward's norms.
         activation_s: Seconds of the forward's nonlinearity.
         remade_s: Seconds of the products that selective recompute runs again.
-        tensor_parallel_s: Exposed seconds of traffic over tp in one forward; a backward has as
-            much.
+        tensor_parallel_s: Exposed seconds of traffic over tp in one forward.
+        hidden_s: Seconds by which a backward's traffic over tp is less exposed than a forward's.
         context_parallel_s: Exposed seconds of traffic over cp in one pass, by
             ``parallel.cp_method``.
         experts_s: Exposed seconds of sending tokens to experts and back in one pass.
@@ -75,6 +81,7 @@ class LayerTime:
     activation_s: float
     tensor_parallel_s: float
     context_parallel_s: float
+    hidden_s: float = 0.0
     remade_s: float = 0.0
     experts_s: float = 0.0
     away_s: float = 0.0
@@ -82,7 +89,7 @@ class LayerTime:
 
     @property
     def traffic_s(self) -> float:
-        """Exposed seconds of all traffic in one pass."""
+        """Exposed seconds of all traffic in one forward."""
         return self.tensor_parallel_s + self.context_parallel_s + self.experts_s
 
     def pass_s(
@@ -106,7 +113,7 @@ class LayerTime:
         }
         # Offload overlaps the pass, and counts only where it takes longer.
         moving = self.away_input_s if recompute == "full" else self.away_s
-        backward = self.backward_s + traffic + again[recompute]
+        backward = self.backward_s + traffic - self.hidden_s + again[recompute]
         return max(moving, self.forward_s + traffic), max(moving, backward)
 
 
@@ -155,7 +162,8 @@ def layer_time(
     has_experts: bool = False,
 ) -> LayerTime:
     """Return the seconds of one block as ``shape`` cuts it."""
-    if not software.has_newest_attention:
+    is_counted = counts_traffic(shape, device, software)
+    if not (software.has_newest_attention or _has_whole_rows(shape, software)):
         device = device.with_older_attention()
     inner_width = (
         shape.model.moe.shared_expert_intermediate_size
@@ -171,14 +179,13 @@ def layer_time(
     inner = _inner_products(shape, inner_width)
     products = [*_attention_products(shape), *inner]
     forward = sum(product_s(*sizes) for sizes in products)
-    backward = sum(
-        product_s(rows, columns, inner) + weights_s(inner, rows, columns)
-        for rows, inner, columns in products
-    )
+    time_of = partial(_product_time, product_s=product_s, weights_s=weights_s)
+    backward = sum(each.input_s + each.weight_s for each in map(time_of, products))
     # Attention, and kernels that memory traffic bounds.
     attention, attention_backward = _attention(shape, device, software)
+    least_s = stream_s if is_counted else memory_s
     norms, activation, rest = (
-        memory_s(device, least) + stream_s(device, more)
+        least_s(device, least) + stream_s(device, more)
         for least, more in zip(
             _element_bytes(shape, software, inner_width),
             _step_bytes(shape, software, inner_width),
@@ -186,7 +193,8 @@ def layer_time(
         )
     )
     others = norms + activation + rest
-    launches = KERNELS_IN_A_BLOCK * device.fitted.launch_s
+    # Launches of fused kernels run ahead of the device.
+    launches = 0.0 if is_counted else KERNELS_IN_A_BLOCK * device.fitted.launch_s
     # Experts, whose transfers the shared expert overlaps.
     experts = ExpertTime(forward_s=0.0, backward_s=0.0, travel_s=0.0)
     if has_experts:
@@ -200,6 +208,14 @@ def layer_time(
     beside_s = (
         (forward_s + backward_s) / 2 if shape.parallel.overlap_moe_expert_parallel_comm else 0.0
     )
+    # Traffic over tp: of each pair of products the first reads all positions, the second is summed.
+    pairs = [_attention_products(shape)[-2:], *([inner] if inner else [])]
+    traffic = tensor_parallel_traffic(
+        shape,
+        device,
+        software,
+        pairs=[ProductPair(*map(time_of, pair)) for pair in pairs],
+    )
     return LayerTime(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -207,10 +223,26 @@ def layer_time(
         norms_s=norms,
         activation_s=activation,
         remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
-        tensor_parallel_s=_tensor_parallel_s(shape, device, num_layers=1 + bool(inner_width)),
+        tensor_parallel_s=traffic.forward_s,
+        hidden_s=traffic.forward_s - traffic.backward_s,
         context_parallel_s=_context_parallel_s(shape, device),
         experts_s=max(0.0, experts.travel_s - beside_s),
         **_away(shape, device, has_experts=has_experts),
+    )
+
+
+def _product_time(
+    sizes: tuple[float, float, float],
+    *,
+    product_s: Callable[[float, float, float], float],
+    weights_s: Callable[[float, float, float], float],
+) -> ProductTime:
+    """Return the seconds of a linear layer's three products, from rows, inner and columns of its forward."""
+    rows, inner, columns = sizes
+    return ProductTime(
+        forward_s=product_s(*sizes),
+        input_s=product_s(rows, columns, inner),
+        weight_s=weights_s(inner, rows, columns),
     )
 
 
@@ -220,39 +252,6 @@ def _away(shape: ActivationShape, device: Accelerator, *, has_experts: bool) -> 
         return {}
     whole = layer_bytes(replace(shape, memory=MemorySection()), has_experts=has_experts)
     return {"away_s": host_s(device, whole), "away_input_s": host_s(device, shape.stream_bytes)}
-
-
-def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Return forward and backward seconds of the projection to the vocabulary and the loss."""
-    rows = shape.model.table_rows / shape.parallel.tp
-    width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
-    # The product and the gradients of its input and weight.
-    forward = matmul_s(device, tokens, width, rows, element=element)
-    backward = matmul_s(device, tokens, rows, width, element=element)
-    backward += matmul_s(device, width, tokens, rows, element=element)
-    logits = tokens * rows
-    # Eager kernels also widen the logits to float32, which the loss and its gradient read.
-    wide = 0 if shape.is_fused else 4
-    written, read_for_loss, gradient = element + wide, wide or element, element + (wide or element)
-    forward += memory_s(device, logits * (written + read_for_loss))
-    return forward, backward + memory_s(device, logits * gradient)
-
-
-def join_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Return forward and backward seconds of the projection before a multi-token prediction block.
-
-    It joins the embedding of a token further ahead to the stream.
-    """
-    width, tokens, element = shape.model.hidden_size, shape.stream_tokens, shape.element
-    forward = matmul_s(device, tokens, 2 * width, width, element=element)
-    backward = matmul_s(device, tokens, width, 2 * width, element=element)
-    return forward, backward + matmul_s(device, 2 * width, tokens, width, element=element)
-
-
-def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Return forward and backward seconds of looking up rows and adding to them."""
-    stream = memory_s(device, 2 * shape.stream_bytes)
-    return stream, 2 * stream
 
 
 def _attention_products(shape: ActivationShape) -> list[tuple[float, float, float]]:
@@ -299,7 +298,8 @@ def _attention(
     rows = shape.tokens * model.num_heads / shape.parallel.tp
     if software.has_fused_attention:
         width, element = model.head_width, shape.element
-        forward = attention_s(device, rows, shape.seq_len, width, element=element)
+        seen = mean_keys(model, seq_len=shape.seq_len)
+        forward = attention_s(device, rows, seen, width, element=element)
         return forward, BACKWARD_ATTENTION * forward
     # Without a fused kernel the [S, S] weights go through memory.
     share = device.peak_flops(shape.element) * device.fitted.matmul_share
@@ -366,18 +366,17 @@ def _remade(
     return {"nothing": [], "every_second": each[1::2], "products": each}[software.remakes]
 
 
-def _tensor_parallel_s(shape: ActivationShape, device: Accelerator, *, num_layers: int) -> float:
-    """Return the exposed seconds of traffic over tp in one forward.
+def counts_traffic(shape: ActivationShape, device: Accelerator, software: Software) -> bool:
+    """Return whether the traffic of element-wise kernels is counted in full: raymega's, fused, on a GPU.
 
-    Attention and the feed-forward layer have an all-reduce each. Sequence parallelism sends as many
-    bytes, as a reduce-scatter and an all-gather.
+    Of other systems the least possible traffic is known, at a rate that was fitted to their runs.
     """
-    span = make_span(device, size=shape.parallel.tp, stride=1)
-    once = all_reduce_s(device, span, shape.tokens * shape.model.hidden_size * shape.element)
-    # fp8 by row: one number a token, before the product that is cut along its inner size.
-    if shape.fp8_coverage.reduces_rows:
-        once += all_reduce_s(device, span, shape.tokens * 4)
-    return num_layers * once
+    return software.makes_steps and shape.is_fused and device.num_cores > 1
+
+
+def _has_whole_rows(shape: ActivationShape, software: Software) -> bool:
+    """Return whether torch gives raymega the newest attention: to rows that a rank has whole."""
+    return software.makes_steps and shape.parallel.cp == 1
 
 
 def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:

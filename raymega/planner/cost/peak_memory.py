@@ -12,11 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raymega.plan.memory.activation_bytes import (
-    ActivationShape,
-    StageActivations,
-    activation_shape,
-)
+from raymega.plan.memory.activation_bytes import StageActivations, bytes_to_first_wait
+from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
@@ -78,6 +75,7 @@ def pipeline_memory(plan: RunPlan) -> list[tuple[MemoryUse, Elements]]:
 
 
 def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: int) -> MemoryUse:
+    is_paired = plan.job.parallel.overlap_moe_expert_parallel_comm
     in_flight = micro_batches_in_flight(
         plan.job.schedule.name,
         pp=plan.grid.pp,
@@ -85,16 +83,19 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         chunks=len(kind.stages),
         num_micro_batches=plan.batch.num_micro_batches,
         max_in_flight_microbatches=plan.job.schedule.max_in_flight_microbatches,
-        is_paired=plan.job.parallel.overlap_moe_expert_parallel_comm,
+        is_paired=is_paired,
     )
     chunks = [costs.kept(*each) for each in zip(kind.kinds, kind.stages, strict=True)]
     head = sum(map(costs.head_bytes, kind.stages))
     mean = (sum(each.micro_batch_bytes for each in chunks) - head) / len(chunks)
     # Of several chunks the last one's backward follows its forward at once, unless forwards all come first.
     is_alone = len(chunks) > 1 and plan.job.schedule.name != "gpipe"
+    kept = round(in_flight * mean) + head * (1 if is_alone else in_flight // len(chunks))
+    if is_paired and plan.job.schedule.name == "1f1b" and in_flight > 1:
+        kept = round((in_flight - 1) * (mean + head) + _begun_bytes(costs.shape, kind, mean))
     state = state_of(plan.job, kind.elements, plan.grid)
     work = _RankWork(
-        kept=round(in_flight * mean) + head * (1 if is_alone else in_flight // len(chunks)),
+        kept=kept,
         head=head,
         chunks=chunks,
         stages=kind.stages,
@@ -113,6 +114,16 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         activation_bytes=fullest.activation_bytes,
         reserved_bytes=RESERVED_BYTES,
     )
+
+
+def _begun_bytes(shape: ActivationShape, kind: RankClass, whole: float) -> float:
+    """Return the bytes of the forward that takes turns with a backward, as far as it is ahead; at most ``whole``.
+
+    A backward that recomputes its blocks waits for experts twice as often: the forward may be over before it.
+    """
+    if shape.memory.recompute == "full":
+        return whole
+    return min(whole, max(bytes_to_first_wait(shape, stage) for stage in kind.stages))
 
 
 class _Moment(NamedTuple):
@@ -163,10 +174,10 @@ def _gpu_moments(work: _RankWork, plan: RunPlan, costs: StageCosts) -> Iterator[
     if work.head:
         # Offload still copies the last unit away.
         leaving = work.rerun_bytes // 2 if "activations" in shape.memory.offload else 0
-        for part, gradients in ((leaving + working.loss, 0), (working.head, work.held.end)):
+        for part, gradients in ((leaving + working.loss, 0), (working.head, work.held.end_sums)):
             # Head and last block are gathered, where two blocks may be elsewhere.
             if plan.batch.num_micro_batches > 1:
-                gradients = work.held.end + work.held.block
+                gradients = work.held.end_sums + work.held.block_sums
             passing = min(gathered, _sharded_bytes(work, plan, shape, gradients))
             yield _Moment(passing, work.kept + around + part)
     for part in (working.feed_forward, working.attention):

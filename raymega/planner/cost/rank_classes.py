@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
+from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage

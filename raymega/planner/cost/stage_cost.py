@@ -9,24 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
+from raymega.plan.flops import trained_share
 from raymega.plan.fp8_layers import Fp8Coverage
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import (
-    ActivationShape,
     StageActivations,
-    activation_shape,
     further_bytes,
     head_bytes,
     stage_activations,
 )
+from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.stages import Stage
-from raymega.planner.cost.layer_time import (
-    BlockTimes,
-    block_times,
-    embedding_time,
-    head_time,
-    join_time,
-)
+from raymega.planner.cost.end_times import embedding_time, head_time, join_time
+from raymega.planner.cost.layer_time import BlockTimes, block_times
 from raymega.planner.cost.rank_classes import StageKind
 from raymega.planner.cost.working_memory import WorkingMemory, working_memory
 from raymega.planner.kernels.system_traits import Software
@@ -132,12 +127,16 @@ def _stage_time(
     passes = 3 if shape.memory.recompute == "full" else 2
     further = len(shape.further(stage))
     forward = backward = weight = traffic = experts = 0.0
+    trained = trained_share(shape.model)
     # Transformer blocks of each kind.
     for number, block in blocks.of_stage(shape, stage):
         once, once_backward = block.pass_s(shape.memory.recompute, shape.memory.recompute_parts)
+        of_weights = block.backward_s / 2
+        once_backward -= (1 - trained) * of_weights
         forward, backward = forward + number * once, backward + number * once_backward
-        weight += number * block.backward_s / 2
-        traffic += number * passes * (block.tensor_parallel_s + block.context_parallel_s)
+        weight += number * trained * of_weights
+        once_s = block.tensor_parallel_s + block.context_parallel_s
+        traffic += number * (passes * once_s - block.hidden_s)
         experts += number * passes * block.experts_s
     # Embedding, heads, and projections of multi-token prediction.
     ends = (

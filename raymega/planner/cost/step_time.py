@@ -7,23 +7,24 @@ The module combines stages to a pipeline, and adds what happens once a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import mul
 
 from raymega.config.schema import Job
 from raymega.plan.fp8_layers import Fp8Coverage
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.activation_bytes import ActivationShape, activation_shape
+from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.data_parallel_time import data_parallel_s
+from raymega.planner.cost.layer_time import counts_traffic
 from raymega.planner.cost.optimizer_time import update_s
 from raymega.planner.cost.pipeline_bubble_time import Passes, RankTimes, waiting_s
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds, stage_kind
 from raymega.planner.cost.stage_cost import StageCosts, StageTime, stage_costs
 from raymega.planner.kernels.collective_time import gather_s, make_span, message_s
-from raymega.planner.kernels.kernel_time import host_s, memory_s
+from raymega.planner.kernels.kernel_time import host_s, memory_s, stream_s
 from raymega.planner.kernels.system_traits import RAYMEGA, Software
 
 OPTIMIZER_BYTES = 28 + 6
@@ -128,7 +129,10 @@ def step_time(
             plan, held, device, software, backward_s=pace.busiest_s * 2 / 3
         ),
         optimizer_s=max(
-            memory_s(device, state.num_owned * OPTIMIZER_BYTES), host_s(device, state.host_bytes)
+            _update_memory_s(known.costs.shape, device, software)(
+                device, state.num_owned * OPTIMIZER_BYTES
+            ),
+            host_s(device, state.host_bytes),
         )
         + update_s(job, held, grid, device),
         straggler_s=(device.straggler - 1) * compute,
@@ -139,6 +143,13 @@ def step_time(
     workers = min(grid.world_size, device.devices_per_node)
     all_s = workers * work_s(plan, device, software, known=known) / device.shared_cores
     return replace(alone, sharing_s=max(0.0, all_s - alone.total_s))
+
+
+def _update_memory_s(
+    shape: ActivationShape, device: Accelerator, software: Software
+) -> Callable[[Accelerator, float], float]:
+    """Return the function that prices the update's traffic, which is counted in full for raymega."""
+    return stream_s if counts_traffic(shape, device, software) else memory_s
 
 
 def work_s(

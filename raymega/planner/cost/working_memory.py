@@ -10,12 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.plan.cp_layout import inner_ranks
-from raymega.plan.memory.activation_bytes import (
-    ActivationShape,
-    expert_rows,
-    feed_forward_bytes,
-    vocabulary_rows,
-)
+from raymega.plan.memory.activation_bytes import expert_rows, feed_forward_bytes, vocabulary_rows
+from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.planner.cost.context_cost import shape_cost
 
 
@@ -81,9 +77,11 @@ def feed_forward_bytes_in_backward(shape: ActivationShape, *, has_experts: bool)
     # the layer behind it: the gradient of its input, from gradients of all tokens
     whole = shape.tokens * width * shape.element if parallel.sequence_parallel else 0
     behind = whole + hidden
+    # then its weight's gradient is held back, with both factors
+    held = _held_bytes(shape) + (hidden if _held_bytes(shape) else 0)
     # the layer before it: gradients of its outputs exist, outputs do not
     before = _column_bytes(shape) - made
-    return incoming + max(inside, behind, before)
+    return incoming + max(inside + held, behind, before + held)
 
 
 def attention_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) -> int:
@@ -101,7 +99,7 @@ def attention_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) ->
     # Unfused: one gradient [S, S] a head more than the weights, mask and product that were kept.
     weights = shape.tokens * heads * shape.seq_len * shape.element if model.attention_dropout else 0
     working = shape.stream_bytes + output * shape.element + own + weights + passing_bytes(shape)
-    return working - feed_forward_bytes(shape, has_experts=has_experts)
+    return working + _held_bytes(shape) - feed_forward_bytes(shape, has_experts=has_experts)
 
 
 def passing_bytes(shape: ActivationShape) -> int:
@@ -124,6 +122,13 @@ def _column_bytes(shape: ActivationShape) -> int:
     """
     whole = shape.tokens * shape.model.hidden_size * shape.element
     return whole + (whole + shape.stream_bytes if shape.parallel.sequence_parallel else 0)
+
+
+def _held_bytes(shape: ActivationShape) -> int:
+    """Return the bytes of a row layer's gathered gradient while its weight's gradient is held back."""
+    if not shape.is_tp_overlapped or shape.fp8_coverage.linears:
+        return 0
+    return shape.tokens * shape.model.hidden_size * shape.element
 
 
 def _is_narrow(shape: ActivationShape) -> bool:

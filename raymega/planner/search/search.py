@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
 from raymega.plan.validation.cache import RuleMemo

@@ -27,12 +27,14 @@ class Entry:
         place: Place for messages: a byte of the decompressed file, or a row number of a table.
         text: Text, perhaps empty.
         why: Reason why the row has no text, or empty.
+        url: Address of a page, or empty.
     """
 
     row: int
     place: int | str
     text: str = ""
     why: str = ""
+    url: str = ""
 
 
 class DamagedError(Exception):

@@ -36,7 +36,8 @@ def read_warc(opened: Opened) -> Iterator[Entry]:
         # Pictures and the like are rows without a document.
         is_page = "html" in (record.http_content_type or "")
         text = _main_text(record.reader.read()) if is_page else ""
-        yield Entry(row=row, place=record.stream_pos, text=text)
+        url = record.headers.get("WARC-Target-URI") or ""
+        yield Entry(row=row, place=record.stream_pos, text=text, url=url)
     # The library takes the end of the file for the end of a record.
     if row < 0:
         raise DamagedError(opened.place, "it holds no response record")

@@ -78,7 +78,9 @@ class Encoder:
         self.engine = engine
         is_special_parsed = rules.is_special_parsed or rules.chat is not None
         loaded = load_tokenizer(tokenizer_json, is_special_parsed=is_special_parsed)
-        self.labeller = rules.chat and Labeller(rules.chat, loaded, eod_id=rules.eod_id)
+        self.labeller = (
+            Labeller(rules.chat, loaded, eod_id=rules.eod_id) if rules.chat is not None else None
+        )
         self.vocab_size = vocab_size_of(loaded)
         self.dtype = token_dtype(self.vocab_size)
         self._reference = _tokenizers_engine(loaded)

@@ -5,6 +5,8 @@ import pytest
 
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.snapshots.copies import SnapshotCopies
+from raymega.checkpoint.snapshots.queries import QUESTIONS
 from raymega.checkpoint.snapshots.snapshot import find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.events import StepFinished
@@ -13,7 +15,6 @@ from raymega.plan.run_plan import read_plan
 from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
 from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.remote_memory_store import RemoteMemoryStore
-from raymega.storage.replicated_store import ReplicatedStore
 from raymega.train.build import build_parts
 from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler
@@ -57,7 +58,12 @@ def _train(env, plan_json, replicas, source):
     if source:
         holders, manifest, addresses = source
         servers = {address: RemoteMemoryStore(address, TOKEN) for address in addresses}
-        load(ReplicatedStore(servers, holders=holders), manifest, list(parts.optimizer.blocks()))
+        copies, blocks = SnapshotCopies(servers, holders), list(parts.optimizer.blocks())
+        places = {}
+        for block in blocks:
+            places.setdefault(block.name, []).append(block.box)
+        manifest = copies.read_blocks(manifest.key, places, rank=env.rank, grid=plan.grid)
+        load(copies, manifest, blocks)
         parts.optimizer.sync_weights()
         state = state_from(manifest.state, plan.job.precision)
     writer = CheckpointWriter(MemoryStore(), rank=env.rank, attempt=1, report=channel.report)
@@ -73,7 +79,7 @@ def _train(env, plan_json, replicas, source):
 
 @pytest.fixture
 def servers():
-    servers = [MemoryStoreServer("127.0.0.1", TOKEN) for _ in range(3)]
+    servers = [MemoryStoreServer("127.0.0.1", TOKEN, questions=QUESTIONS) for _ in range(3)]
     yield servers
     for server in servers:
         server.shutdown()

@@ -9,12 +9,8 @@ from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Rows, held_positions, make_context
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
-from raymega.plan.memory.activation_bytes import (
-    ActivationShape,
-    layer_bytes,
-    peak_bytes,
-    stage_activations,
-)
+from raymega.plan.memory.activation_bytes import layer_bytes, peak_bytes, stage_activations
+from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.stages import make_stages
 from raymega.schedule.order import Sizes
 from raymega.schedule.schedules.one_f_one_b import one_f_one_b
@@ -43,6 +39,8 @@ MLA = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+ADAPTED = {"r": 4, "lora_dropout": 0.05}
+SLIDING = {"layer_types": ("sliding", "full"), "sliding_window": 16}
 DROPPED = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CORE = MemorySection(recompute="selective", recompute_parts=("attention",))
 ALL = MemorySection(recompute="selective", recompute_parts=("attention", "activation", "norm"))
@@ -61,8 +59,57 @@ MODELS = {
         "llama", **SIZES, num_kv_heads="num_heads", mla={**MLA, "q_lora_rank": 0, "v_head_dim": 24}
     ),
     "mtp": plain_models.make_model("llama", **SIZES, num_kv_heads=2, num_nextn_predict_layers=2),
+    "lora": plain_models.make_model("llama", **SIZES, num_kv_heads=2, lora={"r": 4}),
+    "lora-dropped": plain_models.make_model("llama", **SIZES, num_kv_heads=2, lora=ADAPTED),
+    "lora-mla": plain_models.make_model(
+        "llama", **SIZES, num_kv_heads="num_heads", mla=MLA, lora=ADAPTED
+    ),
+    "gemma2": plain_models.make_model("gemma2", **SIZES, num_kv_heads=2),
+    "gemma2-capped": plain_models.make_model(
+        "gemma2",
+        **SIZES,
+        num_kv_heads=2,
+        attention={"softcap": 50.0, **SLIDING},
+        multipliers={"logit_softcap": 30.0},
+    ),
+    "gemma3": plain_models.make_model("gemma3", **SIZES, num_kv_heads=2, attention=SLIDING),
+    "olmo3": plain_models.make_model("olmo3", **SIZES, num_kv_heads=2, attention=SLIDING),
+    "minimax_m2": plain_models.make_model("minimax_m2", **SIZES, num_kv_heads=2),
+    "qwen3-sinks": plain_models.make_model(
+        "qwen3", **SIZES, num_kv_heads=2, attention={"sinks": True}
+    ),
+    "gpt_oss": plain_models.make_model(
+        "gpt_oss", **SIZES, num_kv_heads=2, attention={"sinks": True, **SLIDING}
+    ),
+    "llama4": plain_models.make_model(
+        "llama4",
+        **SIZES,
+        num_kv_heads=2,
+        attention={
+            "layer_types": ("chunked", "no_positions"),
+            "chunk_size": 16,
+            "temperature_floor": 8,
+        },
+    ),
+    "llama4-full": plain_models.make_model("llama4", **SIZES, num_kv_heads=2),
+    "phi3": plain_models.make_model("phi3", **SIZES, num_kv_heads=2),
+    "olmo2": plain_models.make_model("olmo2", **SIZES, num_kv_heads=2),
+    "gpt_neox": plain_models.make_model("gpt_neox", **SIZES),
     "qwen2-mha": plain_models.make_model("qwen2", **SIZES, num_kv_heads="num_heads"),
 }
+
+SLOW = (
+    "lora-mla",
+    "gemma2-capped",
+    "gemma3",
+    "minimax_m2",
+    "qwen3-sinks",
+    "phi3",
+    "gpt_oss",
+    "llama4",
+    "llama4-full",
+)
+WIDE = pytest.mark.wide
 
 
 def _measure(env, model, memory, stage, is_cut):
@@ -128,9 +175,9 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
         assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=WIDE if n in SLOW else ()) for n in MODELS])
 def test_plan_predicts_stages(name, tp):
     model, is_cut = MODELS[name], tp > 1
     memories = MemorySection(), CORE, ALL, FULL, PAIRS
@@ -181,7 +228,7 @@ def _measure_middle(env, model, method, inner, memory):
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )
 def test_plan_predicts_a_context_parallel_rank(method, inner):
-    names, memories = ("gpt2", "llama", "qwen3", "mla"), (MemorySection(), CORE, ALL, FULL)
+    names, memories = ("gpt2", "llama", "qwen3", "mla", "olmo2"), (MemorySection(), CORE, ALL, FULL)
     cases = [(MODELS[name], memory) for name in names for memory in memories]
     parallel = ParallelSection(cp=4, cp_method=method, hierarchical_cp_size=max(inner, 2))
     totals = run_grid(_measure_cp, Grid(cp=4), cases, method, inner, hierarchical_cp_size=inner)

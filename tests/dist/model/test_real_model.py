@@ -1,16 +1,14 @@
 """Evaluation of a published model, and of a random one on whole files, equals plain loops over transformers.
 
-SmolLM2-135M-Instruct has 9 heads and 3 key-value heads, so tp is 3; a random Llama with 8 heads takes tp 2. The loops know
-windows, words and passages by the protocols alone. Everything is float64: transformers keeps norms and RoPE's angles
-in float32 otherwise. RAYMEGA_TEST_SETS=FOLDER measures on the published test files, as docs/smollm2.md tells.
+SmolLM2-135M-Instruct has 9 heads and 3 key-value heads, so tp is 3; a random Llama with 8 heads takes tp 2. Both sides are
+float64 throughout: in float32 a passage's log-probability is rounded at 1e-5, more than the limit.
+RAYMEGA_TEST_SETS=FOLDER measures on the published test files, as docs/smollm2.md tells.
 """
 
+import hashlib
 import json
-from math import exp
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
@@ -18,12 +16,12 @@ from raymega.evaluate.requests import Scores, pack_requests, unpack_requests
 from raymega.evaluate.run import EvalOptions, plan_of
 from raymega.evaluate.tasks.lambada import lambada
 from raymega.evaluate.tasks.task import Settings
-from raymega.evaluate.tasks.wikitext import detokenise, wikitext
+from raymega.evaluate.tasks.wikitext import wikitext
 from raymega.evaluate.tokenizer import find_tokenizer
 from raymega.evaluate.worker import score_requests
 from raymega.plan.run_plan import read_plan
 from raymega.train.build_scorer import build_scorer, load_weights
-from tests.support import smollm2
+from tests.support import plain_loops, smollm2
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models
 
@@ -31,7 +29,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.wide, pytest.mark.timeout(7200)]
 NOW = "2025-01-01T00:00:00+00:00"
 LIMIT = 1e-6
 STRIDE = 32
-SEQ_LEN = 256
+SEQ_LEN = 512
 WINDOW = 128
 GRIDS = {
     "one rank": "",
@@ -47,6 +45,8 @@ OF_8_HEADS = {
     "tp2 pp2": "tp=2,pp=2",
     "tp2 cp2": "tp=2,cp=2,cp_method=ring",
 }
+LONG_WINDOW = 8192
+OF_LONG_WINDOWS = {"one rank": "", "tp2": "tp=2", "cp2": "cp=2,cp_method=ring"}
 TIMEOUT_S = 3600.0
 NUM_PUBLISHED = 40, 200
 """Windows and passages of the published test files that SmolLM2 is measured on."""
@@ -55,20 +55,26 @@ NUM_PUBLISHED = 40, 200
 class Subject:
     """A model that is measured: its checkpoint, the tasks' questions, and what plain loops say."""
 
-    def __init__(self, model, uri, files, tokenizer, *, limits, batch_size):
-        self.uri, self.batch_size = uri, batch_size
+    def __init__(
+        self, folder, files, tokenizer, *, limits, batch_size, window=WINDOW, seq_len=SEQ_LEN
+    ):
+        self.uri, self.batch_size, self.seq_len = str(folder / "native"), batch_size, seq_len
         windows, passages = (
             Settings(seq_len=n, stride=STRIDE, limit=m)
-            for n, m in zip((WINDOW, SEQ_LEN), limits, strict=True)
+            for n, m in zip((window, seq_len), limits, strict=True)
         )
         self.text = wikitext(files[0], tokenizer, windows)
         self.words = lambada(files[1], tokenizer, passages)
-        raw, lines = (file.read_text(encoding="utf-8") for file in files)
-        with hf_models.in_float64(model), torch.no_grad():
-            self.wanted = {
-                **plain_wikitext(model, raw, tokenizer.ids, limits[0], batch_size=batch_size),
-                **plain_lambada(model, lines, tokenizer.ids, limits[1]),
-            }
+        self.wanted = plain_loops.both(
+            folder / "hf",
+            files,
+            tokenizer.ids,
+            limits=limits,
+            window=window,
+            stride=STRIDE,
+            seq_len=seq_len,
+            batch_size=batch_size,
+        )
 
     def requests(self):
         """The windows, and of each passage the strict form, as the loose one asks for less of the same."""
@@ -91,48 +97,9 @@ class Subject:
     def on(self, grid):
         requests = pack_requests(self.requests())
         overrides = ("precision.dtype=float64", f"schedule.micro_batch_size={self.batch_size}")
-        options = EvalOptions(grid=grid, overrides=overrides, seq_len=SEQ_LEN)
+        options = EvalOptions(grid=grid, overrides=overrides, seq_len=self.seq_len)
         plan = plan_of(open_checkpoint(self.uri).manifest, options)
         return run_grid(_score, plan.grid, plan.to_json(), self.uri, requests, timeout=TIMEOUT_S)
-
-
-def plain_wikitext(model, raw, ids_of, limit, *, batch_size):
-    """Megatron-LM's perplexity of overlapping windows; of the first ``limit`` of them unless it is 0."""
-    ids, num_words = ids_of(detokenise(raw)), len(raw.strip().split(" "))
-    number = 1 + max(0, -(-(len(ids) - 1 - WINDOW) // STRIDE))
-    starts = [STRIDE * each for each in range(min(number, limit or number))]
-    parts = [torch.tensor(ids[start : start + WINDOW + 1]) for start in starts]
-    total, count = 0.0, 0
-    for group in [
-        parts[:1],
-        *(parts[n : n + batch_size] for n in range(1, len(parts), batch_size)),
-    ]:
-        for batch in (
-            [torch.stack(group)] if len({*map(len, group)}) == 1 else [part[None] for part in group]
-        ):
-            losses = cross_entropy(
-                model(batch[:, :-1]).logits.transpose(1, 2), batch[:, 1:], reduction="none"
-            )
-            counted = losses if count == 0 else losses[:, WINDOW - STRIDE :]
-            total, count = total + float(counted.sum()), count + counted.numel()
-    loss = total / count
-    return {"loss": loss, "word_perplexity": exp(loss * (len(ids) - 1) / (num_words - 1))}
-
-
-def plain_lambada(model, lines, ids_of, limit):
-    """Whether each token of a passage's last word is the likeliest, and exp of the mean of -log p of the words."""
-    right, total = [], 0.0
-    for line in lines.splitlines()[: limit or None]:
-        text = json.loads(line)["text"]
-        word = text.split()[-1]
-        before, target = ids_of(text[: text.rfind(word)].strip()), ids_of(f" {word}")
-        inputs = torch.tensor([*before, *target])[:-1][-SEQ_LEN:]
-        logits = model(inputs[None], logits_to_keep=len(target)).logits[0]
-        target = torch.tensor(target)
-        total -= float(logits.log_softmax(-1).gather(-1, target[:, None]).sum())
-        right.append(bool((logits.argmax(-1) == target).all()))
-    accuracy = sum(right) / len(right)
-    return {"right": right, "accuracy": accuracy, "target_perplexity": exp(total / len(right))}
 
 
 def _score(env, plan_json, uri, requests):
@@ -155,7 +122,8 @@ def _check(subject, grid):
         assert found == pytest.approx(wanted, rel=LIMIT, abs=0)
         assert right == subject.wanted["right"]
         assert [a.tobytes() for a in few[0]] == [a.tobytes() for a in again[0]], "not its own bits"
-    print(grid or "one rank", {name: (value, wanted[name]) for name, value in found.items()})
+    digest = hashlib.sha256(b"".join(each.tobytes() for each in scores[0])).hexdigest()
+    print(json.dumps({"grid": grid, "bits": digest[:16], "found": found, "plain loop": wanted}))
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +131,10 @@ def published(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     smollm2.write_model(folder / "hf")
     hf_import(folder / "hf", str(folder / "native"), created=NOW)
-    model = hf_models.load_model(folder / "hf").double()
-    uri, files = str(folder / "native"), smollm2.text_files(folder)
     limits = NUM_PUBLISHED if smollm2.has_test_sets() else (3, 5)
-    tokenizer = find_tokenizer(open_checkpoint(uri))
-    return Subject(model, uri, files, tokenizer, limits=limits, batch_size=1)
+    tokenizer = find_tokenizer(open_checkpoint(str(folder / "native")))
+    files = smollm2.text_files(folder)
+    return Subject(folder, files, tokenizer, limits=limits, batch_size=1)
 
 
 @pytest.mark.real_model
@@ -191,11 +158,36 @@ def of_8_heads(tmp_path_factory):
     model = hf_models.make_model("llama3", max_position_embeddings=SEQ_LEN)
     model.save_pretrained(folder / "hf")
     hf_import(folder / "hf", str(folder / "native"), created=NOW, make_vocab_size_divisible_by=8)
-    uri, files = str(folder / "native"), smollm2.text_files(folder)
+    files = smollm2.text_files(folder)
     limits = (0, 0) if smollm2.has_test_sets() else (400, 60)
-    return Subject(model, uri, files, Bytes(), limits=limits, batch_size=16)
+    return Subject(folder, files, Bytes(), limits=limits, batch_size=16)
 
 
 @pytest.mark.parametrize("grid", OF_8_HEADS.values(), ids=OF_8_HEADS)
 def test_a_random_model_scores_whole_files_as_in_a_plain_loop(grid, of_8_heads):
     _check(of_8_heads, grid)
+
+
+@pytest.fixture(scope="module")
+def of_long_windows(tmp_path_factory):
+    """A random model of 8,192 positions, and the first windows of as many tokens."""
+    folder = tmp_path_factory.mktemp("long")
+    model = hf_models.make_model("llama3", max_position_embeddings=LONG_WINDOW)
+    model.save_pretrained(folder / "hf")
+    hf_import(folder / "hf", str(folder / "native"), created=NOW, make_vocab_size_divisible_by=8)
+    return Subject(
+        folder,
+        smollm2.text_files(folder),
+        Bytes(),
+        limits=(3, 2),
+        batch_size=1,
+        window=LONG_WINDOW,
+        seq_len=LONG_WINDOW,
+    )
+
+
+@pytest.mark.parametrize("grid", OF_LONG_WINDOWS.values(), ids=OF_LONG_WINDOWS)
+def test_windows_of_8192_tokens_score_as_in_a_plain_loop(grid, of_long_windows):
+    lengths = [len(each.tokens) - 1 for each in of_long_windows.text.requests]
+    assert lengths == [LONG_WINDOW] * 3
+    _check(of_long_windows, grid)

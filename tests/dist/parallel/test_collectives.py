@@ -23,6 +23,9 @@ from tests.support.ranks import ENDLESS_S, run_grid
 pytestmark = pytest.mark.dist
 
 
+SHIFTS = (1, 2, -1)
+
+
 def _every_collective(env):
     """Results on this rank, by operation and dtype, as lists."""
     group, seen = env.groups.dp, {}
@@ -36,6 +39,10 @@ def _every_collective(env):
             "broadcast": collectives.broadcast(x.clone(), group, source=1),
             "unchanged": x,
         }
+    for by in SHIFTS:
+        received, pending = collectives.start_shift(torch.tensor([env.rank, by]), group, by=by)
+        pending.wait(group.timeout_s)
+        seen[torch.int64][f"shift {by}"] = received
     collectives.barrier(group)
     return seen
 
@@ -54,7 +61,7 @@ def test_collectives_give_the_values_of_their_names(size):
                 "reduce_scatter": total[rank : rank + 1],
                 "broadcast": inputs[1],
                 "unchanged": inputs[rank],
-            }
+            } | {f"shift {by}": torch.tensor([(rank - by) % size, by]) for by in SHIFTS}
             for name, value in results.items():
                 assert value.dtype == dtype and value.is_contiguous()
                 assert torch.equal(value, expected[name].to(dtype)), (name, dtype)

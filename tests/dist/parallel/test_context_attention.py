@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from raymega.parallel.comm.process_groups import alone
 from raymega.parallel.context_parallel.attention import attend
+from raymega.parallel.context_parallel.attention_blocks import PLAIN, ScoreRules
 from raymega.parallel.context_parallel.context import (
     Context,
     Rows,
     held_positions,
     make_token_layout,
 )
+from raymega.plan import cp_layout
 from raymega.plan.grid import Grid
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
@@ -28,8 +30,8 @@ def _draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _dense(q, k, v, rows):
-    """Softmax written out, a document at a time. q: [S, B, H, K]."""
+def _dense(q, k, v, rows, rules=PLAIN, sinks=None):
+    """Softmax written out, a document at a time. q: [S, B, H, K], sinks: [H]."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("sbhk,tbhk->bhst", q, k) / q.shape[-1] ** 0.5
     num_tokens, num_rows = q.shape[:2]
@@ -39,7 +41,20 @@ def _dense(q, k, v, rows):
     )
     sees = document[:, :, None] == document[:, None]
     sees = sees & torch.ones(num_tokens, num_tokens).tril().bool()
-    weights = scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1)
+    if rules.window:
+        behind = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+        sees = sees & (behind < rules.window)
+    if rules.chunk:
+        places = [torch.cat([torch.arange(n) for n in row]) // rules.chunk for row in lengths]
+        chunks = torch.stack(places)
+        sees = sees & (chunks[:, :, None] == chunks[:, None])
+    if rules.softcap:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    scores = scores.masked_fill(~sees[:, None], -torch.inf)
+    if sinks is not None:  # a key more, without a value
+        extra = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, extra), -1)
+    weights = scores.softmax(-1)[..., :num_tokens]
     return torch.einsum("bhst,tbhk->sbhk", weights, v)
 
 
@@ -56,26 +71,32 @@ def _context(groups, method):
     return Context(inner=groups.hierarchical_cp_size, outer=groups.cp_outer)
 
 
-def _run(env, method, rows, shape):
+def _run(env, method, rows, shape, rules=PLAIN, has_sinks=False):
     context = _context(env.groups, method)
     held = held_positions(rows, context)
     token_layout = make_token_layout(Rows(held, rows), context)
     at = held.t().expand(-1, shape[0])
     *inputs, grad = (t[at, torch.arange(shape[0])] for t in _tensors(rows, *shape))
     leaves = [t.clone().requires_grad_() for t in inputs]
-    y = attend(*leaves, token_layout)
+    sinks = _draw(9, shape[1]).requires_grad_() if has_sinks else None
+    y = attend(*leaves, token_layout, rules=rules, sinks=sinks)
     y.backward(grad)
-    return at, y.detach(), *(leaf.grad for leaf in leaves)
+    return at, y.detach(), *(leaf.grad for leaf in leaves), None if sinks is None else sinks.grad
 
 
-def _check(cp, method, rows, shape, *, inner=2):
+def _check(cp, method, rows, shape, *, inner=2, rules=PLAIN, has_sinks=False):
     """``shape``: rows of the micro-batch, query heads, key heads."""
     inner = {"all_to_all": cp, "hybrid": inner}.get(method, 1)
-    results = run_grid(_run, Grid(cp=cp), method, rows, shape, hierarchical_cp_size=inner)
+    grid, options = Grid(cp=cp), (rules, has_sinks)
+    results = run_grid(_run, grid, method, rows, shape, *options, hierarchical_cp_size=inner)
     *inputs, grad = _tensors(rows, *shape)
     leaves = [t.requires_grad_() for t in inputs]
-    wanted = _dense(*leaves, rows)
+    sinks = _draw(9, shape[1]).requires_grad_() if has_sinks else None
+    wanted = _dense(*leaves, rows, rules, sinks)
     wanted.backward(grad)
+    if sinks is not None:  # every rank has some tokens or some heads: terms of a sum
+        found = sum(result[-1] for result in results)
+        assert plain_models.difference(found, sinks.grad) < LIMIT, "sinks"
     for i, whole in enumerate((wanted, *(leaf.grad for leaf in leaves)), start=1):
         found = torch.full_like(whole, torch.nan)
         for result in results:
@@ -102,6 +123,37 @@ def test_attention_equals_dense(method, cp):
 ])  # fmt: skip
 def test_query_heads_may_share_keys(cp, method, inner, kv_heads):
     _check(cp, method, ((48,),), (1, 12 if cp in (3, 6) else 8, kv_heads), inner=inner)
+
+
+ROWS = {"whole": ((32,),), "packed": ((24, 8), (8, 24))}
+RULES = {
+    "shorter-than-a-chunk": ScoreRules(window=3),
+    "over-chunks": ScoreRules(window=11),
+    "longer-than-a-row": ScoreRules(window=40, softcap=1.3),
+    "cap": ScoreRules(softcap=0.7),
+    "chunks": ScoreRules(chunk=5),
+    "chunks-longer-than-a-row": ScoreRules(chunk=40, softcap=1.3),
+    "none": PLAIN,
+}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(
+    ("method", "cp"),
+    [("ring", 1), ("ring", 2), ("ring", 4), ("all_gather", 4), ("all_to_all", 2), ("hybrid", 4)],
+)
+def test_windows_caps_and_sinks_equal_dense(method, cp, rules, rows):
+    shape = (len(ROWS[rows]), 4, 2)
+    _check(cp, method, ROWS[rows], shape, rules=RULES[rules], has_sinks=rules != "cap")
+
+
+def test_blocks_of_a_long_row_are_tiles(monkeypatch):
+    """Tiles of 5 queries, so that a window spans several, and no tile has all keys."""
+    monkeypatch.setattr(cp_layout, "TILE", 5)
+    for rules in RULES.values():
+        _check(1, "ring", ((32,),), (1, 4, 2), rules=rules, has_sinks=True)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

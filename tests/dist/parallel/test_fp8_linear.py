@@ -9,7 +9,7 @@ from raymega.parallel.tensor_parallel.fp8_linear import Fp8
 from raymega.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 from tests.support.jobs import layout_overrides
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models

@@ -121,7 +121,7 @@ def _run_kind(env, is_sp, kind, is_gathered, is_deferred):
     rows = Rows(at[None], ((S,),))
     token_layout = replace(
         make_token_layout(rows, context),
-        keys=TokenKeys(own=sp.own(keys), rows=None),
+        keys=TokenKeys(own=sp.own(keys), everywhere=keys, rows=None),
         token_ids=make_token_ids(rows, mask.t().double(), context, sp),
     )
     leaf = sp.own(x).clone().requires_grad_()

@@ -7,7 +7,7 @@ import torch
 
 from raymega.messages import Requests
 from raymega.plan.cp_layout import inner_ranks
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import read_plan
 from raymega.planner.cost.context_cost import shape_cost

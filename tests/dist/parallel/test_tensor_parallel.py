@@ -20,7 +20,7 @@ from raymega.parallel.tensor_parallel.mappings import (
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 from raymega.plan.grid import Grid
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER

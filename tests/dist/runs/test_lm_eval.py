@@ -26,6 +26,8 @@ pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = [pytest.mark.dist, pytest.mark.wide]
 NOW = "2025-01-01T00:00:00+00:00"
 LIMIT = 1e-9
+TIMEOUT_S = 3600.0
+"""A guard only: a published model takes minutes."""
 PASSAGES = ["the cat sat on a mat", "she said that he had a hat", "no", "and a third one was there"]
 PAIRS = [
     ("the cat sat on", " a mat"),
@@ -68,7 +70,9 @@ def _score(env, plan_json, uri, requests):
 
 def _on_ranks(checkpoint, plan, requests, *, on_rows):
     uri = f"{checkpoint.store.uri}/{checkpoint.manifest.key}"
-    log_probs, is_greedy = run_grid(_score, plan.grid, plan.to_json(), uri, requests)[0]
+    log_probs, is_greedy = run_grid(
+        _score, plan.grid, plan.to_json(), uri, requests, timeout=TIMEOUT_S
+    )[0]
     on_rows(1, 1)
     return [Scores(log_probs=a, is_greedy=b) for a, b in zip(log_probs, is_greedy, strict=True)]
 

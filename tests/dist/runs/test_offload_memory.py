@@ -9,8 +9,9 @@ from raymega.messages import Requests
 from raymega.optim import optimizer
 from raymega.parallel.core import pinned_memory
 from raymega.parallel.core.host_copies import HostMemory
-from raymega.plan.memory import state_bytes
-from raymega.plan.memory.activation_bytes import activation_shape, stage_activations
+from raymega.plan.memory import optimizer_state
+from raymega.plan.memory.activation_bytes import stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.run_plan import read_plan
 from raymega.planner.cost.peak_memory import memory_use
@@ -68,7 +69,7 @@ def test_optimizer_state_on_the_host_leaves_as_many_portions_as_planned(optimize
     for text in ("[]", "[optimizer]"):
         plan = make_test_plan(*overrides, f"memory.offload={text}")
         peak, mapped = run_grid(_peak, plan.grid, plan.to_json())[0]
-        with patch.object(state_bytes, "PORTION_ELEMENTS", PORTION):
+        with patch.object(optimizer_state, "PORTION_ELEMENTS", PORTION):
             use = memory_use(plan)
             state = rank_state(plan.job, plan.stages, plan.grid, tp_rank=0)
         assert peak == pytest.approx(use.total_bytes - use.reserved_bytes, rel=LIMIT), text

@@ -10,7 +10,7 @@ import torch
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
-from raymega.evaluate.requests import Request
+from raymega.evaluate.requests import Request, rows_on_grid
 from raymega.evaluate.run import EvalOptions, plan_of, prepare_evaluation
 from raymega.evaluate.worker import score_requests
 from raymega.plan.run_plan import read_plan
@@ -43,15 +43,15 @@ def _requests():
     ]
 
 
-def _score(env, plan_json, uri):
+def _score(env, plan_json, uri, few=None):
     plan = read_plan(plan_json)
     scorer = build_scorer(plan, rank=env.rank, groups=env.groups, device=env.device)
     load_weights(scorer, open_checkpoint(uri), env.groups)
-    return score_requests(plan, scorer, env.groups, _requests(), device=env.device)
+    return score_requests(plan, scorer, env.groups, _requests()[:few], device=env.device)
 
 
-def _imported(tmp_path, kind):
-    model = hf_models.make_model(kind)
+def _imported(tmp_path, kind, **fields):
+    model = hf_models.make_model(kind, **fields)
     model.save_pretrained(tmp_path / "theirs")
     hf_import(
         tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
@@ -85,6 +85,12 @@ def _on(uri, grid):
     return run_grid(_score, plan.grid, plan.to_json(), uri)
 
 
+def _few_on(uri, grid, few, *, seq_len):
+    plan = plan_of(open_checkpoint(uri).manifest, EvalOptions(grid=grid, seq_len=seq_len))
+    assert rows_on_grid(_requests()[:few], plan).seq_len < seq_len
+    return run_grid(_score, plan.grid, plan.to_json(), uri, few)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [*hf_models.KINDS, *hf_models.EXPERTS])
 def test_one_rank_scores_as_transformers(kind, tmp_path):
@@ -107,6 +113,13 @@ def test_every_grid_scores_as_transformers_and_repeats_its_bits(grid, llama):
     again = _on(uri, grid)
     for (ours, _), (theirs, _) in zip(results, again, strict=True):
         assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_few_requests_in_a_short_row_score_as_transformers(grid, tmp_path):
+    model, uri = _imported(tmp_path, "llama3", max_position_embeddings=256)
+    _compare(_few_on(uri, grid, 2, seq_len=256), _theirs(model)[:2])
 
 
 @pytest.mark.parametrize(

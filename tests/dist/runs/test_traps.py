@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from raymega.data.order import sample_window
+from raymega.data.order import RowOrder
+from raymega.data.rows import one_shard
 from raymega.messages import Requests
 from raymega.optim.clip import local_norm_sq
 from raymega.parallel.comm.process_groups import Group, build_groups
@@ -284,8 +285,9 @@ def test_three_epochs_with_kills_and_changing_grids_visit_each_window_once_an_ep
             del history[step * size :]
     assert history == list(range(len(history)))
     for epoch in range(3):
+        order = RowOrder(one_shard(num_windows), seed=7, block_bytes=1)
         samples = range(epoch * num_windows, (epoch + 1) * num_windows)
-        windows = [sample_window(7, num_windows, history[sample]) for sample in samples]
+        windows = [order.row(history[sample]) for sample in samples]
         assert sorted(windows) == list(range(num_windows))
 
 

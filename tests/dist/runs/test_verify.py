@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raymega.verify.launch import LayoutFailedError, open_fork_server
+from raymega.verify.launch import open_fork_server
 from raymega.verify.layout import Layout
+from raymega.verify.shares import LayoutFailedError
 from tests.unit.verify.jobs import JOBS, make_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(2400)]

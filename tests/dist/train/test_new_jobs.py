@@ -3,6 +3,7 @@
 import pytest
 
 from raymega.cli.init.new_job import Answers, new_job
+from raymega.cli.init.recipes import RECIPES
 from raymega.config.load import parse_job
 from raymega.convert.huggingface.importer import hf_import
 from raymega.messages import Requests
@@ -31,7 +32,7 @@ def _train(env, plan_json):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("recipe", ["pretrain", "continue"])
+@pytest.mark.parametrize("recipe", ["pretrain", "continue", "sft", "lora"])
 def test_a_new_job_trains(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "theirs", make_model(num_heads=8, num_kv_heads=4, max_positions=32))
@@ -40,6 +41,6 @@ def test_a_new_job_trains(recipe, tmp_path, monkeypatch):
     (tmp_path / "new.yaml").write_text(made.text)
     plan = make_plan(parse_job("new.yaml").job())
     is_continued = plan.job.checkpoint.init_from != "none"
-    assert is_continued is (recipe == "continue")
+    assert is_continued is RECIPES[recipe].needs_model
     for losses in run_grid(_train, plan.grid, plan.to_json()):
         assert len(losses) == STEPS and all(0 < loss < 10 for loss in losses)

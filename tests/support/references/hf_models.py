@@ -90,13 +90,104 @@ KINDS = {
     "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 10}),
 }
+PLAIN_ROPE, LINEAR_ROPE = {"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 10,
+}  # fmt: skip
+WITHOUT_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+WITHOUT_GROUPS = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+GEMMA = {
+    **SIZES,
+    **WITHOUT_TOKENS,
+    "hidden_size": 64,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 14,
+    "sliding_window": 7,
+}
+FAMILIES = {
+    "mistral-window": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "olmo2": ("Olmo2", {**SIZES, **WITHOUT_TOKENS}),
+    "phi3": (
+        "Phi3",
+        {
+            **SIZES, **WITHOUT_TOKENS, "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 11,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **SIZES, "embedding_multiplier": 2.5, "logits_scaling": 3.0, "residual_multiplier": 0.22,
+            "attention_multiplier": 0.31,
+        },
+    ),
+    "gpt_neox": ("GPTNeoX", {**WITHOUT_GROUPS, "num_attention_heads": 6}),
+    "gemma2": (
+        "Gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **GEMMA, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {**LINEAR_ROPE, "rope_theta": 700.0},
+                "sliding_attention": {**PLAIN_ROPE, "rope_theta": 90.0},
+            },
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": YARN_ROPE, "sliding_attention": {**PLAIN_ROPE, "rope_theta": 300.0},
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **SIZES, "head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "attention_bias": True, "use_qk_norm": True,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **SIZES, **WITHOUT_TOKENS, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **SIZES, **WITHOUT_TOKENS, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "intermediate_size": 24, "sliding_window": 7, "swiglu_limit": 0.8,
+            # with 10 positions the blend would have the same pairs between whole numbers
+            "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 20, "truncate": False},
+        },
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "head_dim": 12, "intermediate_size": 24,
+            "intermediate_size_mlp": 80, "num_local_experts": 4, "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.3,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+}  # fmt: skip
+"""Small models by name: a family of convert/huggingface/families each, with all its parts in use."""
+HAVE_EXPERTS = ("glm4_moe", "minimax_m2", "gpt_oss", "llama4")
 FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2",
-           "DeepseekV3": "deepseek_v3"}  # fmt: skip
+           "DeepseekV3": "deepseek_v3", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
+           "Glm4Moe": "glm4_moe", "MiniMaxM2": "minimax_m2", "GptOss": "gpt_oss",
+           "Llama4Text": "llama4"}  # fmt: skip
 
 
 def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):
     """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
-    family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES)[kind]
+    family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES | FAMILIES)[kind]
     if positions:
         changes["n_positions" if family == "GPT2" else "max_position_embeddings"] = positions
     fields = fields | changes
@@ -105,12 +196,14 @@ def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):
     config = getattr(module, f"{family}Config")(**fields)
     config._experts_implementation = "eager"
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model = getattr(module, f"{family}{head}")(config).to(dtype).eval()
+    model = getattr(module, f"{family.removesuffix('Text')}{head}")(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        # DeepSeek's score corrections are buffers, and zero in a fresh model
         biases = ((name, values) for name, values in model.named_buffers() if "correction" in name)
         for name, values in (*model.named_parameters(), *biases):
             noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            noise = noise.float() if "correction" in name else noise  # loaded in float32 by some
             values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
     return model
 
@@ -136,6 +229,7 @@ class _Torch:
 @contextmanager
 def in_float64(model):
     """Run transformers' code without its casts to float32 in norms and RoPE angles, for the body."""
+    # every module whose code may call torch.float32, and the helpers of RoPE
     names = {type(part).__module__ for part in model.modules()}
     modules = [importlib.import_module(name) for name in names if name.startswith("transformers")]
     modules.append(importlib.import_module("transformers.modeling_rope_utils"))
@@ -144,9 +238,11 @@ def in_float64(model):
     for module in modules:
         module.torch = _Torch()
     try:
-        if rope := getattr(model.base_model, "rotary_emb", None):
-            fresh = type(rope)(model.config)
-            rope.inv_freq = fresh.inv_freq
+        ropes = (part for name, part in model.named_modules() if name.endswith("rotary_emb"))
+        if rope := next(ropes, None):
+            # angles were computed in float32 when the model was made
+            for name, angles in type(rope)(model.config).named_buffers():
+                setattr(rope, name, angles)
         yield model
     finally:
         torch.Tensor.float = plain

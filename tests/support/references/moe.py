@@ -22,6 +22,7 @@ def draw_weights(moe, *, width, ffn_hidden_size, is_gated=True, seed=0):
         width,
         ffn_hidden_size if moe.intermediate_size == "ffn_hidden_size" else moe.intermediate_size,
     )
+    # names and shapes as in raymega's table of tensors
     shapes = {"router.weight": (E, D), "experts.up.weight": (E, F, D)}
     shapes |= {"experts.down.weight": (E, D, F)}
     if is_gated:
@@ -73,6 +74,7 @@ class Factory:
         for name in names:
             place = self.place(name.removeprefix("moe."))
             blocks.append(self.table[name][place].to(self.dtype))
+        # gate and up of experts lie beside each other: [E, 2 F, D]
         dim = 1 if len(blocks) > 1 and blocks[0].dim() == 3 else 0
         param = torch.nn.Parameter(torch.cat(blocks, dim).contiguous())
         self.token_layout[id(param)] = [n.removeprefix("moe.") for n in names]
@@ -81,10 +83,14 @@ class Factory:
     def make_if_any(self, *names):
         return self.make(*names) if names[0] in self.table else None
 
+    def make_adapters(self, _names, _weight, _place):
+        return None
+
     def place(self, name):
         """Return the slices of the whole tensor that this rank holds."""
         shape = self.weights[name].shape
         cuts = {}
+        # experts are cut by ep, their hidden width by etp; a shared expert by tp
         if name.startswith("experts."):
             cuts = {0: self.ep, (2 if ".down." in name else 1): self.etp}
         elif name.startswith("shared."):
@@ -123,6 +129,7 @@ def layer(moe, weights, x, mask, *, noise=None):
     """
     S, B, _ = x.shape
     tokens, counted = x.transpose(0, 1).flatten(0, 1), mask.t().flatten().tolist()
+    # 1. scores: what the router sees, and what it chooses by
     seen = tokens if noise is None else tokens * noise
     logits = seen @ weights["router.weight"].T
     scores = logits.softmax(1) if moe.router_score_function == "softmax" else torch.sigmoid(logits)
@@ -131,6 +138,7 @@ def layer(moe, weights, x, mask, *, noise=None):
         choice = _sinkhorn(logits.detach(), counted, moe.sinkhorn_rounds)
     if moe.expert_bias:
         choice = choice + weights["router.bias"].detach()
+    # 2. choice and weights: top-k of each token, by plain loops
     chosen = [_choose(row, moe) for row in choice.tolist()]
     gates = torch.zeros_like(scores)
     for token, experts in enumerate(chosen):
@@ -140,7 +148,9 @@ def layer(moe, weights, x, mask, *, noise=None):
         gates = gates.index_put(
             (torch.tensor([token]), torch.tensor(experts)), picked * moe.routed_scaling_factor
         )
+    # 3. capacity: tokens that an expert has no room for are dropped
     kept = _keep(moe, chosen, gates.detach(), counted)
+    # 4. experts: each on its tokens, weighted and added up
     y = torch.zeros_like(tokens)
     for expert in range(moe.num_experts):
         rows = [token for token in range(S * B) if expert in kept[token]]
@@ -174,6 +184,7 @@ def _keep(moe, chosen, gates, counted):
     for expert in range(moe.num_experts):
         tokens = [t for t, experts in enumerate(chosen) if expert in experts]
         weight = gates[:, expert].tolist()
+        # padding goes first, then the smallest weight or the latest position
         by_weight = moe.token_drop_policy == "probability"
         tokens.sort(key=lambda t: (not counted[t], -weight[t] if by_weight else 0, t))
         for token in tokens[:capacity]:
@@ -201,6 +212,7 @@ def _shared(moe, weights, x):
 
 def _losses(moe, weights, logits, scores, chosen, counted, row_length):
     """Sum the losses token by token, without a division by the number of tokens."""
+    # probabilities, whatever the score function is
     shares = scores / scores.sum(1, keepdim=True)
     total = logits.new_zeros(())
     for token, is_counted in enumerate(counted):

@@ -147,6 +147,7 @@ def attention(model, weights, at, x):
         q, k = norm(model, weights, f"{at}.q_norm", q), norm(model, weights, f"{at}.k_norm", k)
     if model.family != "gpt2":
         q, k = rotate(model, q), rotate(model, k)
+    # causal: no query sees a later position
     later = torch.ones(seq, seq).triu(1).bool()
     heads = []
     for head in range(model.num_heads):
@@ -161,6 +162,7 @@ def latent_attention(model, weights, at, x):
     mla, seq = model.mla, x.shape[1]
     down = linear(weights, f"{at}.kv_down", x)
     latent = norm(model, weights, f"{at}.kv_latent_norm", down[..., : mla.kv_lora_rank])
+    # formula 43: one rotated key for all heads
     k_turned = rotate(model, down[..., None, mla.kv_lora_rank :])[:, :, 0]
     kv = linear(weights, f"{at}.kv_up", latent).unflatten(-1, (model.num_heads, -1))
     if mla.q_lora_rank:
@@ -170,6 +172,7 @@ def latent_attention(model, weights, at, x):
         q = linear(weights, f"{at}.q_up", q_latent)
     else:
         q = linear(weights, f"{at}.q", x)
+    # queries have a plain part and a rotated part for each head
     q = q.unflatten(-1, (model.num_heads, -1))
     q_turned = rotate(model, q[..., mla.qk_nope_head_dim :])
     scale = 1 / math.sqrt(mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -227,6 +230,7 @@ def _speed(model, plain, pair, width):
         first, last = max(0, math.floor(first)), min(width - 1, math.ceil(last))
         stretched = min(1.0, max(0.0, (pair - first) / (last - first)))
         return plain * (1 - stretched) + plain / model.rope_factor * stretched
+    # Llama 3: by the wave's length against the positions of pretraining
     wave, original = 2 * math.pi / plain, model.rope_original_positions
     if wave < original / model.rope_high_freq_factor:
         return plain

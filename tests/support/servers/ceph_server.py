@@ -7,7 +7,8 @@ import time
 import uuid
 from pathlib import Path
 
-from tests.support.servers.s3_server import ACCESS_KEY, HOST, SECRET_KEY, free_port, wait_until_open
+from tests.support.servers.ports import free_port
+from tests.support.servers.s3_server import ACCESS_KEY, HOST, SECRET_KEY, wait_until_open
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw")
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-common"
@@ -79,6 +80,7 @@ class CephServer:
                 disk_bytes=DISK_BYTES, port=self._port,
             )
         )  # fmt: skip
+        # daemons in the order in which each needs the one before
         self._make_keys()
         self._start_monitor(monitor)
         self._start_disk()
@@ -125,6 +127,7 @@ class CephServer:
         self._run("ceph", "osd", "new", disk, "0")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
         self._spawn("ceph-osd", "-i", "0")
+        # without a place in the map no data would come to the disk
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=localhost", "root=default")
         deadline_s = time.monotonic() + 200
         while "1 up" not in self._run("ceph", "osd", "stat"):

@@ -36,6 +36,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_PUT(self):
+        # IMDSv2: no answer without a token, which a PUT gives
         wants = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
         if self.path != "/latest/api/token" or not wants:
             return self._answer(400, "")
@@ -44,6 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, TOKEN)
 
     def do_GET(self):
+        # Google's service tells clients from browsers by a header
         if self.path == "/computeMetadata/v1/instance/preempted":
             if self.headers.get("Metadata-Flavor") != "Google":
                 return self._answer(403, "")

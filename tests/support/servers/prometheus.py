@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers.ports import free_port
 
 DASHBOARD = Path(__file__).parents[3] / "dashboards" / "raymega.json"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -42,14 +43,9 @@ def fill(expr, *, window="1m", run=".*"):
 
 def metric_names(expr):
     """Names of the series that a query selects."""
+    # labels may hold words that look like series
     without_labels = re.sub(r"\{[^}]*\}", "", expr)
     return set(re.findall(r"\bray_\w+", without_labels))
-
-
-def free_port():
-    """Return a port of this machine that is free at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 class Prometheus:

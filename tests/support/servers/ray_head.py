@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import Request, urlopen
+
+from tests.support.servers.ports import free_port
 
 BIN = Path(sys.executable).parent
 START_TIMEOUT_S = 200.0
@@ -31,13 +32,14 @@ class Head:
 @contextmanager
 def head(num_cpus: int = 4) -> Iterator[Head]:
     """Start a head in its own process group, and kill that group at the end."""
-    gcs, dashboard, *others = _free_ports(5)
+    gcs, dashboard, *others = (free_port() for _ in range(5))
     env = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+    # another cluster's addresses must not reach the clients
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         env.pop(name, None)
     folder = Path(tempfile.mkdtemp(prefix="rmh"))
@@ -59,22 +61,11 @@ def head(num_cpus: int = 4) -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_ports(number: int) -> list[int]:
-    """Ports above those that Ray gives to its workers (10002 to 19999)."""
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def _wait_for(server: str, token: str, process: subprocess.Popen, log: Path) -> None:
     request = Request(f"{server}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
+        # a head that ended will never answer
         assert process.poll() is None, log.read_text()
         with suppress(OSError), urlopen(request, timeout=20):
             return

@@ -73,6 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self):
         kind = self.service.take(stage_of(self.command, self.path))
         length = int(self.headers.get("Content-Length") or 0)
+        # a dropped connection ends in the middle of the body
         body = self.rfile.read(length // 2 if kind == "drop" else length)
         if kind == "503":
             return self._answer(503, {"Content-Type": "application/xml"}, SLOW_DOWN)
@@ -81,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("stall", "drop"):
             return self._hang_up()
         status, headers, answer = self._ask(body)
+        # the service has done it, and the client never learns
         if kind == "lost answer":
             return self._hang_up()
         return self._answer(status, headers, answer)

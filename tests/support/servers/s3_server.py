@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import boto3
+
+from tests.support.servers.ports import free_port
 
 HOST = "127.0.0.1"
 SERVER = Path(__file__).with_name("moto_one_at_a_time.py")
@@ -53,10 +55,12 @@ def moto_server(bucket: str = BUCKET) -> Iterator[str]:
     """The endpoint of a service that lives in memory, with one empty bucket."""
     port = free_port()
     command = [sys.executable, str(SERVER), "-H", HOST, "-p", str(port)]
+    # a process of its own, as moto and the code under test share boto3's state
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_open(port, timeout_s=200)
         endpoint = f"http://{HOST}:{port}"
+        # as an administrator does before the first run
         raw_client(endpoint).create_bucket(Bucket=bucket)
         yield endpoint
     finally:
@@ -73,12 +77,6 @@ def raw_client(endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SE
         aws_secret_access_key=secret_key,
         region_name="us-east-1",
     )
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind((HOST, 0))
-        return listener.getsockname()[1]
 
 
 def wait_until_open(port: int, *, timeout_s: float) -> None:
@@ -125,6 +123,7 @@ class TearingProxy:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 passed += len(data)
+                # cut in the middle of an answer, some times
                 if passed > self._limit and self._takes_tear():
                     break
                 sink.sendall(data)

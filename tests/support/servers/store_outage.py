@@ -22,6 +22,7 @@ class Outage:
 
     def begin(self, kill, start) -> None:
         """``kill`` the server now, and have it ``start`` again later; the second death does nothing."""
+        # only the first death is an outage
         if self._starter is None:
             self._is_over.clear()
             kill()
@@ -40,6 +41,7 @@ class Outage:
         self._is_over.set()
 
     def _pause(self, seconds) -> None:
+        # a client's pause between two tries proves that it met the outage
         if not self._is_over.is_set():
             self._is_met.set()
             self._is_over.wait(GUARD_S)

@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.servers.s3_server import HOST, free_port, wait_until_open
+from tests.support.servers.ports import free_port
+from tests.support.servers.s3_server import HOST, wait_until_open
 
 ACCOUNT, SECRET_KEY = "AK", "planted-swift-secret"
 ACCESS_KEY = f"{ACCOUNT}:{ACCOUNT}"
@@ -56,6 +57,7 @@ class SwiftServer:
             self._write_store(store)
             self._build_ring(store)
         (self.folder / "proxy.conf").write_text(self._proxy_settings())
+        # the proxy last: it asks the others
         for name in (*STORES, "proxy"):
             self.start_one(name)
 
@@ -65,6 +67,7 @@ class SwiftServer:
 
     def start_one(self, name: str) -> None:
         """Start ``proxy``, ``account``, ``container`` or ``object`` and wait until it answers."""
+        # a session of its own, so that kill reaches its workers
         log = (self.folder / f"{name}.log").open("ab")
         settings = str(self.folder / f"{name}.conf")
         self._processes[name] = subprocess.Popen(
@@ -110,6 +113,7 @@ class SwiftServer:
             f"user = {_user()}\nswift_dir = {self.folder}\nlog_name = swift\n"
             f"[pipeline:main]\npipeline = {_PIPELINE}\n"
             "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
+            # tests kill servers: the proxy shall ask them again soon
             "allow_account_management = true\nerror_suppression_interval = 1\n"
             f"[filter:tempauth]\nuse = egg:swift#tempauth\nuser_{ACCOUNT}_{ACCOUNT} = {SECRET_KEY} .admin\n"
             f"{sections}"

@@ -1,13 +1,14 @@
 import pytest
 
+from raymega import plugins
 from raymega.chaos.faulty_store import begin_trouble, end_trouble, trouble_folders
 from raymega.errors import StorageError
-from raymega.storage.registry import SCHEMES, open_store
+from raymega.storage.registry import open_store
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setitem(SCHEMES, "file", SCHEMES["file"])
+    monkeypatch.setattr(plugins, "_PARTS", dict(plugins._PARTS))
     trouble_folders()
     trouble_folders()
     return open_store(str(tmp_path))

@@ -2,6 +2,7 @@
 
 import torch
 
+from raymega.checkpoint.format.keys import CheckpointId, entry_key
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
@@ -50,6 +51,12 @@ def save_step(store, step, *, attempt=1, **options):
     manifest = make_manifest(shard, attempt=attempt)
     commit(store, manifest)
     return manifest
+
+
+def keys_of(manifest):
+    """Every key of a checkpoint whose boxes are in its manifest."""
+    at = CheckpointId(attempt=manifest.attempt, step=manifest.step)
+    return {manifest.key, entry_key(at), *manifest.file_sizes()}
 
 
 def holds_step(store, manifest):

@@ -16,7 +16,8 @@ from raymega.parallel.core.buckets import Sharing, make_buckets
 from raymega.parallel.core.shard_spec import ShardSpec, make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.grid import Grid
-from raymega.plan.tensor_table import GlobalTensor, stage_tensors
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.tensor_table import stage_tensors
 from raymega.plan.zero_levels import ZeroLevel
 from raymega.storage.retry import RetryPolicy
 from tests.support.blocks import blocks_of
@@ -131,6 +132,14 @@ def make_blocks(model, grid, rank, *, dtype=torch.float32, is_filled=True, is_sh
     if is_filled:
         fill(blocks)
     return blocks
+
+
+def places_of(blocks):
+    """The boxes of the blocks, by saved name."""
+    places = {}
+    for block in blocks:
+        places.setdefault(block.name, []).append(block.box)
+    return places
 
 
 def fill(blocks):

@@ -64,8 +64,10 @@ def test_plan_prints_grid_ranks_and_timetable():
 def test_plan_as_json_is_one_object_with_exact_counts():
     plan = json.loads(_run("plan", VERIFY, "--grid", "tp=2,pp=2,dp=2", "--json"))
     assert plan["world_size"] == 8 and plan["num_parameters"] == 45344
-    assert [rank["pp"] for rank in plan["ranks"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    # one object for all ranks of a stage that hold equally much
+    assert [(each["pp"], each["num_ranks"]) for each in plan["ranks"]] == [(0, 4), (1, 4)]
     first = plan["ranks"][0]
+    assert (first["first_rank"], first["tp"]) == (0, [0, 1])
     assert first["total"] - first["fixed_bytes"] == 32 * first["num_parameters"]
 
 

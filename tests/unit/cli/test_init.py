@@ -23,6 +23,7 @@ from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.planner.search.search import search
 from tests.golden.commands import called
 from tests.unit.convert.folders import NOW, make_model, write_folder
+from tests.unit.data.datasets import write_dataset
 
 MODEL = make_model(num_layers=4, hidden_size=32, num_heads=8, ffn_hidden_size=64, max_positions=64)
 
@@ -47,6 +48,7 @@ def folder(tmp_path, monkeypatch):
         ("continue --model theirs", MODEL, "theirs-raymega"),
         ("continue --model bare/ --data tokens", MODEL, "bare-raymega"),
         ("continue --model ours", MODEL, "ours"),
+        ("sft --model theirs", MODEL, "theirs-raymega"),
         pytest.param("pretrain --gpus 8", None, "none", marks=pytest.mark.wide),
         pytest.param("pretrain --gpus 12 --gpu a100", None, "none", marks=pytest.mark.wide),
     ],
@@ -72,6 +74,13 @@ def test_a_file_loads_and_plans_as_it_stands(words, model, start, folder):
     lines = text.splitlines()
     fields = [n for n, line in enumerate(lines) if re.match(r" +\w+: .", line)]
     assert all("#" in lines[n - 1] for n in fields)
+
+
+def test_a_model_of_its_own_has_the_vocabulary_of_the_dataset(folder):
+    write_dataset(folder / "tokens", vocab_size=1031)
+    ended = called("init", "pretrain", "--data", "tokens", "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    assert parse_job("new.yaml").job().model.vocab_size == 1031
 
 
 def test_the_grid_is_the_one_that_the_planner_recommends(folder):

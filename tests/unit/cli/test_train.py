@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from raymega.cli.bill import BillSink, dollars_per_s
+from raymega.cli.plan.bill import BillSink, dollars_per_s
 from raymega.cli.plan.notes import Machine, notes
 from raymega.cli.plan.ranks import intervals, rank_sizes
 from raymega.cli.progress import StepBar

@@ -21,7 +21,7 @@ GPU_BYTES = 80 * 2**30
     ("name", "num_parameters", "num_gpus", "num_tokens", "state_share"),
     [
         ("llama-7b-16gpu", 6_738_415_616, 16, 4 * 2**20, 0.54),
-        ("llama-70b-512gpu", 68_976_648_192, 512, 4 * 2**20, 1 / 3),
+        ("llama-70b-512gpu", 68_976_648_192, 512, 4 * 2**20, 0.34),
         ("gpt-1t-3072gpu", 1_009_349_478_400, 3072, 6 * 2**20, 0.36),
         ("llama-8b-128k-64gpu", 8_030_261_248, 64, 4 * 2**20, 1 / 3),
     ],
@@ -91,7 +91,7 @@ def test_job_of_a_published_mixture_has_its_size_and_fits_an_h100(name, num_para
 
 
 @pytest.mark.wide
-def test_a_trillion_parameters_fit_on_3072_a100s_near_the_fastest_layout():
+def test_a_trillion_parameters_fit_on_3072_a100s_by_the_fastest_layout():
     """Narayanan et al. 2021 printed 102.6 s: with recompute, and attention that was not fused."""
     job = parse_job(JOBS / "gpt-1t-3072gpu.yaml").job()
     plan, a100 = make_plan(job), CATALOGUE["a100"]
@@ -99,12 +99,11 @@ def test_a_trillion_parameters_fit_on_3072_a100s_near_the_fastest_layout():
     assert memory_use(plan).total_bytes < 0.8 * a100.memory_bytes
     fastest = search(job, a100, num_devices=3072, top=2)
     assert [found.plan.grid.describe() for found in fastest.best] == [
-        "tp8-pp16-dp24",
         "tp8-pp32-dp12",
+        "tp8-pp64-dp6",
     ]
-    assert fastest.best[1].time.total_s == pytest.approx(shipped)
-    assert fastest.best[0].time.total_s > 0.98 * shipped
-    assert fastest.best[0].memory.total_bytes > 0.98 * a100.memory_bytes
+    assert fastest.best[0].plan.job.schedule == job.schedule
+    assert fastest.best[0].time.total_s == pytest.approx(shipped)
     assert 55 < shipped < 102.6
 
 

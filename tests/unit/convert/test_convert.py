@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from raymega.checkpoint.format import write_plan
+from raymega.checkpoint.format import manifest, write_plan
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES
 from raymega.checkpoint.tools.inspection import open_checkpoint, verify_checkpoints
@@ -93,6 +93,38 @@ def test_old_names_buffers_and_a_doubled_head_are_understood(tmp_path):
     folder = write_folder(tmp_path / "theirs", model, values=old)
     hf_export(_import(folder, tmp_path / "ours").uri, tmp_path / "back")
     assert _read(tmp_path / "back").keys() == values.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("embeddings.position_ids", "I64"),
+        ("transformer.h.0.attn.bias", "BOOL"),
+        ("gpt_neox.layers.0.attention.bias", "U8"),
+    ],
+)
+def test_buffers_that_are_left_out_may_have_any_format(tmp_path, name, code):
+    model = make_model("gpt2")
+    folder = write_folder(tmp_path / "theirs", model)
+    file = folder / "model.safetensors"
+    _add_tensor(file, name, code)
+    hf_export(_import(folder, tmp_path / "ours").uri, tmp_path / "back")
+    assert _read(tmp_path / "back").keys() == draw_values(model).keys()
+    _add_tensor(file, "transformer.extra", code)
+    with pytest.raises(ConfigError, match=f"a tensor of format {code}|transformer.extra"):
+        _import(folder, tmp_path / "again")
+
+
+def _add_tensor(file, name, code):
+    """Append a tensor of 8 bytes in the format ``code``."""
+    content = file.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    at = len(content) - size
+    count = {"I64": 1, "BOOL": 8, "U8": 8}[code]
+    header[name] = {"dtype": code, "shape": [count], "data_offsets": [at, at + 8]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[size:] + bytes(8))
 
 
 DEEPSEEK = {
@@ -212,6 +244,19 @@ def test_failed_import_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(StorageError):
         _import(folder, tmp_path / "ours")
     assert [path for path in (tmp_path / "ours").rglob("*") if path.is_file()] == []
+
+
+def test_import_stopped_after_its_commit_leaves_neither_entry_nor_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "INLINE_BOXES", 4)
+
+    def commit_and_stop(*of_commit):
+        commit(*of_commit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "commit", commit_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        _import(write_folder(tmp_path / "theirs", make_model()), tmp_path / "ours")
+    assert not list(LocalStore(tmp_path / "ours").list("checkpoints/"))
 
 
 def test_failed_export_leaves_nothing(tmp_path):

@@ -9,15 +9,19 @@ from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, e
 from raymega.data.samples import Samples
 
 
-def samples_of(source, *, seed=0):
+def samples_of(source, *, seed=0, block_bytes=1 << 40):
     """The samples of a run on one source."""
-    return Samples([source], Mixture([(0, [DataSource(path="alone")])]), seed=seed)
+    return Samples(
+        [source], Mixture([(0, [DataSource(path="alone")])]), seed=seed, block_bytes=block_bytes
+    )
 
 
-def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2):
+def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2, first=0):
     """Splits whose streams count 0, 1, 2, ...; ``train`` and ``valid`` are lengths of shards, each of one document."""
     lengths = {"train": train, "valid": valid}
-    splits = {name: _write_split(folder, name, sizes) for name, sizes in lengths.items() if sizes}
+    splits = {
+        name: _write_split(folder, name, sizes, first) for name, sizes in lengths.items() if sizes
+    }
     meta = DatasetMeta(
         recipe={"tokenizer": "bytes"},
         vocab_size=vocab_size,
@@ -34,8 +38,8 @@ def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, versio
     return meta
 
 
-def _write_split(folder, name, sizes):
-    shards, first = [], 0
+def _write_split(folder, name, sizes, first):
+    shards = []
     for index, size in enumerate(sizes):
         with ShardWriter(folder, f"{name}/{index:06d}.arrow", dtype="uint16") as writer:
             writer.append(np.arange(first, first + size, dtype=np.uint16))

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from raymega.data.loader import Loader
-from raymega.data.order import sample_window
-from raymega.data.rows import whole_row
+from raymega.data.order import RowOrder
+from raymega.data.rows import one_shard, whole_row
 from raymega.plan.batch import make_batch
 from tests.unit.data.datasets import samples_of
 
@@ -15,9 +15,17 @@ class CountingSource:
     """Window i is i * 100 + 1, i * 100 + 2, ...: its tokens tell its number."""
 
     num_windows, seq_len, context, efficiency = NUM_WINDOWS, SEQ_LEN, float(SEQ_LEN), 1.0
+    shards = one_shard(NUM_WINDOWS)
+
+    def need(self, shards):
+        pass
 
     def row(self, index):
         return whole_row(100 * index + np.arange(1, SEQ_LEN + 2))
+
+
+def _window(sample):
+    return RowOrder(one_shard(NUM_WINDOWS), seed=SEED, block_bytes=1).row(sample)
 
 
 def _step(step, *, dp, micro_batch_size, global_batch_size=16):
@@ -42,7 +50,7 @@ def test_every_grid_reads_the_same_samples_once(dp, micro_batch_size, step):
     micro_batches = _step(step, dp=dp, micro_batch_size=micro_batch_size)
     is_sample = _rows(micro_batches, "mask").sum(1) > 0
     windows = (_rows(micro_batches, "tokens")[is_sample][:, 0] // 100).tolist()
-    expected = [sample_window(SEED, NUM_WINDOWS, 16 * step + i) for i in range(16)]
+    expected = [_window(16 * step + i) for i in range(16)]
     assert sorted(windows) == sorted(expected)
 
 
@@ -69,7 +77,7 @@ def test_samples_are_the_global_ones_behind_the_tokens():
     for micro in _step(3, dp=3, micro_batch_size=2):
         for row, sample in zip(micro.tokens, micro.samples.tolist(), strict=True):
             window = int(row[0]) // 100 if sample >= 0 else -1
-            wanted = sample_window(SEED, NUM_WINDOWS, sample) if sample >= 0 else -1
+            wanted = _window(sample) if sample >= 0 else -1
             assert window == wanted
     samples = _rows(_step(3, dp=3, micro_batch_size=2), "samples").tolist()
     assert sorted(sample for sample in samples if sample >= 0) == list(range(48, 64))

@@ -27,10 +27,10 @@ def _documents(vocab_size, *, number=40):
     return found
 
 
-def _dataset(folder, documents, vocab_size):
-    """A prepared dataset of two shards with these documents."""
+def _dataset(folder, documents, vocab_size, *, cut=7):
+    """A prepared dataset of one shard or two with these documents."""
     shards, dtype = [], token_dtype(vocab_size)
-    for number, part in enumerate((documents[:7], documents[7:])):
+    for number, part in enumerate(filter(None, (documents[:cut], documents[cut:]))):
         with ShardWriter(folder, f"train/{number:06d}.arrow", dtype=dtype) as writer:
             for document in part:
                 writer.append(document.astype(dtype))
@@ -90,8 +90,11 @@ def test_index_is_pinned():
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
-def test_rows_of_exported_files_are_those_of_the_dataset(exported, packing):
-    _, vocab_size, folder, prefix = exported
+def test_rows_of_exported_files_are_those_of_the_dataset(exported, tmp_path, packing):
+    documents, vocab_size, _, prefix = exported
+    folder = tmp_path / "one"
+    folder.mkdir()
+    _dataset(folder, documents, vocab_size, cut=len(documents))
     shape = Shape(seq_len=16, packing=packing, window=64)
     ours = open_split(str(folder), "train", shape, seed=1)
     theirs = open_split(f"megatron:{prefix}", "train", shape, seed=1, vocab_size=vocab_size)
@@ -100,6 +103,15 @@ def test_rows_of_exported_files_are_those_of_the_dataset(exported, packing):
         one, other = ours.row(index), theirs.row(index)
         assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.mask, other.mask)
         assert np.array_equal(one.labels, other.labels) and one.documents == other.documents
+
+
+def test_stream_is_cut_into_shards_as_if_it_were_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr("raymega.data.megatron.SHARD_TOKENS", 50)
+    prefix = _write(tmp_path, [np.arange(n) for n in (30, 20, 9, 120, 1, 2)], "uint16")
+    shards = MegatronStream(str(prefix)).shards
+    assert [(each.num_documents, each.num_tokens) for each in shards] == [(2, 50), (2, 129), (2, 3)]
+    source = open_split(f"megatron:{prefix}", "train", SHAPE, seed=1)
+    assert source.shards.rows.tolist() == [49 // SHAPE.seq_len, 128 // SHAPE.seq_len, 0]
 
 
 def test_export_overwrites_nothing(exported):

@@ -5,12 +5,13 @@ from raymega.errors import DataError
 from tests.unit.data.datasets import write_dataset
 
 
-def test_windows_overlap_by_one_token_and_straddle_shards(tmp_path):
-    write_dataset(tmp_path, train=(50, 30))
+def test_windows_overlap_by_one_token_and_lie_in_one_shard(tmp_path):
+    write_dataset(tmp_path, train=(50, 5, 31))
     source = open_split(str(tmp_path), "train", Shape(seq_len=7), seed=0)
-    assert source.num_windows == 11  # (80 - 1) // 7
-    for index in range(source.num_windows):
-        assert source.window(index).tolist() == list(range(7 * index, 7 * index + 8))
+    starts = [*range(0, 49, 7), *range(55, 83, 7)]
+    assert source.num_windows == 11 and source.shards.rows.tolist() == [7, 0, 4]
+    for index, start in enumerate(starts):
+        assert source.window(index).tolist() == list(range(start, start + 8))
 
 
 @pytest.mark.parametrize("num_tokens, num_windows", [(8, 1), (14, 1), (15, 2)])
@@ -32,11 +33,13 @@ def test_split_that_cannot_serve_a_window_is_refused(tmp_path):
         open_split(str(tmp_path), "valid", Shape(seq_len=7), seed=0)
 
 
-def test_torn_dataset_is_refused_at_open(tmp_path):
+def test_shard_that_is_torn_is_refused_when_it_is_read(tmp_path):
     write_dataset(tmp_path)
-    (tmp_path / "valid/000000.arrow").unlink()
-    with pytest.raises(DataError, match="does not exist"):
-        open_split(str(tmp_path), "train", Shape(seq_len=7), seed=0)
+    source = open_split(str(tmp_path), "train", Shape(seq_len=7), seed=0)
+    (tmp_path / "train/000001.arrow").unlink()
+    assert source.row(6).tokens[-1] == 48
+    with pytest.raises(DataError, match="cannot be read"):
+        source.row(7)
 
 
 def test_token_outside_the_vocabulary_is_an_error_on_every_layout(tmp_path):

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from raymega.data.arrow import ShardWriter, TokenStream
 from raymega.data.open_split import Shape, open_split
-from raymega.data.packing import PackedSource, cut_documents, pack
+from raymega.data.packing import PackedSource, best_fit, cut_documents
+from raymega.data.row_counts import count_rows
 from raymega.data.rows import positions_of
 from raymega.data.synthetic import SyntheticDocuments
 from raymega.errors import DataError
@@ -15,10 +16,17 @@ CORPORA = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 
 class Counting:
-    """Token i of document d is 1000 d + i + 1."""
+    """Token i of document d is 1000 d + i + 1; every shard has ``per_shard`` documents."""
 
-    def __init__(self, lengths):
+    def __init__(self, lengths, per_shard=1 << 40):
         self.lengths = np.array(lengths, dtype=np.int64)
+        counts = [
+            len(lengths[first : first + per_shard]) for first in range(0, len(lengths), per_shard)
+        ]
+        self.shards = [(count, 8) for count in counts]
+
+    def need(self, shards):
+        pass
 
     is_truncated = False
 
@@ -30,8 +38,9 @@ class Counting:
         return 1000 * document + np.arange(start, stop) + 1
 
 
-def _source(lengths, *, seq_len=24, window=16, multiple=1):
-    return PackedSource(Counting(lengths), seq_len=seq_len, window=window, multiple=multiple)
+def _source(lengths, *, seq_len=24, window=16, multiple=1, per_shard=1 << 40):
+    documents = Counting(lengths, per_shard)
+    return PackedSource(documents, seq_len=seq_len, window=window, multiple=multiple)
 
 
 def _rows(source):
@@ -39,9 +48,13 @@ def _rows(source):
 
 
 @settings(deadline=None)
-@given(CORPORA, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 5, 100]))
-def test_every_token_is_read_once(lengths, multiple, window):
-    rows = _rows(_source(lengths, multiple=multiple, window=window))
+@given(
+    CORPORA, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 5, 100]), st.sampled_from([3, 99])
+)
+def test_every_token_is_read_once(lengths, multiple, window, per_shard):
+    source = _source(lengths, multiple=multiple, window=window, per_shard=per_shard)
+    rows = _rows(source)
+    assert int(source.shards.rows.sum()) == len(rows)
     found = sorted(int(token) for row in rows for token in row.tokens if token)
     assert found == [1000 * d + i + 1 for d, length in enumerate(lengths) for i in range(length)]
 
@@ -88,18 +101,26 @@ def test_the_mask_ends_where_the_document_ends(lengths):
 @given(CORPORA, st.integers(1, 40))
 def test_rows_hold_no_more_than_they_can(lengths, window):
     lengths = np.minimum(np.array(lengths), 24)
-    packing = pack(lengths, 24, window=window)
-    assert sorted(packing.order.tolist()) == list(range(len(lengths)))
-    for row in range(packing.num_rows):
-        pieces = packing.pieces(row)
-        assert 0 < lengths[pieces].sum() <= 24
-        assert (np.diff(pieces) > 0).all()
+    rows = best_fit(lengths[:window].tolist(), 24)
+    assert sorted(piece for row in rows for piece in row) == list(range(len(lengths[:window])))
+    for row in rows:
+        assert 0 < lengths[row].sum() <= 24
+        assert (np.diff(row) > 0).all()
 
 
 def test_best_fit_takes_the_row_that_is_left_fullest():
     # Longest first: 6 | 5 | 4 goes to 6's row (room 4), 3 to 5's, 2 to what 3 leaves.
-    packing = pack(np.array([2, 3, 4, 5, 6]), 10, window=5)
-    assert [packing.pieces(row).tolist() for row in range(2)] == [[2, 4], [0, 1, 3]]
+    assert best_fit([2, 3, 4, 5, 6], 10) == [[2, 4], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("seq_len", [1, 24, 63, 64, 65, 900, 5000, 70_000])
+def test_rows_are_counted_as_best_fit_makes_them(seq_len):
+    random = np.random.default_rng(seq_len)
+    lengths = random.integers(0, seq_len + 1, (20, 50))
+    lengths[:, 40:] //= 9  # enough short ones for what is left
+    lengths[3] = 0
+    wanted = [len(best_fit([n for n in row.tolist() if n], seq_len)) for row in lengths]
+    assert count_rows(lengths, seq_len).tolist() == wanted
 
 
 def test_documents_are_cut_after_every_s_tokens():
@@ -126,11 +147,12 @@ def test_prepared_documents_are_packed(tmp_path):
     source = open_split(
         str(tmp_path), "train", Shape(seq_len=20, packing="best_fit", window=8), seed=0
     )
-    assert source.num_windows == 1
-    row = source.row(0)
-    assert row.documents == (10, 7, 3)
-    assert row.tokens.tolist() == [*range(17), 0, 0, 0]
-    assert np.flatnonzero(~row.mask).tolist() == [9, 16, 17, 18, 19]
+    # a row has documents of one shard
+    assert source.num_windows == 2
+    row = source.row(1)
+    assert row.documents == (7, 13)
+    assert row.tokens.tolist() == [*range(10, 17), *[0] * 13]
+    assert np.flatnonzero(~row.mask).tolist() == [6, *range(7, 20)]
 
 
 def test_dataset_without_boundaries_cannot_be_packed(tmp_path):
@@ -146,7 +168,7 @@ def test_boundaries_that_do_not_add_up_are_refused(tmp_path):
     with ShardWriter(tmp_path, "train/000001.arrow", dtype="uint16") as writer:
         writer.append(np.arange(5, dtype=np.uint16))
         writer.close()
-    with pytest.raises(DataError, match="have 15 tokens"):
+    with pytest.raises(DataError, match="have 5 tokens"):
         TokenStream(tmp_path, meta.splits["train"]).document_lengths()
 
 

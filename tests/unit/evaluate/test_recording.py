@@ -15,6 +15,7 @@ from raymega.evaluate.recording import find_mlflow_run, recorded
 from raymega.evaluate.report import EvalReport
 from raymega.storage.local import LocalStore
 
+IDENTITY = {part: {} for part in ("model", "data", "run", "optimizer")}
 REPORT = EvalReport(
     task="lambada", checkpoint="runs/demo/step-4", step=4, metrics={"accuracy": 0.25},
     documents=8, tokens=12, words=0, grid={"tp": 1}, samples=[{"is_right": True}], notes=("all",),
@@ -26,7 +27,7 @@ def _checkpoint(folder, tracking, *, has_run=True):
     store = LocalStore(folder)
     if has_run:
         record = {
-            "run_id": "r7", "name": "demo", "identity": {}, "status": "FINISHED", "total_steps": 4,
+            "run_id": "r7", "name": "demo", "identity": IDENTITY, "status": "finished", "total_steps": 4,
             "updated": "now",
         }  # fmt: skip
         store.put("run.json", [json.dumps(record).encode()], overwrite=True)

@@ -2,22 +2,27 @@
 
 import json
 from math import exp, log
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymega.config.load import parse_job
 from raymega.errors import ConfigError
-from raymega.evaluate.requests import Scores, make_request
+from raymega.evaluate.requests import RequestSource, Scores, make_request, rows_on_grid
 from raymega.evaluate.tasks.lambada import lambada, split_last_word
 from raymega.evaluate.tasks.perplexity import perplexity
 from raymega.evaluate.tasks.race import race
 from raymega.evaluate.tasks.task import Settings
 from raymega.evaluate.tasks.wikitext import detokenise, wikitext
 from raymega.evaluate.tasks.windows import windows
+from raymega.plan.run_plan import make_plan
 
 SETTINGS = Settings(seq_len=16)
+VERIFY = Path(__file__).parents[3] / "jobs" / "verify.yaml"
+CP2 = "parallel.cp=2", "data.document_multiple=4"
 
 
 class Bytes:
@@ -141,3 +146,38 @@ def test_a_wrong_line_is_named(task, text, place, tmp_path):
     with pytest.raises(ConfigError) as error:
         task(file, Bytes(), SETTINGS)
     assert f"{file}{place}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_requests", "seq_len"),
+    [
+        ((), 1, 32),  # 5 inputs
+        ((), 7, 64),  # 35 inputs
+        ((), 40, 128),  # two rows: as long as the run's
+        ((*CP2,), 7, 64),  # 8 inputs each, with padding
+        (("parallel.tp=2", *CP2), 1, 128),
+        (("data.document_multiple=128",), 1, 128),
+        (("data.seq_len=100",), 1, 100),  # no multiple of 32 is a part of it
+    ],
+)
+def test_rows_are_as_short_as_one_that_holds_all_requests(fields, num_requests, seq_len):
+    length = ["data.seq_len=128", "model.max_positions=128", "data.packing=best_fit"]
+    job = parse_job(VERIFY, [*length, *fields]).job()
+    asked = [make_request(range(n, n + 6), 2, seq_len=16) for n in range(num_requests)]
+    source = rows_on_grid(asked, make_plan(job))
+    assert (source.seq_len, source.num_rows == 1) == (seq_len, num_requests < 40)
+    assert len(source.row(0).tokens) == sum(source.row(0).documents) == seq_len
+
+
+def test_requests_with_the_same_tokens_are_read_once_and_each_has_its_own_targets():
+    asked = [make_request(range(6), 4, seq_len=16), make_request(range(9), 2, seq_len=16)]
+    asked.append(make_request(range(6), 1, seq_len=16))
+    source = RequestSource(asked, seq_len=16)
+    assert source.num_rows == 1 and sorted(source.members(0)) == [0, 1, 2]
+    row = source.row(0)
+    assert sorted(row.documents) == [3, 5, 8] and int(row.mask.sum()) == 4 + 2
+    for number, request in enumerate(asked):
+        assert (
+            row.labels[source.targets(number)].tolist()
+            == request.tokens[-request.num_targets :].tolist()
+        )

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from raymega.cli.main import app
 from raymega.config.load import parse_job
 from raymega.errors import CapacityError, ConfigError
+from raymega.evaluate.plan import plan_beside
 from raymega.evaluate.requests import Scores, pack_scores, unpack_requests
-from raymega.evaluate.tasks_beside import TasksBesideSink, plan_beside
+from raymega.evaluate.tasks_beside import TasksBesideSink
 from raymega.evaluate.training_tasks import TrainingTasks, open_tasks
 from raymega.events import CheckpointCommitted, RunFinished, TasksEvaluated
 from raymega.messages import EntryOutput
@@ -73,7 +74,9 @@ def test_scores_of_all_tasks_become_the_metrics_of_each(tasks):
     assert event.metrics["eval/task/last/accuracy_loose"] == 0.0
     assert event.metrics["eval/task/perplexity/loss"] == 1.0
     assert {name.split("/")[2] for name in event.metrics} == {"last", "perplexity"}
-    assert tasks.num_tokens == sum(len(each.tokens) - 1 for each in requests)
+    # the strict and the loose form of a passage have the same tokens, which are read once
+    texts = {each.tokens.tobytes(): len(each.tokens) - 1 for each in requests}
+    assert tasks.num_tokens == sum(texts.values()) and len(texts) == len(requests) - 2
 
 
 @pytest.mark.parametrize(
@@ -140,9 +143,17 @@ def test_a_plan_says_what_an_evaluation_reads_and_takes(on, told, files, monkeyp
     assert "evaluation tasks every 10 steps and at the end: last, perplexity" in text
     tokens = open_tasks(_job(files)).num_tokens
     assert f"one evaluation reads {tokens:,} tokens in " in text and told in text
-    costs = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["eval_tasks"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    costs, bill = found["eval_tasks"], found["prediction"]["bill"]
     assert (
         costs["tokens"] == tokens and costs["seconds"] > 0 and ("share" in costs) == (on == "grid")
+    )
+    # the bill has the evaluations that training waits for: after 10 and 20 steps
+    plain = ["plan", str(VERIFY), "--gpu", "h100", "--set", "model.vocab_size=300", "--json"]
+    free = json.loads(CliRunner().invoke(app, plain).output)["prediction"]["bill"]
+    waited_s = 2 * costs["seconds"] if on == "grid" else 0.0
+    assert bill["evaluation_s"] - free["evaluation_s"] == pytest.approx(
+        waited_s, rel=1e-6, abs=1e-12
     )
 
 

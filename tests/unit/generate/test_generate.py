@@ -158,9 +158,15 @@ def test_line_serves_the_folder_that_was_written(model, tmp_path):
         words = serving_line(str(model / "ours"), engine=engine, port=81, folder=tmp_path / "m")
         assert words[0] == program and words[-1] == "81"
         assert str(tmp_path / "m") in words and "ours" in words
+        cut = serving_line(
+            str(model / "ours"), engine=engine, port=81, grid="tp=2", folder=tmp_path / "m"
+        )
+        assert cut == [*words, "--tensor-parallel-size", "2"]
     assert (tmp_path / "m" / "config.json").exists()
     with pytest.raises(ConfigError, match="an engine is one of vllm, sglang"):
         serving_line(str(model / "ours"), engine="tgi")
+    with pytest.raises(ConfigError, match="by tensor parallelism alone"):
+        serving_line(str(model / "ours"), grid="pp=2")
     with pytest.raises(ConfigError, match="pip install"):
         serving_line(str(model / "ours"), engine="sglang", starts=True, folder=tmp_path / "m")
 

@@ -33,7 +33,9 @@ def make_model_factory(model, **options) -> ParameterFactory:
     return make_factory(model_tensors(model), **options)
 
 
-def make_stage_modules(model, *, num_stages=1, sp=None, experts=None, dtype=torch.float64, seed=7):
+def make_stage_modules(
+    model, *, num_stages=1, sp=None, experts=None, context=None, dtype=torch.float64, seed=7
+):
     """Every stage of ``model`` as one tensor-parallel rank holds it."""
     return [
         StageModule(
@@ -44,6 +46,7 @@ def make_stage_modules(model, *, num_stages=1, sp=None, experts=None, dtype=torc
             device=CPU,
             seed=seed,
             experts=experts,
+            context=context,
         )
         for stage in even_stages(num_layers=model.num_layers, num_stages=num_stages)
     ]

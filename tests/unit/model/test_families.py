@@ -1,14 +1,17 @@
 """Families: each differs from the other in the parts its row names."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
-from raymega.config.schema import ModelSection
+from raymega.config.model import Family
 from raymega.model.attention.rope import Rope
-from raymega.model.families import FAMILIES, make_block, make_norm, make_positions
+from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
 from raymega.model.layers.norms import LayerNorm, RmsNorm
+from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.tensor_table import layer_tensors
 from tests.support.references import plain_models
 from tests.unit.model.parts import CPU, make_model_factory
@@ -20,7 +23,7 @@ PARTS = {
 
 
 def test_every_family_of_the_schema_has_a_row():
-    assert set(FAMILIES) == set(ModelSection.model_fields["family"].annotation.__args__)
+    assert set(FAMILY_PARTS) == set(get_args(Family))
 
 
 @pytest.mark.parametrize("family", PARTS)

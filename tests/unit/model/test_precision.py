@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from raymega.config.schema import OptimizerSection
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.parallel.tensor_parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
-from raymega.parallel.tensor_parallel.layers import LinearWeightGrad
+from raymega.parallel.tensor_parallel.linear import LinearWeightGrad
 from raymega.plan.grid import Grid
 from tests.support.params import make_optimizer, make_param, make_tensor
 

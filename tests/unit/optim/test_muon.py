@@ -1,10 +1,12 @@
 """Muon: the iteration is its polynomial of singular values, and matrices of a fused one go by themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from raymega.config.schema import OptimizerSection
-from raymega.optim.muon import COEFFICIENTS, newton_schulz
+from raymega.optim.muon import COEFFICIENTS, begin_muon, newton_schulz
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
 from tests.support.params import make_optimizer, make_tensor
@@ -71,3 +73,15 @@ def test_fused_matrices_are_made_orthogonal_one_by_one():
         buffer.view(param).copy_(_gradient(step))
         optimizer.step(lr=SECTION.lr, step=step + 1)
     torch.testing.assert_close(param.detach(), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("divisor", [None, 4.0])
+def test_momentum_takes_the_gradients_once_divided(divisor):
+    first, second = (torch.full((2, 3), value) for value in (8.0, 2.0))
+    states = [SimpleNamespace(gradient=first.clone(), state=(second.clone(),))]
+    ahead = [torch.empty(2, 3)]
+    begin_muon(states, ahead, SECTION, None if divisor is None else torch.tensor(divisor))
+    gradient = first / (divisor or 1.0)
+    momentum = SECTION.momentum * second + gradient
+    torch.testing.assert_close(states[0].state[0], momentum)
+    torch.testing.assert_close(ahead[0], gradient + SECTION.momentum * momentum)

@@ -3,7 +3,8 @@
 import pytest
 
 from raymega.plan.host_memory import host_memory, offloaded_activation_bytes
-from raymega.plan.memory.activation_bytes import activation_shape, stage_activations
+from raymega.plan.memory.activation_bytes import stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.save_cost import save_cost
 from tests.support.jobs import make_test_plan

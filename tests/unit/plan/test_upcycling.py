@@ -43,6 +43,25 @@ def test_sources_are_dense_layers_of_blocks_that_hold_experts():
     assert upcycling.routers == {f"layers.1.moe.router.{n}" for n in ("weight", "bias")}
 
 
+@pytest.mark.parametrize("width", [F, F // 2])
+def test_biases_of_experts_start_as_the_dense_layer_s_or_are_refused(width):
+    given = DENSE | {"layers.1.mlp.up.bias": (F,), "layers.1.mlp.down.bias": (D,)}
+    ends = {"up.bias": (6, width), "down.bias": (6, D)}
+    wanted = _wanted(6, width) | {f"layers.1.moe.experts.{end}": at for end, at in ends.items()}
+    moe = MoeSection(num_experts=6, routed_scaling_factor=2.0)
+    upcycling = make_upcycling(moe, given, wanted)
+    faults = [str(fault) for fault in upcycling_faults(upcycling, given, wanted)]
+    if width < F:
+        assert "each of them would add the whole last bias" in faults[0]
+        return
+    factors = {end: upcycling.factor(f"layers.1.moe.experts.{end}") for end in ends}
+    assert faults == [] and factors == {"up.bias": 1.0, "down.bias": 0.5}
+
+
+def test_experts_that_weigh_their_inputs_do_not_start_as_a_dense_layer():
+    assert "read less than the dense layer" in _make(apply_probs_on_input=True)[1][0]
+
+
 @pytest.mark.parametrize("name", ["up", "down"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_boxes_of_a_dense_block_put_its_elements_where_experts_have_them(name, parts):

@@ -8,7 +8,7 @@ from raymega.prepare import assembly, groups, pipeline
 @pytest.fixture
 def without_ray(monkeypatch):
     """Preparations whose tasks run in this process, one after the other."""
-    monkeypatch.setattr(pipeline, "_on_cluster", lambda items, run: map(run, items))
+    monkeypatch.setattr(pipeline, "on_cluster", lambda items, run: map(run, items))
     monkeypatch.setattr(pipeline, "session_at", lambda _: nullcontext())
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from raymega.data.arrow import ShardWriter
-from raymega.data.format import META_FILE, TOKENIZER_FILE, read_meta
-from raymega.data.remote_dataset import local_copy, meta_at
+from raymega.data.format import META_FILE, TOKENIZER_FILE
+from raymega.data.streaming.fetcher import Fetcher
+from raymega.data.streaming.remote_dataset import meta_at, open_files
 from raymega.errors import ConfigError, DataError
 from raymega.prepare import groups, pipeline
 from raymega.prepare.origins import trace
@@ -73,7 +74,7 @@ def test_committed_dataset_is_found_again_by_its_recipe(output, tmp_path):
     assert _keys(output) == [
         META_FILE, "train/000000.arrow", "train/000001.arrow", "valid/000000.arrow",
     ]  # fmt: skip
-    assert read_meta(local_copy(output.uri, cache=tmp_path)) == meta
+    assert open_files(output.uri, Fetcher(limit_bytes=1, root=tmp_path))[0] == meta
 
 
 def test_other_recipe_and_missing_shards_are_refused(output):

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 
 from raymega.data.arrow import TokenStream
@@ -95,4 +97,13 @@ def test_record_of_a_report_is_read_back(tmp_path):
     assert (again.index, again.bad, again.num_rows) == (4, done.bad, done.num_rows)
     assert again.engine == done.engine == open_encoder(byte_tokenizer(), RULES).engine
     assert again.parts["train"].shard == done.parts["train"].shard
-    assert decode_record(encode_record(done)[:-9], index=4) is None
+    # a damaged record is none, so that its group is done again
+    whole = encode_record(done)
+    values = json.loads(whole)
+    damaged = [b"", whole[:-9], b"null", b"7", b"[]", b"{}", bytes(range(128, 256)), b"[" * 100_000]
+    damaged += [
+        json.dumps(values | {field: wrong}).encode()
+        for field in values
+        for wrong in (None, -1.5, "text", {"a": 1}, [[]])
+    ]
+    assert [decode_record(content, index=4) for content in damaged] == [None] * len(damaged)

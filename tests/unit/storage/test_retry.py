@@ -1,7 +1,9 @@
 import pytest
 
 from raymega.errors import Fault, StorageError
+from raymega.storage.local import LocalStore
 from raymega.storage.retry import RetryingStore, RetryPolicy
+from raymega.storage.store import delete_all, folders_below, sizes_below
 from tests.support.memory_store import MemoryStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
@@ -41,6 +43,14 @@ def test_write_fails_when_patience_is_over():
     assert slept == [1.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    "seconds, pauses_s",
+    [(0, ()), (0.5, (1.0,)), (3.0, (1.0, 2.0)), (8.0, (1.0, 2.0, 2.0, 2.0, 2.0))],
+)
+def test_patience_is_lengthened_by_its_last_pause(seconds, pauses_s):
+    assert RetryPolicy(pauses_s=(1.0, 2.0)).lasting(seconds).pauses_s == pauses_s
+
+
 def test_create_only_write_whose_answer_was_lost_is_done():
     store, _ = patient(Failing(1, writes_first=True))
     store.put("a", [b"1"], overwrite=False)
@@ -54,3 +64,36 @@ def test_create_only_write_of_another_is_refused():
     store, _ = patient(inner)
     with pytest.raises(FileExistsError):
         store.put("a", [b"mine"], overwrite=False)
+
+
+def test_driver_lists_and_deletes_in_as_few_requests_as_the_store_can(tmp_path):
+    asked = []
+
+    class Counting(LocalStore):
+        def sizes(self, prefix):
+            asked.append(("sizes", prefix))
+            return super().sizes(prefix)
+
+        def folders(self, prefix):
+            asked.append(("folders", prefix))
+            return super().folders(prefix)
+
+        def delete_many(self, keys):
+            asked.append(("delete", len(keys)))
+            for key in keys:
+                self.delete(key)
+
+    driver = RetryingStore(Counting(tmp_path))
+    for name in ("a", "b", "c"):
+        driver.put(f"x/{name}", [name.encode()], overwrite=False)
+    assert sizes_below(driver, "x/", ["x/a"]) == {"x/a": 1, "x/b": 1, "x/c": 1}
+    assert list(folders_below(driver, "")) == ["x"]
+    delete_all(driver, ["x/a", "x/b"])
+    assert asked == [("sizes", "x/"), ("folders", ""), ("delete", 2)]
+    assert list(driver.list("")) == ["x/c"]
+
+
+def test_sizes_through_a_store_that_cannot_list_them():
+    driver = RetryingStore(MemoryStore())
+    driver.put("x/a", [b"12"], overwrite=False)
+    assert sizes_below(driver, "x/", ["x/a", "x/gone"]) == {"x/a": 2}

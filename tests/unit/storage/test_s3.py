@@ -20,6 +20,7 @@ from raymega.storage import s3, s3_multipart
 from raymega.storage.registry import open_store, store_faults
 from raymega.storage.s3 import S3Store
 from raymega.storage.s3_multipart import PARTS_IN_FLIGHT, cut_parts
+from tests.support.servers.ports import CLOSED_PORT
 from tests.support.servers.s3_server import (
     ACCESS_KEY,
     BUCKET,
@@ -27,7 +28,6 @@ from tests.support.servers.s3_server import (
     TearingProxy,
     environment,
     exported,
-    free_port,
     moto_server,
     raw_client,
 )
@@ -141,6 +141,36 @@ def test_part_that_is_refused_aborts_the_upload(store, raw, monkeypatch):
     with pytest.raises(_StoppedError):
         store.put("k", [_random(4 * PART)], overwrite=False)
     assert list(store.list("")) == [] and _open_uploads(raw) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(501, "NotImplemented"), (400, "InvalidRequest"), (405, "MethodNotAllowed")],
+)
+def test_service_without_deletion_of_many_objects_deletes_them_one_by_one(
+    store, monkeypatch, status, code
+):
+    def refuse(**_):
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        raise ClientError(answer, "DeleteObjects")
+
+    for key in ("a", "b", "c"):
+        store.put(key, [b"x"], overwrite=False)
+    monkeypatch.setattr(store._client, "delete_objects", refuse)
+    store.delete_many(["a", "absent", "c"])
+    assert list(store.list("")) == ["b"]
+
+
+def test_key_that_is_not_deleted_is_told_and_an_absent_one_is_no_error(store, monkeypatch):
+    def answer(*codes):
+        found = {"Errors": [{"Key": f"p/{code}", "Code": code} for code in codes]}
+        monkeypatch.setattr(store._client, "delete_objects", lambda **_: found)
+
+    answer("NoSuchKey")
+    store.delete_many(["a"])
+    answer("NoSuchKey", "AccessDenied")
+    with pytest.raises(StorageError, match=r"could not delete .*p/AccessDenied.*AccessDenied"):
+        store.delete_many(["a", "b"])
 
 
 def _no_such_upload():
@@ -310,10 +340,6 @@ def test_malformed_uri_is_a_fault_without_asking_a_service(uri):
         open_store(uri)
 
 
-def _unreachable():
-    return {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}"}
-
-
 REFUSALS = {
     "bucket": ({}, "s3://no-such-bucket/runs", "NoSuchBucket", "create it"),
     "credentials": (
@@ -335,7 +361,7 @@ REFUSALS = {
         "AWS_PROFILE",
     ),
     "unreachable": (
-        _unreachable(),
+        {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{CLOSED_PORT}"},
         f"s3://{BUCKET}/runs",
         "EndpointConnectionError",
         "AWS_ENDPOINT_URL_S3",

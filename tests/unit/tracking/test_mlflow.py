@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from mlflow import MlflowClient
 from mlflow import environment_variables as settings
 
 from raymega.api import load_job
-from raymega.events import ArtefactWritten, AttemptFailed, TasksEvaluated
+from raymega.events import ArtefactWritten, AttemptFailed, Measured, TasksEvaluated
 from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
-from raymega.tracking.mlflow import EventBuffer, MlflowSink, tracking_uri
-from raymega.tracking.mlflow_metrics import mlflow_name
+from raymega.tracking.mlflow import open_recorder, tracking_uri
+from raymega.tracking.mlflow_metrics import last_steps_in, mlflow_name
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal
 from raymega.tracking.names import METRICS
+from raymega.tracking.queued_sink import EventBuffer, QueuedSink
 from raymega.tracking.sink import Stamped
+from tests.support.servers.ports import free_port
 from tests.unit.tracking.events import (
     JOB,
     attempt_started,
@@ -96,12 +99,14 @@ def test_whole_run_is_one_parent_and_a_child_an_attempt(client, uri, experiment,
     assert text.path == "samples/step-00000004.txt"
 
 
-def test_replayed_step_is_in_its_attempt_but_once_in_the_parent(client, uri, experiment):
+def test_replayed_step_is_once_in_the_parent_and_attempts_have_first_values(
+    client, uri, experiment
+):
     driver(uri, experiment, *whole_run()[:-2])
     parent, children = runs_of(client, experiment)
     assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3, 4]
-    assert [step for step, _ in series(client, children[0], "train/loss")] == [1, 2, 3]
-    assert [step for step, _ in series(client, children[1], "train/loss")] == [3, 4]
+    assert [step for step, _ in series(client, children[0], "train/loss")] == [1]
+    assert [step for step, _ in series(client, children[1], "train/loss")] == [3]
 
 
 def test_evaluation_outside_a_run_is_in_its_parent_once_and_at_its_step(
@@ -285,8 +290,8 @@ def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, expe
     recorder._client = client_of_recorder
     recorder.record(batch)
     parent, children = runs_of(client, experiment)
-    for run in (parent, children[0]):
-        assert [step for step, _ in series(client, run, "train/loss")] == [1, 2]
+    assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2]
+    assert [step for step, _ in series(client, children[0], "train/loss")] == [1]
 
 
 def test_checkpoint_of_a_replayed_step_does_not_go_back_in_the_parent(client, uri, experiment):
@@ -325,42 +330,41 @@ def test_failure_before_any_attempt_is_no_error(client, uri, experiment):
 
 
 def test_sink_writes_from_its_thread_and_closes_with_everything_written(client, uri, experiment):
-    sink = MlflowSink(uri=uri, experiment=experiment, clock=time.time)
+    sink = mlflow_sink(uri=uri, experiment=experiment, clock=time.time)
     for event in whole_run()[:-2]:
         sink.emit(event)
     sink.emit(ArtefactWritten(path="/no/such/file", title="Lost"))
     sink.emit(run_finished())
     sink.close(GUARD_S)
     parent, children = runs_of(client, experiment)
-    assert sink.run_id == parent.info.run_id
+    assert sink.recorder.run_id == parent.info.run_id
     assert [run.info.status for run in (parent, *children)] == ["FINISHED", "FAILED", "FINISHED"]
     assert [step for step, _ in series(client, parent, "train/loss")] == [1, 2, 3, 4]
 
 
-def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def mlflow_sink(uri, experiment, **settings):
+    opener = partial(open_recorder, uri=uri, experiment=experiment)
+    return QueuedSink(opener, title=f"MLflow at {uri}", **settings)
 
 
 @pytest.fixture
 def writers(monkeypatch):
     """The threads that spoke to a server, or tried to."""
-    found, record = [], MlflowSink._record
+    found, record = [], QueuedSink._record
 
     def note_and_record(sink, batch):
         found.append(threading.current_thread())
         record(sink, batch)
 
-    monkeypatch.setattr(MlflowSink, "_record", note_and_record)
+    monkeypatch.setattr(QueuedSink, "_record", note_and_record)
     return found
 
 
 def test_dead_server_delays_nothing_and_is_said_once(caplog, writers):
     """Nobody who emits or closes speaks to it."""
-    uri = f"http://127.0.0.1:{unused_port()}"
+    uri = f"http://127.0.0.1:{free_port()}"
     with caplog.at_level(logging.WARNING, logger="raymega"):
-        sink = MlflowSink(uri=uri, experiment="x", clock=time.time)
+        sink = mlflow_sink(uri=uri, experiment="x", clock=time.time)
         for event in (run_started(), attempt_started(1), *map(step_finished, range(1, 501))):
             sink.emit(event)
         sink.close(0.3)
@@ -377,14 +381,14 @@ def test_silent_server_delays_nothing(caplog, writers, monkeypatch):
         server.settimeout(GUARD_S)
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         with caplog.at_level(logging.WARNING, logger="raymega"):
-            sink = MlflowSink(uri=uri, experiment="x", clock=time.time)
+            sink = mlflow_sink(uri=uri, experiment="x", clock=time.time)
             sink.emit(run_started())
             with server.accept()[0]:
                 for event in (attempt_started(1), *map(step_finished, range(1, 501))):
                     sink.emit(event)
                 sink.close(0.3)
                 assert sink._thread.is_alive() and writers == [sink._thread]
-                assert sink.run_id == ""
+                assert getattr(sink.recorder, "run_id", "") == ""
     sink._thread.join(GUARD_S)
     assert "lacks 502 records after 0 s of closing" in caplog.text
 
@@ -404,24 +408,32 @@ def test_server_that_comes_back_gets_everything_in_order(monkeypatch, caplog):
                 raise error
             seen.extend(item.event for item in batch)
 
+        def close(self):
+            pass
+
+        def is_refusal(self, error):
+            return is_refusal(error)
+
     monkeypatch.setattr(mlflow_recorder, "Recorder", Flaky)
     events = whole_run()
     with caplog.at_level(logging.WARNING, logger="raymega"):
-        sink = MlflowSink(uri="http://flaky", experiment="x", clock=time.time, flush_s=0.001)
+        sink = mlflow_sink(uri="http://flaky", experiment="x", clock=time.time, flush_s=0.001)
         for event in events:
             sink.emit(event)
         give_up_s = time.monotonic() + GUARD_S
         while len(seen) < len(events) and time.monotonic() < give_up_s:
             threading.Event().wait(0.005)
         sink.close(GUARD_S)
-    assert seen == list(events)
+    # values of single ranks stay out
+    assert [type(event) for event in seen] == [type(event) for event in events]
+    assert not any(event.ranks for event in seen if isinstance(event, Measured))
     assert caplog.text.count("http://flaky does not accept records, retrying") == 1
     assert caplog.text.count("http://flaky answers again") == 1
 
 
 def test_refused_run_turns_the_sink_off_with_a_reason(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="raymega"):
-        sink = MlflowSink(uri=f"file:{tmp_path}", experiment="x", clock=time.time)
+        sink = mlflow_sink(uri=f"file:{tmp_path}", experiment="x", clock=time.time)
         sink.emit(run_started())
         sink.emit(step_finished(1))
         sink.close(GUARD_S)
@@ -491,3 +503,41 @@ def test_full_buffer_keeps_what_is_not_a_step_beyond_its_bound():
     buffer = buffer_of(*starts, max_events=2)
     assert len(buffer) == 4
     assert buffer.num_dropped == 0
+
+
+def deepseek_step(step, attempt=1):
+    """The metrics of a DeepSeek-V3 run: 58 layers of experts, 357 names and more."""
+    kinds = ("max_load", "min_load", "starved_share", "drop_rate", "router_entropy", "router_loss")
+    layers = {f"moe/{kind}/{layer}": 0.5 + step for layer in range(58) for kind in kinds}
+    event = step_finished(step, attempt)
+    return dataclasses.replace(event, metrics={**event.metrics, **layers})
+
+
+def test_run_with_hundreds_of_metrics_goes_on_under_the_next_driver(
+    client, uri, experiment, caplog
+):
+    """MLflow cuts a tag at 8,000 characters: the last step is a few numbers, whatever the number of metrics."""
+    steps = [deepseek_step(step) for step in (1, 2, 3)]
+    assert len(steps[0].metrics) > 357
+    driver(uri, experiment, run_started(), attempt_started(1), *steps)
+    parent, _ = runs_of(client, experiment)
+    assert len(parent.data.tags["raymega.last_steps"]) < 100
+    with caplog.at_level(logging.WARNING, logger="raymega"):
+        sink = mlflow_sink(uri=uri, experiment=experiment, clock=time.time)
+        later = [deepseek_step(step, 2) for step in (2, 3, 4)]
+        for event in (run_started(is_resumed=True, step=1), attempt_started(2, step=1), *later):
+            sink.emit(event)
+        sink.emit(run_finished())
+        sink.close(GUARD_S)
+    assert "is not recorded" not in caplog.text
+    parent, _ = runs_of(client, experiment)
+    for name in ("train/loss", "system/moe/max_load/57"):
+        assert [step for step, _ in series(client, parent, name)] == [1, 2, 3, 4]
+
+
+def test_tag_of_an_earlier_version_is_read_even_where_mlflow_has_cut_it():
+    old = {f"system/moe/max_load/{layer}": 7 for layer in range(400)} | {"eval/loss": 4}
+    whole = json.dumps({"eval/task/race/accuracy": 2, "eval/loss": 4} | old)
+    expected = {"step": 7, "evaluation": 4, "tasks": 2}
+    assert last_steps_in(whole) == expected == last_steps_in(whole[:8000])
+    assert last_steps_in(json.dumps(expected)) == expected and last_steps_in("") == {}

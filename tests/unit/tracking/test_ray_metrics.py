@@ -1,6 +1,7 @@
 """What RayMetricsSink publishes, seen by instruments that write it down; and Ray's without a Ray."""
 
 import logging
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from raymega.events import SaveFailed
 from raymega.tracking import ray_metrics
 from raymega.tracking.names import METRICS, find_metric
-from raymega.tracking.ray_metrics import RayInstruments, RayMetricsSink
+from raymega.tracking.ray_metrics import RankMetrics, RayInstruments, RayMetricsSink
 from tests.unit.tracking.events import (
+    MEMORY,
+    TIMELINE,
     attempt_started,
     checkpoint,
     run_started,
@@ -56,11 +59,42 @@ def test_whole_run_shows_every_metric_that_something_measures(sink, notebook):
         sink.emit(event)
         sink._publish()
     sink.close(GUARD_S)
+    publish_ranks(notebook)
     rows = {metric.name: metric for metric in METRICS}
     assert rows.keys() - {name for name, _ in notebook.series} == set()
     for name, tags in notebook.series:
-        own = ["rank"] if rows[name].is_per_rank else [rows[name].part] if rows[name].part else []
-        assert dict(tags).keys() == {"run", "attempt", *own}, name
+        own = [rows[name].part] if rows[name].part else []
+        expected = {"run", "rank"} if rows[name].is_per_rank else {"run", "attempt", *own}
+        assert dict(tags).keys() == expected, name
+
+
+def publish_ranks(notebook):
+    """What the ranks of TIMELINE and MEMORY publish in their own processes."""
+    for event in (TIMELINE, MEMORY):
+        for rank, values in event.ranks.items():
+            metrics = RankMetrics(run="demo", rank=rank, instruments=notebook, refresh_s=LONG_S)
+            metrics.update(values)
+            metrics.close()
+            metrics._thread.join(GUARD_S)
+
+
+def test_driver_publishes_as_many_series_however_many_ranks_there_are(sink, notebook):
+    """And a rank its own few, which a restart does not multiply."""
+    counts = []
+    for num_ranks in (2, 4096):
+        notebook.series.clear()
+        ranks = {rank: dict(MEMORY.ranks[0]) for rank in range(num_ranks)}
+        for event in (run_started(), attempt_started(1), replace(MEMORY, ranks=ranks)):
+            sink.emit(event)
+        sink._publish()
+        counts.append(len(notebook.series))
+    sink.close(GUARD_S)
+    assert counts[0] == counts[1]
+    notebook.series.clear()
+    for _attempt in (1, 2):
+        publish_ranks(notebook)
+    of_rank = [tags for _, tags in notebook.series if ("rank", "0") in tags]
+    assert len(of_rank) == 6 and {len(tags) for tags in of_rank} == {2}
 
 
 def test_values_carry_run_attempt_and_rank(sink, notebook):
@@ -69,7 +103,8 @@ def test_values_carry_run_attempt_and_rank(sink, notebook):
     sink.close(GUARD_S)
     assert notebook.value("train/loss", run="demo", attempt="2") == 10.0 / 4
     assert notebook.value("run/attempt", attempt="2") == 2
-    assert notebook.value("worker/backward_s", rank="0", attempt="2") == 2.0
+    publish_ranks(notebook)
+    assert notebook.value("worker/backward_s", rank="0", run="demo") == 2.0
     assert notebook.value("checkpoint/step") == 4
     assert notebook.value("checkpoint/failed_saves") == 1
     assert notebook.value("run/last_step_unix_s") == 1000.0

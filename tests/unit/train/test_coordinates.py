@@ -1,5 +1,6 @@
 """muP's own test: what blocks give out, and logits, are as large at any width after some steps."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +15,12 @@ from tests.support.params import ALONE
 
 WIDTHS = (32, 256)
 STEPS = 4
+SEEDS = range(8)
+"""Seeds over which sizes are averaged: of a narrow model one seed's sizes are as much as 1.6 times another's."""
 RATES = {"adamw": 3e-3, "lion": 3e-3, "muon": 2e-2}
 
 
-def _sizes(width, name, base, is_tied):
+def _sizes(width, name, base, is_tied, seed):
     """Root mean squares of each block's output and of the last norm times the head, after STEPS."""
     plan = make_test_plan(
         *layout_overrides("tp1"), f"model.hidden_size={width}", f"model.num_heads={width // 16}",
@@ -26,6 +29,7 @@ def _sizes(width, name, base, is_tied):
         f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.lr_schedule=constant",
         "optimizer.lr_warmup_steps=0", "data.global_batch_size=4", "schedule.micro_batch_size=4",
         "precision.dtype=float32", "optimizer.max_grad_norm=0", "run.eval_samples=0",
+        f"run.seed={seed}",
     )  # fmt: skip
     parts = build_parts(plan, rank=0, groups=ALONE, device=torch.device("cpu"))
     state = TrainState()
@@ -45,12 +49,15 @@ def _sizes(width, name, base, is_tied):
 
 
 def _spread(name, *, base, is_tied):
-    """Of each place, the largest size over the smallest."""
-    by_place = zip(*(_sizes(width, name, base, is_tied) for width in WIDTHS), strict=True)
-    return [max(sizes) / min(sizes) for sizes in by_place]
+    """Of each place, the largest size over the smallest, each the geometric mean over seeds."""
+    means = [
+        np.exp(np.mean([np.log(_sizes(w, name, base, is_tied, seed)) for seed in SEEDS], axis=0))
+        for w in WIDTHS
+    ]
+    return [max(sizes) / min(sizes) for sizes in zip(*means, strict=True)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "is_tied"), [("adamw", True), ("adamw", False), ("lion", False), ("muon", True)]
 )

@@ -71,3 +71,11 @@ def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monk
     phases = entry._Phases(_Channel(), 0)
     with pytest.raises(BuiltError):
         entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases, None)
+
+
+def test_abort_reaches_the_world(monkeypatch):
+    """The control thread has no other way to free a rank that waits for others."""
+    aborted = []
+    monkeypatch.setattr(entry.world, "abort_world", lambda: aborted.append(True))
+    entry.abort()
+    assert aborted == [True]

@@ -12,6 +12,7 @@ from raymega.train.bad_steps import BadStepAction
 from raymega.train.build import build_parts
 from raymega.train.state import first_state
 from raymega.train.step import train_step
+from raymega.train.train_statistics import activations_of
 from tests.support.jobs import layout_overrides, make_test_plan
 
 SMALL = (
@@ -103,3 +104,42 @@ def test_mtp_loss_after_a_step_that_was_left_out_is_that_step_s_own():
     other.state = replace(other.state, samples=run.state.samples)
     found, wanted = run.step(), other.step()
     assert (found.loss, found.mtp_loss) == (wanted.loss, wanted.mtp_loss)
+
+
+PAIRS = (
+    "data.packing=best_fit", "data.document_multiple=8", "model.moe={}", "run.eval_samples=0", "data.loss_on=all",
+)  # fmt: skip
+
+
+def test_gradients_of_activations_are_those_of_the_mean_over_pairs():
+    """By hand: of the sum of losses, which autograd gives, divided by the pairs and not by the labels."""
+    run = Run("preference.loss_type=orpo", *PAIRS)
+    plan, parts = run.parts.plan, run.parts
+    last, seen = str(plan.job.model.num_layers - 1), []
+    parts.modules[0].layers[last].register_full_backward_hook(
+        lambda _module, _inputs, outputs: seen.append(outputs[0].abs().max())
+    )
+    before = run.state
+    with activations_of(parts, is_due=True) as activations:
+        outcome = run.step()
+    batches = parts.loader.micro_batches(parts.plan.batch_at(0), 0)
+    pairs = sum(int(batch.pairs.is_counted.sum()) for batch in batches)
+    assert outcome.divisor == pairs < outcome.tokens
+    found = activations.metrics(before, outcome)[f"train/output_grad_max_abs/{last}"]
+    assert found == pytest.approx(float(max(seen)) / pairs, rel=1e-12)
+
+
+def test_activations_are_those_of_training_and_not_of_the_reference():
+    """The pass under the adapters has no dropout, so its outputs differ."""
+    run = Run("preference.loss_type=sigmoid", "model.lora.r=4", "model.hidden_dropout=0.5", *PAIRS)
+    module, seen = run.parts.modules[0], {True: [], False: []}
+    module.layers["0"].register_forward_hook(
+        lambda _module, _args, output: seen[module.training].append(output.detach())
+    )
+    before = run.state
+    with activations_of(run.parts, is_due=True) as activations:
+        outcome = run.step()
+    trained, reference = (torch.cat(outputs, 1) for outputs in (seen[True], seen[False]))
+    assert trained.shape == reference.shape and trained.mean() != reference.mean()
+    found = activations.metrics(before, outcome)["train/output_mean/0"]
+    assert found == pytest.approx(float(trained.mean()), rel=1e-9)

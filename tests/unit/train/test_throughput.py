@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -6,26 +8,25 @@ from raymega.train.throughput import ThroughputMeter, memory_metrics, reset_peak
 from tests.support.jobs import make_test_plan
 
 CPU = torch.device("cpu")
+ROWS = SimpleNamespace(context=20.0, efficiency=0.75)
 
 
 def test_speed_is_of_the_run_and_of_one_worker_and_a_cpu_has_no_mfu():
     plan = make_test_plan("parallel.tp=2", "parallel.pp=2")
-    found = ThroughputMeter(plan, CPU, context=plan.job.data.seq_len).metrics(
-        tokens=1000, seconds=0.5
-    )
-    assert found["train/tokens_per_s"] == 2000
-    assert found["train/tokens_per_s_per_worker"] == 500
-    flops = flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
-    assert found["train/tflops_per_worker"] == pytest.approx(500 * flops / 1e12)
+    found = ThroughputMeter(plan, CPU, ROWS).metrics(samples=40, seconds=0.5)
+    tokens_per_s = 40 * plan.job.data.seq_len * 0.75 / 0.5
+    assert found["train/tokens_per_s"] == tokens_per_s
+    assert found["train/tokens_per_s_per_worker"] == tokens_per_s / 4
+    flops = flops_per_token(plan.job.model, seq_len=ROWS.context)
+    assert found["train/tflops_per_worker"] == pytest.approx(tokens_per_s / 4 * flops / 1e12)
     assert "train/mfu" not in found
 
 
 def test_mfu_is_model_flops_over_the_devices_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
     plan = make_test_plan("precision.dtype=bfloat16")
-    found = ThroughputMeter(plan, torch.device("cuda", 0), context=plan.job.data.seq_len).metrics(
-        tokens=1000, seconds=0.5
-    )
+    meter = ThroughputMeter(plan, torch.device("cuda", 0), ROWS)
+    found = meter.metrics(samples=40, seconds=0.5)
     assert found["train/mfu"] == pytest.approx(found["train/tflops_per_worker"] / 989)
 
 

@@ -25,7 +25,7 @@ def draw_layouts(job, **options):
     return layout_sampling.draw_layouts(job, **options).layouts
 
 
-JOB = make_job()
+JOB = make_job("run.eval_tasks=[{task: perplexity, path: drawn}]")
 OWN = layout_of(JOB)
 SCHEDULES_OF_JOBS = next(option for option in OPTIONS if option.name == "schedule").values
 AXES = {("axis", axis) for axis in DEGREES}
@@ -266,7 +266,7 @@ def test_what_is_possible_and_was_not_drawn_is_told():
     for part in ("tp 2, 4", "cp method", "sharding", "zb_h1", "dp 2, 3, 4"):
         assert part in text
     # no job without experts has these, and no layout of 4 ranks that
-    for part in ("; ep", "etp", "overlap", "dispatcher", "tp 8"):
+    for part in ("; ep", "etp", "overlap moe", "dispatcher", "tp 8"):
         assert part not in text
     more = draw_layouts(JOB, own=OWN, count=6, max_ranks=4, seed=0)
     assert len("; ".join(layout_sampling.left_out(JOB, more, max_ranks=4))) < len(text)
@@ -277,3 +277,18 @@ def test_shapes_have_the_options_that_the_job_needs_on_them():
     shapes = {shape for shape in legal_shapes(job, 4) if shape.cp > 1}
     assert shapes and {shape.cp_method for shape in shapes} == {"all_to_all"}
     assert all(is_legal(job, shape) for shape in shapes)
+
+
+def test_pairs_of_the_jobs_own_features_that_no_layout_has_are_told():
+    job = make_job("model.attention_dropout=0.1")
+    draw = layout_sampling.draw_layouts(job, own=layout_of(job), count=3, max_ranks=4, seed=0)
+    told = layout_sampling.pair_coverage(job, draw.layouts, draw.pairs)
+    assert 0 < told.num_drawn < told.num_possible == len(draw.pairs)
+    assert any("tp 2 with recompute selective" in text for text in told.own_left_out)
+    selective = Layout(tp=2, cp=2, cp_method="all_to_all", recompute="selective")
+    added = layout_sampling.pair_coverage(job, [*draw.layouts, selective], draw.pairs)
+    assert added.num_drawn > told.num_drawn
+    assert not any("tp 2 with recompute selective" in text for text in added.own_left_out)
+    # a job without such features has no pairs of its own
+    plain = layout_sampling.pair_coverage(JOB, [], draw.pairs)
+    assert plain.num_drawn == 0 and plain.own_left_out == ()

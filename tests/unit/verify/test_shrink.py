@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.config.schema import Job
+from raymega.data.samples import open_samples
 from raymega.errors import ConfigError
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.run_plan import job_values
@@ -30,6 +31,7 @@ def _shrink(job, *, max_params=MAX_PARAMS, is_data_there=False, seed=None):
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("file", sorted(p.name for p in JOBS.glob("*.yaml")))
 def test_shipped_job_fits_and_keeps_its_ratios_and_degrees(file):
     job = make_job("cluster.num_workers=grid", file=file)
@@ -149,7 +151,7 @@ def test_adam_eps_is_raised_and_said():
 
 def test_what_is_not_tested_is_said():
     gaps = " ".join(_shrink(make_job(file="llama-70b-512gpu.yaml")).untested)
-    for part in ("bfloat16", "GPU", "tp2-pp4-dp64 of 512 ranks", "checkpoints"):
+    for part in ("bfloat16", "GPU", "tp2-pp8-dp32 of 512 ranks", "checkpoints"):
         assert part in gaps
 
 
@@ -239,7 +241,8 @@ def test_blend_and_stage_are_drawn_for_synthetic_tokens(seed):
     assert small == _shrink(make_job(), seed=seed).job
     # the job's own data are not exchanged
     own = make_job(*BLEND, "data.seq_len=64")
-    assert _shrink(own, seed=seed).job == _shrink(own).job
+    drawn, same = _shrink(own, seed=seed).job.data, _shrink(own).job.data
+    assert (drawn.sources, drawn.stages) == (same.sources, same.stages)
     assert (
         _shrink(make_job("data.path=/web"), is_data_there=True, seed=seed).job.data.path == "/web"
     )
@@ -260,3 +263,21 @@ def test_named_validation_sets_stay_and_have_tokens_of_their_own_where_theirs_ca
     assert all(each.path.startswith("synthetic:") for each in small.data.validation)
     there = _shrink(make_job(*words, "model.vocab_size=512"), is_data_there=True).job
     assert [each.path for each in there.data.validation] == ["/web", "/code"]
+
+
+def test_a_stored_reference_of_other_rows_gives_way_to_a_drawn_one(tmp_path):
+    job = make_job(f"data.path={tmp_path}", "data.seq_len=32", "data.packing=best_fit",
+                   "preference.loss_type=ipo", "preference.reference=stored")  # fmt: skip
+    small = _shrink(job, is_data_there=True).job
+    assert small.data.path == "synthetic" and small.preference == job.preference
+    samples = open_samples(small)
+    row = samples.row(0)
+    assert row.num_pairs and row.reference.shape == (2 * row.num_pairs,)
+    assert -64 <= row.reference.min() < row.reference.max() <= 0
+
+
+@pytest.mark.parametrize("loss_on", ["auto", "assistant", "completion"])
+def test_pairs_of_synthetic_answers_count_all_labels(loss_on):
+    """With labels of the assistant alone many a small batch would have no pair, and the run would end."""
+    job = make_job(f"data.loss_on={loss_on}", file="dpo.yaml")
+    assert {_shrink(job, seed=seed).job.data.loss_on for seed in range(8)} == {"all"}

@@ -1,14 +1,22 @@
 """The data file is a valid safetensors file, and one block of it reads back verified."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
+from isal.isal_zlib import crc32
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 
-from raymega.checkpoint.format.data_file import read_block
+from raymega.checkpoint.format.data_file import read_block, read_header
+from raymega.checkpoint.format.manifest import commit, parse_manifest
 from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.tools.copy import copy_checkpoint
+from raymega.checkpoint.tools.inspection import verify_checkpoints
 from raymega.errors import CheckpointError
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
+from raymega.storage.local import LocalStore
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_write_plan import _tensor
 from tests.unit.checkpoint.support import (
@@ -109,3 +117,38 @@ class TestReadBlock:
         store.delete(manifest.file_key(box))
         with pytest.raises(CheckpointError, match="the file is missing"):
             read_block(store, manifest, box)
+
+
+class TestReadHeader:
+    def test_tells_a_flip_in_each_byte_by_the_file(self, tmp_path):
+        store = LocalStore(tmp_path)
+        manifest = save_checkpoint(store, MODELS["gpt2-tied"], make_grid("tp1"))
+        commit(store, manifest)
+        ((key, num_bytes),) = manifest.header_sizes().items()
+        whole = store.get(key)
+        assert read_header(store, manifest, key) == whole[:num_bytes]
+        memory = MemoryStore()
+        for at in range(num_bytes):
+            memory.put(key, [whole[:at], bytes([whole[at] ^ 1]), whole[at + 1 :]], overwrite=True)
+            with pytest.raises(CheckpointError, match=f"{key}, bytes 0 to {num_bytes}.*header"):
+                read_header(memory, manifest, key)
+        # the command that reads every byte names it, and a copy refuses it
+        store.put(key, [memory.get(key)], overwrite=True)
+        (summary,) = verify_checkpoints(str(tmp_path))
+        (fault,) = summary.faults
+        assert fault.startswith(f"{key}, bytes 0 to {num_bytes} (its header): their crc32 is")
+        with pytest.raises(CheckpointError, match="its header"):
+            copy_checkpoint(store, manifest, MemoryStore())
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_manifest_without_header_checksums_is_read(self, version):
+        store = MemoryStore()
+        manifest = save_checkpoint(store, MODELS["gpt2-tied"], make_grid("tp1"))
+        body = json.loads(manifest.to_json())["checkpoint"]
+        del body["headers"]
+        checksum = crc32(json.dumps(body, separators=(",", ":")).encode())
+        text = json.dumps({"version": version, "crc32": checksum, "checkpoint": body})
+        old = parse_manifest(text, key="k")
+        assert old == replace(manifest, headers={})
+        (key,) = old.header_sizes()
+        assert read_header(store, old, key)

@@ -48,6 +48,21 @@ def test_ranks_at_different_states_are_refused(shards):
         assemble_shards(shards, GRID)
 
 
+def test_box_over_another_of_its_size_is_refused(shards):
+    """As many elements are saved as there are, and some of them twice."""
+    first, *rest = shards[1].boxes
+    twin = next(
+        box
+        for shard in shards
+        for box in shard.boxes
+        if box.tensor == first.tensor and box.box.offset != first.box.offset
+    )
+    moved = replace(first, box=Box(offset=twin.box.offset, shape=first.box.shape))
+    shards[1] = replace(shards[1], boxes=(moved, *rest))
+    with pytest.raises(CheckpointError, match=f"{first.tensor} has .*0 times"):
+        assemble_shards(shards, GRID)
+
+
 def _change_box(shards, change):
     first, *rest = shards[1].boxes
     shards[1] = replace(shards[1], boxes=(*change(first), *rest))

@@ -12,7 +12,8 @@ from raymega.checkpoint.format.write_plan import LocalBlock, pack, share_boxes
 from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.plan.grid import Grid
-from raymega.plan.tensor_table import GlobalTensor, model_tensors
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.tensor_table import model_tensors
 from tests.unit.checkpoint.support import MODELS, rank_specs
 
 ORDERS = ("tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-tp-pp-cp-ep")

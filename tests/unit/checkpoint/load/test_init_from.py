@@ -11,6 +11,8 @@ from raymega.checkpoint.format.keys import ROOT
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.load.init_from import resume_faults, start_faults, starting_manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.attention import AttentionSection, MultipliersSection
+from raymega.config.encoder import EncoderSection
 from raymega.config.schema import (
     CheckpointSection,
     FunctionField,
@@ -81,14 +83,18 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               "vocab_size", "make_vocab_size_divisible_by", "tie_word_embeddings", "max_positions",
               "moe.num_experts", "moe.intermediate_size", "moe.layer_freq", "moe.first_k_dense_replace",
               "num_nextn_predict_layers", *(f"mla.{field}" for field in MlaSection.model_fields),
-              "moe.shared_expert_intermediate_size", "moe.shared_expert_gate", "moe.expert_bias"}  # fmt: skip
-    training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss",
-                "mtp_loss_scaling_factor",
+              "moe.shared_expert_intermediate_size", "moe.shared_expert_gate", "moe.expert_bias",
+              "attention.sinks", *(f"encoder.{field}" for field in EncoderSection.model_fields)}  # fmt: skip
+    training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
+                "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
                 "moe.sinkhorn_rounds", "moe.expert_bias_update_rate", "moe.router_z_loss_coef",
                 "moe.pad_expert_input_to_capacity"}  # fmt: skip
-    fields = set(ModelSection.model_fields) - {"moe", "mla"}
-    for name, section in (("moe", MoeSection), ("mla", MlaSection)):
+    sections = {"moe": MoeSection, "mla": MlaSection, "attention": AttentionSection}
+    sections |= {"multipliers": MultipliersSection, "encoder": EncoderSection}
+    # what starts has no adapter yet
+    fields = set(ModelSection.model_fields) - sections.keys() - {"lora"}
+    for name, section in sections.items():
         fields |= {f"{name}.{field}" for field in section.model_fields}
     others = fields - shapes - training
     assert others == set(get_args(FunctionField))

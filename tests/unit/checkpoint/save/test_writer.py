@@ -18,6 +18,7 @@ from raymega.checkpoint.save.writer import RETRY, CheckpointWriter, SaveLimits
 from raymega.errors import StorageError
 from raymega.messages import RankSaveProgress, ShardSaved
 from raymega.plan.grid import Grid
+from raymega.storage.retry import RETRY as STORE_RETRY
 from tests.support.fakes import FakeClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import (
@@ -152,6 +153,24 @@ def test_write_is_tried_three_times():
     writer.save(100, make_blocks(MODEL, ALONE, 0), STATE)
     assert writer.wait()
     assert shards[0].error == "" and len(list(store.list(""))) == 1
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_last_save_is_tried_until_the_store_recovers(is_last):
+    """Other saves are given up sooner, as the next one makes up for them."""
+    store, reports, pauses = FailingStore(), [], []
+    store.failures["put"] = 30
+    patient = replace(STORE_RETRY.lasting(600.0), sleep=pauses.append)
+    writer = CheckpointWriter(
+        store, rank=0, attempt=1, report=reports.append, retry=NO_WAIT, last_retry=patient,
+        limits=QUIET,
+    )  # fmt: skip
+    writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, is_last=is_last)
+    assert writer.wait()
+    *retried, shard = reports
+    assert (shard.error == "") == is_last
+    assert pauses[:6] == ([1.0, 2.0, 4.0, 8.0, 15.0, 15.0] if is_last else [])
+    assert [each.error for each in retried] == ["put refused"] * (30 if is_last else 0)
 
 
 def test_failed_write_is_reported_and_the_next_save_works():

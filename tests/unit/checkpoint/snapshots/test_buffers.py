@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.host_copy import HostCopy
+from raymega.checkpoint.snapshots import writer as snapshot_writer
+from raymega.checkpoint.snapshots.copies import SnapshotCopies
 from raymega.checkpoint.snapshots.snapshot import find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.messages import Replicas
@@ -19,12 +22,11 @@ from raymega.plan.snapshot_replicas import snapshot_cost
 from raymega.storage import memory_server
 from raymega.storage.memory_server import BATCH_BYTES
 from raymega.storage.remote_memory_store import RemoteMemoryStore
-from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.shared_memory import SharedMemories, SharedMemory
 from tests.support.jobs import make_test_plan
 from tests.support.snapshot_servers import SPAWN, TOKEN, memory_of, server_processes
 from tests.unit.checkpoint.large import ALONE, LARGE, blocks_of_step
-from tests.unit.checkpoint.support import STATE, make_blocks
+from tests.unit.checkpoint.support import STATE, make_blocks, places_of
 
 MIB = 2**20
 
@@ -53,7 +55,9 @@ def holds(stores, step):
     if snapshot is None or snapshot.manifest.step != step:
         return False
     found = make_blocks(LARGE, ALONE, 0, is_filled=False)
-    load(ReplicatedStore(stores, holders=snapshot.holders), snapshot.manifest, found)
+    copies, key = SnapshotCopies(stores, snapshot.holders), snapshot.manifest.key
+    manifest = copies.read_blocks(key, places_of(found), rank=0, grid=ALONE)
+    load(copies, manifest, found)
     wanted = blocks_of_step(step)
     return all(torch.equal(a.values, b.values) for a, b in zip(found, wanted, strict=True))
 
@@ -64,6 +68,19 @@ def _memory_of_all(pids):
     pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
     return sum(map(memory_of, pids))
+
+
+def test_stall_that_is_told_has_the_wait_for_the_write(monkeypatch):
+    """The wait is timed by a clock of the test's own."""
+    with server_processes(1) as ((_, address),):
+        writer = writer_to(address, home=address)
+        take(writer, 1)
+        stall_s = writer._newest.stall_s
+        clock = iter([10.0, 17.0])
+        monkeypatch.setattr(snapshot_writer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        writer.wait()
+        told = writer.metrics()
+    assert told["checkpoint/snapshot_stall_s"] == pytest.approx(stall_s + 7.0)
 
 
 @pytest.mark.sample(1)

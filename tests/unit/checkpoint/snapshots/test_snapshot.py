@@ -7,10 +7,13 @@ from threading import Event
 import pytest
 import torch
 
-from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_manifest, is_part
+from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_part, rank_of
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.snapshots import writer as snapshot_writer
-from raymega.checkpoint.snapshots.snapshot import SnapshotPart, find_snapshot
+from raymega.checkpoint.snapshots.copies import SnapshotCopies
+from raymega.checkpoint.snapshots.part import SnapshotPart
+from raymega.checkpoint.snapshots.queries import QUESTIONS
+from raymega.checkpoint.snapshots.snapshot import find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.errors import CheckpointError
 from raymega.messages import Replicas
@@ -19,7 +22,15 @@ from raymega.storage.memory_server import MemoryStoreServer
 from raymega.storage.replicated_store import ReplicatedStore
 from tests.support.jobs import make_test_plan
 from tests.support.memory_store import MemoryStore
-from tests.unit.checkpoint.support import MODELS, STATE, make_blocks, make_grid, same, save_shards
+from tests.unit.checkpoint.support import (
+    MODELS,
+    STATE,
+    make_blocks,
+    make_grid,
+    places_of,
+    same,
+    save_shards,
+)
 
 MODEL = MODELS["llama-tied"]
 GRID = make_grid("tp2-pp2-dp1")
@@ -27,10 +38,12 @@ NODES = ("n0", "n1", "n1", "n2")
 """Of the grid's four ranks."""
 
 
-def write(stores, *, step, attempt=1, ranks=range(4), parts=True, grid=GRID, nodes=NODES):
+def write(
+    stores, *, step, attempt=1, ranks=range(4), parts=True, grid=GRID, nodes=NODES, is_sharded=False
+):
     """The snapshot of ``step`` as far as ``ranks`` wrote it; with ``parts`` they finished."""
     scratch = MemoryStore()
-    shards = save_shards(scratch, MODEL, grid, step=step, attempt=attempt)
+    shards = save_shards(scratch, MODEL, grid, step=step, attempt=attempt, is_sharded=is_sharded)
     homes = copy_nodes(nodes)
     for shard in shards:
         if shard.rank not in ranks:
@@ -48,6 +61,11 @@ def write(stores, *, step, attempt=1, ranks=range(4), parts=True, grid=GRID, nod
 
 def find(stores, **options):
     return find_snapshot(stores, job={}, now="2026-01-02", **options)
+
+
+def boxes_of(copies, snapshot, blocks, rank, grid):
+    """The snapshot's manifest as a rank of ``grid`` reads it."""
+    return copies.read_blocks(snapshot.manifest.key, places_of(blocks), rank=rank, grid=grid)
 
 
 def step_of(snapshot):
@@ -79,8 +97,8 @@ def test_whichever_node_is_lost_every_value_comes_back_on_any_grid(stores, lost)
         grid = make_grid(layout)
         for rank, first in product(range(grid.world_size), (0, 1)):
             blocks = make_blocks(MODEL, grid, rank, is_filled=False)
-            copies = ReplicatedStore(stores, holders=snapshot.holders, first=first)
-            load(copies, snapshot.manifest, blocks)
+            copies = SnapshotCopies(stores, snapshot.holders, first=first)
+            load(copies, boxes_of(copies, snapshot, blocks, rank, grid), blocks)
             assert same(blocks, make_blocks(MODEL, grid, rank))
 
 
@@ -89,12 +107,13 @@ def test_two_nodes_lost_at_once_take_a_snapshot_along(stores):
     assert step_of(find({"n2": stores["n2"]})) is None
 
 
-def test_manifest_is_left_with_whoever_lives(stores):
+def test_search_writes_nothing_and_names_two_servers_a_rank(stores):
     write(stores, step=5)
+    before = {name: list(store.list("")) for name, store in stores.items()}
     snapshot = find(stores)
-    assert set(snapshot.holders[snapshot.manifest.key]) == set(stores)
-    for store in stores.values():
-        assert [key for key in store.list(ROOT) if is_manifest(key)] == [snapshot.manifest.key]
+    assert before == {name: list(store.list("")) for name, store in stores.items()}
+    of_rank = {rank: set(snapshot.holders.of(rank)) for rank in range(4)}
+    assert of_rank == {rank: set(nodes) for rank, nodes in enumerate(copy_nodes(NODES))}
 
 
 def test_later_attempt_is_newer_whatever_its_step(stores):
@@ -126,18 +145,78 @@ def test_part_that_is_damaged_or_a_file_that_is_gone_is_no_snapshot(stores):
 def test_flipped_bit_of_one_copy_is_noticed_and_the_other_is_right(stores):
     write(stores, step=5)
     snapshot = find(stores)
-    box = max(snapshot.manifest.boxes, key=lambda box: box.num_bytes)
-    key = snapshot.manifest.file_key(box)
-    wrong = snapshot.holders[key][0]
+    grid = make_grid("tp1")
+    blocks = make_blocks(MODEL, grid, 0, is_filled=False)
+    one, other = (SnapshotCopies(stores, snapshot.holders, first=first) for first in (0, 1))
+    manifest = boxes_of(one, snapshot, blocks, 0, grid)
+    box = max(manifest.boxes, key=lambda box: box.num_bytes)
+    key = manifest.file_key(box)
+    wrong = snapshot.holders.of(rank_of(key))[0]
     data = bytearray(stores[wrong].get(key))
     data[box.start + 1] ^= 1
     stores[wrong].put(key, [data], overwrite=True)
+    with pytest.raises(CheckpointError, match="crc32"):
+        load(one, manifest, blocks)
+    load(other, manifest, blocks)
+    assert same(blocks, make_blocks(MODEL, grid, 0))
+
+
+class Asked(MemoryStore):
+    """A server that is asked; ``answers`` has the questions with their number of ranks and boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = []
+
+    def ask(self, question, about):
+        answer = QUESTIONS[question](self, about)
+        of = (len(answer["ranks"]), len(answer["boxes"])) if question == "boxes" else ()
+        self.answers.append((question, *of))
+        return answer
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_rank_of_the_same_grid_asks_few_ranks_and_the_others_only_for_what_it_lacks(is_sharded):
+    grid = make_grid("tp2-pp2-dp4")
+    nodes = [f"n{rank // 4}" for rank in range(16)]
+    stores = {node: Asked() for node in nodes}
+    write(stores, step=5, grid=grid, nodes=nodes, ranks=range(16), is_sharded=is_sharded)
+    snapshot = find(stores)
+    assert [store.answers for store in stores.values()] == [[("held",)]] * 4
+    for rank in range(16):
+        for store in stores.values():
+            store.answers.clear()
+        blocks = make_blocks(MODEL, grid, rank, is_filled=False, is_sharded=is_sharded)
+        copies = SnapshotCopies(stores, snapshot.holders, first=rank)
+        manifest = boxes_of(copies, snapshot, blocks, rank, grid)
+        asked = [answer for store in stores.values() for answer in store.answers]
+        # itself, tp, pp; without sharding its replicas too, and theirs
+        assert sum(ranks for _, ranks, _ in asked) <= (3 if is_sharded else 12)
+        assert sum(boxes for _, _, boxes in asked) == len(manifest.boxes)
+        places = places_of(blocks)
+        assert all(any(map(each.box.intersect, places[each.tensor])) for each in manifest.boxes)
+        load(copies, manifest, blocks)
+        assert same(blocks, make_blocks(MODEL, grid, rank, is_sharded=is_sharded))
+
+
+def test_part_that_its_first_holder_lost_comes_from_the_other(stores):
+    write(stores, step=5)
+    snapshot = find(stores)
     grid = make_grid("tp1")
     blocks = make_blocks(MODEL, grid, 0, is_filled=False)
-    with pytest.raises(CheckpointError, match="crc32"):
-        load(ReplicatedStore(stores, holders=snapshot.holders, first=0), snapshot.manifest, blocks)
-    load(ReplicatedStore(stores, holders=snapshot.holders, first=1), snapshot.manifest, blocks)
+    for key in list(stores["n1"].list(ROOT)):
+        if is_part(key):
+            stores["n1"].put(key, [b"{"], overwrite=True)
+    copies = SnapshotCopies(stores, snapshot.holders)
+    manifest = boxes_of(copies, snapshot, blocks, 0, grid)
+    assert sum(box.num_bytes for box in manifest.boxes) == sum(b.values.nbytes for b in blocks)
+    load(copies, manifest, blocks)
     assert same(blocks, make_blocks(MODEL, grid, 0))
+    for store in stores.values():
+        for key in list(store.list(ROOT)):
+            store.delete(key)
+    with pytest.raises(CheckpointError, match="part of rank 0"):
+        boxes_of(copies, snapshot, blocks, 0, grid)
 
 
 # How ranks agree. Two ranks on two nodes, each with its snapshot server; this thread is both ranks' loop.

@@ -141,7 +141,7 @@ def test_prune_shows_first_and_then_deletes_what_need_not_be_kept(run):
     assert dry.exit_code == 0 and f"would have deleted {first.key}" in dry.stdout
     assert list(store.list("")) == before
     told = json.loads(_call("prune", root, *rule, "--json").stdout)
-    assert len(told["deleted"]) == 6 and told["dry_run"] is False
+    assert len(told["deleted"]) == 8 and told["dry_run"] is False
     rows = json.loads(_call("list", root, "--json").stdout)["checkpoints"]
     assert [row["step"] for row in rows] == [400, 200]
     refused = _call("prune", root, "--keep-best", "1")

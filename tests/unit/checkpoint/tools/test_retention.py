@@ -1,14 +1,18 @@
 """What is deleted: never the newest whole checkpoint, never a save under way, no foreign file."""
 
 from math import inf
+from shutil import rmtree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymega.checkpoint.format.keys import (
+    COMMITTED,
     CheckpointId,
+    checkpoint_of,
     data_file,
+    entry_key,
     folder_of,
     is_manifest,
     manifest_key,
@@ -87,8 +91,9 @@ def test_prune_deletes_files_and_leaves_what_can_be_restored(tmp_path):
     save_shards(store, MODEL, GRID, step=150)
     gone = Pruner(store, RetentionPolicy(last=2)).prune()
     assert list_manifests(store) == [saved[2].key, saved[1].key]
-    assert len(gone) == 3 + 2 and Pruner(store, RetentionPolicy(last=2)).prune() == ()
+    assert len(gone) == 4 + 2 and Pruner(store, RetentionPolicy(last=2)).prune() == ()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "committed",
         "step-00000200",
         "step-00000300",
     ]
@@ -165,14 +170,14 @@ def test_pruner_goes_by_the_loss_in_the_manifests_and_looks_at_each_once():
     for step, loss in losses.items():
         save_checkpoint(store, MODEL, GRID, step=step, metrics={"eval/loss": loss})
     pruner = Pruner(store, RetentionPolicy(last=1, best=1))
-    assert {key.split("/")[1] for key in pruner.expired()} == {"step-00000100", "step-00000300"}
+    assert {checkpoint_of(key).step for key in pruner.expired()} == {100, 300}
     looked = store.num_sizes
     pruner.prune()
+    assert store.num_sizes == looked
     assert [key.split("/")[1] for key in list_manifests(store)] == [
         "step-00000400",
         "step-00000200",
     ]
-    assert store.num_sizes == looked
 
 
 class CountingStore(MemoryStore):
@@ -181,3 +186,57 @@ class CountingStore(MemoryStore):
     def size(self, key):
         self.num_sizes += 1
         return super().size(key)
+
+
+def test_entries_of_the_catalogue_go_first():
+    ages = [_at(1, step) for step in (100, 200)]
+    keys = [key for at in ages for key in (*_keys(at), entry_key(at))]
+    gone = expired_keys(keys, _unmeasured(ages), RetentionPolicy(last=1))
+    assert gone[:2] == (entry_key(ages[0]), manifest_key(ages[0])) and len(gone) == 4
+
+
+def test_entry_of_a_folder_that_was_deleted_by_hand_counts_for_nothing(tmp_path):
+    store = LocalStore(tmp_path)
+    saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200, 300)]
+    rmtree(tmp_path / folder_of(200))
+    assert list_manifests(store) == [saved[2].key, saved[0].key]
+    rmtree(tmp_path / folder_of(300))
+    assert list_manifests(store) == [saved[0].key]
+
+
+def test_pruning_names_the_entries_that_are_there_and_takes_those_of_deleted_folders(tmp_path):
+    store = LocalStore(tmp_path)
+    saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200, 300)]
+    without, of_folder = (entry_key(_at(1, step)) for step in (100, 200))
+    store.delete(without)  # as an older build leaves it
+    rmtree(tmp_path / folder_of(200))
+    gone = Pruner(store, RetentionPolicy(last=1)).prune()
+    assert gone[:2] == (of_folder, saved[0].key) and without not in gone
+    assert list(store.list(COMMITTED)) == [entry_key(_at(1, 300))]
+
+
+def test_newest_checkpoint_whose_manifest_was_deleted_by_hand_is_none():
+    store = MemoryStore()
+    saved = [save_checkpoint(store, MODEL, GRID, step=step) for step in (100, 200, 300)]
+    for manifest in saved[1:]:
+        store.delete(manifest.key)
+    assert list_manifests(store) == [saved[0].key]
+    restore = find_restore(store)
+    assert restore.manifest == saved[0] and restore.broken == ()
+    # its files and its entry go once a later one is there
+    newer = save_checkpoint(store, MODEL, GRID, step=400)
+    Pruner(store, RetentionPolicy(last=1)).prune()
+    assert {checkpoint_of(key).step for key in store.list("checkpoints/")} == {400}
+    assert list_manifests(store) == [newer.key]
+
+
+def test_of_a_kept_step_saved_twice_the_whole_one_stays():
+    store = MemoryStore()
+    old, new = (
+        save_checkpoint(store, MODEL, GRID, step=200, attempt=attempt) for attempt in (1, 2)
+    )
+    for step in (210, 220):
+        save_checkpoint(store, MODEL, GRID, step=step, attempt=2)
+    store.delete(next(iter(new.file_sizes())))
+    Pruner(store, RetentionPolicy(last=1, every=100)).prune()
+    assert old.key in list_manifests(store) and new.key not in list_manifests(store)

@@ -152,7 +152,7 @@ def test_aliases_are_known_networks_of_the_published_size():
 @pytest.mark.parametrize(
     ("config", "change", "fact"),
     [
-        (MISTRAL_V03, {"sliding_window": 4096}, "sliding_window=4096; only nothing is built"),
+        (MISTRAL_V03, {"mlp_bias": True}, "mlp_bias=True; only nothing or False is built"),
         (KIMI_K2, {"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid' is built"),
         (KIMI_K2, {"topk_method": None}, "topk_method=None; only 'noaux_tc' is built"),
         (KIMI_K2, {"norm_topk_prob": None}, "has no norm_topk_prob"),
@@ -165,8 +165,9 @@ def test_an_alias_that_is_another_network_is_refused(config, change, fact):
 
 def test_mistral_without_the_key_has_its_first_window_and_null_has_none():
     told = {key: value for key, value in MISTRAL_V03.items() if key != "sliding_window"}
-    with pytest.raises(ConfigError, match="sliding_window=4096"):
-        model_from(told)
+    attention = model_from(told).attention
+    assert (attention.layer_types, attention.sliding_window) == (("sliding",), 4096)
+    assert not model_from(MISTRAL_V03).attention.sliding_window
     heads = {key: value for key, value in MISTRAL_V03.items() if key != "num_key_value_heads"}
     assert model_from(heads).kv_heads == 8
     assert model_from(heads | {"num_key_value_heads": None}).kv_heads == 32
@@ -176,14 +177,14 @@ def test_mistral_without_the_key_has_its_first_window_and_null_has_none():
     ("change", "fact"),
     [
         (
-            {"model_type": "bert"},
-            "model_type='bert'; the architectures that can be converted",
+            {"model_type": "t5"},
+            "model_type='t5'; the architectures that can be converted",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is built"),
         ({"attention_bias": True}, "attention_bias=True; only nothing or False is built"),
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn with no factor"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_size": None}, "has no hidden_size"),
@@ -212,9 +213,24 @@ def test_other_networks_are_refused(change, fact):
         ({"layer_types": [[], "x"]}, "it is a list of strings;"),
         ({"model_type": []}, "has model_type=[];"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": 3}, "has mlp_only_layers=3;"),
+        ({"model_type": "llama4_text", "no_rope_layers": 3}, "has no_rope_layers=3; it is a list of whole numbers;"),
+        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "has no_rope_layers of 1 layers; num_hidden_layers=32;"),
+        ({"model_type": "llama4_text", "moe_layers": ["x"]}, "has moe_layers=['x']; it is a list of whole numbers;"),
+        ({"model_type": "llama4_text", "no_rope_layer_interval": 0}, "it is a whole number from 1;"),
+        ({"model_type": "llama4_text", "use_qk_norm": "no"}, "has use_qk_norm='no'; it is true or false;"),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention"]}, "has layer_types of 1 layers;"),
+        ({"model_type": "gpt_oss", "rope_scaling": {"rope_type": "yarn", "attention_factor": "x"}}, "attention_factor='x';"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "has query_pre_attn_scalar=0; it is a finite number above 0;"),
+        ({"model_type": "gemma2", "final_logit_softcapping": "x"}, "has final_logit_softcapping='x';"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": "x"}, "has sliding_window_pattern='x';"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": [1]}, "has rope_local_base_freq=[1];"),
+        ({"model_type": "granite", "logits_scaling": "x"}, "has logits_scaling='x';"),
+        ({"model_type": "granite", "hidden_size": 3}, "model.head_dim"),
+        ({"model_type": "minimax_m2", "rotary_dim": "x"}, "has rotary_dim='x'; it is a whole number;"),
+        ({"model_type": "minimax_m2", "head_dim": 0}, "has head_dim=0; it is a whole number from 1;"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_values_of_another_kind_are_named(change, fact):
     with pytest.raises(ConfigError) as caught:
         model_from(LLAMA31_8B | change)

@@ -8,7 +8,7 @@ import pytest
 
 from raymega.config.data import DataSection, DataSource, DataStage
 from raymega.data.blends.mixture import Mixture, mixture_of
-from raymega.data.rows import whole_row
+from raymega.data.rows import one_shard, whole_row
 from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.plan.batch import make_batch, samples_after, steps_for
 from tests.support.jobs import make_test_plan
@@ -24,6 +24,10 @@ class Numbered:
 
     def __init__(self, dataset, num_windows):
         self.num_windows, self._dataset = num_windows, dataset
+        self.shards = one_shard(num_windows)
+
+    def need(self, shards):
+        pass
 
     def row(self, index):
         return whole_row(np.array([self._dataset, index, *range(SEQ_LEN - 1)]))
@@ -47,7 +51,11 @@ def _drawn(seed):
     mixture = Mixture(stages)
     sizes = {path: random.randint(3, 90) for path in paths}
     sources = [Numbered(number, sizes[path]) for number, path in enumerate(mixture.datasets)]
-    return stages, Samples(sources, mixture, seed=seed), [one.num_windows for one in sources]
+    return (
+        stages,
+        Samples(sources, mixture, seed=seed, block_bytes=1),
+        [one.num_windows for one in sources],
+    )
 
 
 def _job(*overrides):

@@ -69,7 +69,7 @@ def _layout(inner):
     context = Context(inner=inner, outer=alone(inner.ranks[inner.index]))
     return TokenLayout(
         positions=torch.arange(S)[:, None], segments=(), context=context, order=None,
-        keys=TokenKeys(own=keys, rows=keys),
+        keys=TokenKeys(own=keys, everywhere=keys, rows=keys),
     )  # fmt: skip
 
 

@@ -1,10 +1,14 @@
 """Attention on one rank: the written-out softmax, causality, grouped queries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from raymega.model.attention.self_attention import Attention
 from raymega.model.families import make_positions
+from raymega.parallel.context_parallel.context import make_token_layout, no_context, whole_rows
+from raymega.plan.layers.layer_pattern import layer_parts
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import CPU, make_model_factory
@@ -15,7 +19,7 @@ AT = "layers.0.attention"
 def _attention(model):
     factory = make_model_factory(model)
     positions = make_positions(model, dtype=torch.float64, device=CPU)
-    attention = Attention(factory, AT, model, positions)
+    attention = Attention(factory, AT, model, positions, layer_parts(model, 0))
     weights = plain_models.draw_weights(factory.table.values())
     plain_models.fill(attention.parameters(), weights)
     return attention, weights
@@ -45,3 +49,17 @@ def test_earlier_positions_do_not_see_later_ones(family):
     before, after = attention(x), attention(changed)
     assert torch.equal(before[:4], after[:4])
     assert not torch.isclose(before[4:], after[4:]).all(-1).any()
+
+
+def test_norms_without_weights_follow_rope_by_halves_too():
+    model = plain_models.make_model("llama")
+    factory, parts = make_model_factory(model), layer_parts(model, 0)
+    positions = make_positions(model, dtype=torch.float64, device=CPU)
+    family = replace(parts.family, qk_norm="l2")
+    attention = Attention(factory, AT, model, positions, replace(parts, family=family))
+    plain_models.fill(attention.parameters(), plain_models.draw_weights(factory.table.values()))
+    qkv = attention.qkv(torch.randn(7, 1, model.hidden_size).double())
+    queries, keys, _ = attention._heads(qkv, make_token_layout(whole_rows(7, CPU), no_context()))
+    for heads in (queries, keys):
+        squares = heads.square().mean(-1)
+        assert torch.allclose(squares, torch.ones_like(squares), rtol=1e-2)

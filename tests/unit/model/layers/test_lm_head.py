@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from raymega.model.layers.lm_head import Head
+from raymega.parallel.context_parallel.context import MicroBatch, whole_rows
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
@@ -40,6 +41,45 @@ def test_smoothing_and_z_loss_are_of_training_only():
     assert plain_models.difference(head.loss_sum(x, labels, mask), wanted) < FLOAT64_LAYER
     head.eval()
     assert torch.equal(head.loss_sum(x, labels, mask), plain.loss_sum(x, labels, mask))
+
+
+def _micro_batch(tokens, labels, mask):
+    return MicroBatch(
+        tokens=tokens, labels=labels, mask=mask.float(), num_counted=int(mask.sum()),
+        samples=torch.arange(len(tokens)), rows=whole_rows(tokens.shape[1], tokens.device),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_whole_logits_where_a_label_counts_and_nothing_elsewhere():
+    head, batch = _head(), _micro_batch(*plain_models.draw_batch(MODEL))
+    x = torch.randn(7, 3, MODEL.hidden_size).double()
+    log_probs = head(x).log_softmax(-1).transpose(0, 1)  # [B, S, V]
+    labels, kept = batch.labels, batch.mask.bool()
+    wanted = log_probs.gather(-1, labels.where(kept, 0)[..., None])[..., 0].where(kept, 0.0)
+    scores = head.scores(x, batch)
+    assert 0 < batch.num_counted < labels.numel() and scores.log_probs.shape == (7, 3)
+    assert plain_models.difference(scores.log_probs.t(), wanted) < FLOAT64_LAYER
+    assert torch.equal(scores.is_greedy.t(), (log_probs.argmax(-1) == labels) & kept)
+
+
+@torch.no_grad()
+def test_rows_without_a_label_have_no_scores_and_no_top_tokens():
+    tokens, labels, mask = plain_models.draw_batch(MODEL)
+    head, x = _head(), torch.randn(7, 3, MODEL.hidden_size).double()
+    scores = head.scores(x, _micro_batch(tokens, labels, torch.zeros_like(mask)))
+    assert not scores.log_probs.any() and not scores.is_greedy.any()
+    assert [len(each) for each in head.top_tokens(x, mask > 1, 4)] == [0, 0]
+
+
+@torch.no_grad()
+def test_top_tokens_are_those_of_the_whole_logits_row_by_row():
+    head, (_, _, mask) = _head(), plain_models.draw_batch(MODEL)
+    x, asked = torch.randn(7, 3, MODEL.hidden_size).double(), mask.bool()
+    wanted = head(x).transpose(0, 1)[asked].topk(4)
+    values, ids = head.top_tokens(x, asked, 4)
+    assert torch.equal(ids, wanted.indices)
+    assert plain_models.difference(values, wanted.values) < FLOAT64_LAYER
 
 
 def test_logits_of_a_wider_model_are_smaller_under_mup():

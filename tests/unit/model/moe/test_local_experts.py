@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from raymega.config.moe import MoeSection
+from raymega.model.layers.mlp import gelu_tanh
 from raymega.model.moe import grouped_swiglu
 from raymega.model.moe import layer as layers
+from raymega.model.moe.experts import Experts
 from raymega.parallel.comm.process_groups import alone
 from raymega.parallel.core.weight_grads import run_deferred
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
@@ -120,3 +122,25 @@ def test_one_node_equals_a_loop_over_experts(case):
     wanted = {name: leaves[name].grad for name in found if name in leaves}
     for name, deviation in _apart(found, {"y": y.detach(), "x": leaf.grad, **wanted}):
         assert deviation <= LIMITS[torch.float64], name
+
+
+@pytest.mark.parametrize("is_remade", [False, True])
+def test_nonlinearity_of_experts_is_recomputed_only_where_it_is_asked_for(is_remade, monkeypatch):
+    """Both ways give the same numbers: only memory and time tell them apart."""
+    calls = []
+
+    def counted(function, x):
+        calls.append(function)
+        return function(x)
+
+    monkeypatch.setattr("raymega.model.moe.experts.checkpoint_output", counted)
+    experts = Experts.__new__(Experts)
+    torch.nn.Module.__init__(experts)
+    experts.grad_queue, experts.up_place, experts.down_place = None, None, None
+    experts.up_bias, experts.down_bias = None, None
+    experts.inside, experts.is_remade = gelu_tanh, is_remade
+    experts.up_adapters, experts.down_adapter, experts.adapter_rank = torch.nn.ModuleDict(), None, 0
+    experts.up = torch.nn.Parameter(torch.randn(2, 4, 3))
+    experts.down = torch.nn.Parameter(torch.randn(2, 3, 4))
+    experts(torch.randn(5, 3), torch.tensor([2, 3]))
+    assert calls == ([gelu_tanh] if is_remade else [])

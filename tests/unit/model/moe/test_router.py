@@ -12,7 +12,8 @@ from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.expert_parallel.token_ids import TokenIds
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
-from raymega.plan.memory.activation_bytes import activation_shape, own_choices
+from raymega.plan.memory.activation_bytes import own_choices
+from raymega.plan.memory.activation_shape import activation_shape
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.references import moe as plain
 from tests.support.references import plain_models

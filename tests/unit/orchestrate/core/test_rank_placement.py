@@ -197,3 +197,60 @@ def test_tp_group_that_may_span_nodes_stays_in_a_domain():
         group = [location.domain for location, assigned in zip(where, assigned_ranks, strict=True)
                  if first <= assigned.rank < first + 4]  # fmt: skip
         assert len(set(group)) == 1
+
+
+def _choose_by_the_rule(locations, ranks, grid, *, block):
+    """The rule of choose_ranks, word for word: each group looks at every node."""
+    holder = {rank: index for index, rank in enumerate(ranks) if 0 <= rank < grid.world_size}
+    free = {}
+    for index, location in enumerate(locations):
+        free.setdefault(location.node_id, [])
+        if ranks[index] not in range(grid.world_size):
+            free[location.node_id].append(index)
+    domains = {location.node_id: location.domain for location in locations}
+    groups = list(grid.groups("tp")) if block > 1 else [(r,) for r in range(grid.world_size)]
+    moving = []
+    for group in groups:
+        nodes = {locations[holder[rank]].node_id for rank in group if rank in holder}
+        lacking = [rank for rank in group if rank not in holder]
+        if len(nodes) == 1 and len(free[min(nodes)]) >= len(lacking):
+            holder |= {rank: free[min(nodes)].pop(0) for rank in lacking}
+        else:
+            moving.append(group)
+    for group in moving:
+        for index in (holder.pop(rank) for rank in group if rank in holder):
+            free[locations[index].node_id].append(index)
+    for group in moving:
+        room = [node for node in free if len(free[node]) >= len(group)]
+        if not room:
+            return None
+        last = locations[holder[group[0] - 1]].node_id if group[0] - 1 in holder else ""
+        near = domains.get(last, "")
+        node = min(room, key=lambda n: (n != last, domains[n] != near, -len(free[n]), n))
+        holder |= {rank: free[node].pop(0) for rank in group}
+    rank_of = {index: rank for rank, index in holder.items()}
+    return tuple(rank_of.get(index, -1) for index in range(len(locations)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_that_move_take_the_nodes_of_the_rule(seed):
+    """Any mix of lost, kept and spare processes on nodes of several domains."""
+    draw = random.Random(seed)
+    grid = Grid(tp=draw.choice((1, 2, 4)), dp=draw.choice((2, 5, 8)))
+    block = draw.choice((1, grid.tp))
+    sizes = [draw.randint(1, 4) * block for _ in range(draw.randint(2, 14))]
+    locations = [
+        WorkerLocation(
+            node_id=f"n{node}", address="", pid=0, domain=f"d{node % 3}" if seed % 2 else ""
+        )
+        for node, size in enumerate(sizes)
+        for _ in range(size)
+    ]
+    kept = draw.sample(range(grid.world_size), draw.randint(0, grid.world_size))
+    ranks = [*kept, *[-1] * len(locations)][: len(locations)]
+    draw.shuffle(ranks)
+    found = choose_ranks(locations, ranks, grid, block=block)
+    if len(locations) < grid.world_size:
+        assert found is None
+    else:
+        assert found == _choose_by_the_rule(locations, ranks, grid, block=block)

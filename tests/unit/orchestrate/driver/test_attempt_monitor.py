@@ -99,6 +99,15 @@ def test_failure_is_the_first_lost_connection_when_nobody_owns_up(running, worke
     assert (failure.kind, failure.rank) == (FailureKind.RAISED, 1)
 
 
+def test_failure_is_the_lost_connection_inside_a_plugin_if_there_is_one(running, workers):
+    told = "all_reduce on world failed; it was raised in callback acme.sum at sum.py:9"
+    for rank, message in ((1, ""), (0, told), (2, ""), (3, "")):
+        lost = workers.fail(rank, "CommunicationError", is_secondary=True, message=message)
+        feed(running, lost, 2.0 + rank % 2)
+    failure = running.failure(3.0 + SETTLE_S)
+    assert (failure.rank, failure.message) == (0, told)
+
+
 def test_failure_names_ranks_that_did_not_join_in_time(workers):
     attempt = make_attempt()
     (reports,) = workers.enter()

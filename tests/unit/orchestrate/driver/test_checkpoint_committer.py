@@ -12,8 +12,10 @@ from tests.support.jobs import make_test_plan
 from tests.support.memory_store import MemoryStore
 
 
-def make_saves(store, executor=None, keep_last=3):
-    plan = make_test_plan("parallel.dp=2", "parallel.pp=1", f"checkpoint.keep_last={keep_last}")
+def make_saves(store, executor=None, keep_last=3, steps=40):
+    plan = make_test_plan(
+        "parallel.dp=2", "parallel.pp=1", f"checkpoint.keep_last={keep_last}", f"run.steps={steps}"
+    )
     return CheckpointCommitter(
         plan=plan,
         attempt=1,
@@ -60,7 +62,7 @@ def test_add_refuses_a_save_that_one_rank_could_not_write(store):
     save(saves, store, 10, errors=[1])
     (outcome,) = saves.pop_outcomes()
     assert isinstance(outcome, SaveFailed) and outcome.step == 10
-    assert "rank 1 failed: disk full" in outcome.reason
+    assert "rank 1 failed: disk full" in outcome.reason and saves.error == "rank 1: disk full"
     assert list(store.list("")) == [], "what rank 0 wrote gives its room back"
 
 
@@ -73,6 +75,42 @@ def test_add_reports_a_store_that_fails(store, monkeypatch):
     for rank in (0, 1):
         saves.handle_report(workers.shard(rank))
     assert saves.pop_outcomes() == [SaveFailed(step=10, reason="no space left")]
+
+
+@pytest.mark.parametrize("num_failures, is_saved", [(2, True), (21, False)])
+def test_commit_of_the_last_step_is_tried_until_the_store_recovers(num_failures, is_saved, monkeypatch):  # fmt: skip
+    class Refusing(MemoryStore):
+        left = num_failures
+
+        def put(self, key, chunks, *, overwrite):
+            if "manifest" in key and self.left:
+                self.left -= 1
+                raise StorageError("no space left")
+            super().put(key, chunks, overwrite=overwrite)
+
+    monkeypatch.setattr("raymega.orchestrate.driver.checkpoint_committer.COMMIT_PAUSE_S", 0.0)
+    store = Refusing()
+    saves = make_saves(store, steps=10)
+    save(saves, store, 10)
+    (outcome,) = saves.pop_outcomes()
+    assert isinstance(outcome, CheckpointCommitted if is_saved else SaveFailed)
+    assert saves.error == ("" if is_saved else "no space left")
+
+
+def test_commit_that_is_tried_again_ends_with_the_attempt(monkeypatch):
+    store = MemoryStore()
+    saves = make_saves(store, steps=10)
+
+    def refuse(*_args, **_kwargs):
+        saves.end(0)
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(store, "put", refuse)
+    workers = FakeWorkers(2, step=10)
+    for rank in (0, 1):
+        saves.handle_report(workers.shard(rank))
+    (outcome,) = saves.pop_outcomes()
+    assert "the attempt ended" in outcome.reason
 
 
 def test_old_checkpoints_are_deleted_after_a_commit(store):
@@ -99,6 +137,6 @@ def test_commit_does_not_block_the_caller():
             saves.handle_report(workers.shard(rank))
         assert not saves.is_idle and saves.pop_outcomes() == []
         gate.set()
-        saves.wait(100)
+        saves.end(100)
         assert [outcome.step for outcome in saves.pop_outcomes()] == [10]
         assert saves.is_idle

@@ -428,13 +428,16 @@ def test_failed_save_is_told_and_the_one_before_is_kept(world):
     assert world.group.orders[1].restore == "checkpoints/step-00000002/manifest-a0001.json"
 
 
-def test_run_whose_last_save_failed_goes_back_and_tries_again(world):
+def test_run_whose_last_save_failed_ends_and_trains_no_step_again(world):
     def end(workers):
         return workers.steps(1) + workers.save(errors=[2]) + workers.finish()
 
-    ended = world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
-    assert (ended.status, ended.step) == ("finished", 4)
-    assert "only step 2 is saved" in world.sink.of(AttemptFailed)[0].cause
+    with pytest.raises(WorkerError) as caught:
+        world.drive(lost_run(end), whole_run(attempt=2, step=2)).run()
+    assert len(world.group.orders) == 1 and caught.value.exit_code == 4
+    (fault,) = caught.value.faults
+    assert "only step 2 is saved: rank 2: disk full" in fault.fact
+    assert "checkpoint.last_save_retry_s" in fault.rule and "store room" in fault.remedy
 
 
 def test_run_is_finished_only_when_its_last_commit_is(world):
@@ -481,7 +484,7 @@ def test_newer_of_snapshot_and_checkpoint_is_restored(world):
     assert restores(world) == [("nothing", 0), ("memory", 3)]
     order = world.group.orders[1]
     assert order.restore.endswith("step-00000003/manifest-a0001.json")
-    assert order.holders == {order.restore: ("snapshot server",)}
+    assert order.holders.of(0) == ("snapshot server",)
     (recovered,) = world.sink.of(Recovered)
     assert (recovered.source, recovered.restored_step, recovered.lost_steps) == ("memory", 3, 0)
 

@@ -184,3 +184,14 @@ def test_looks_of_before_the_last_sign_do_not_count():
     for at_s in (12.2, 12.7):
         look(detector, at_s, WAITING, STUCK)
     assert detector.hang(16.0, last_sign_s=12.3, is_training=True) is None
+
+
+def test_signs_that_come_in_a_longer_interval_may_be_as_much_later():
+    """A monitor of many nodes answers every four seconds."""
+    detector = make_watch()
+    for rank in (0, 1):
+        detector.observe(Heartbeat(rank=rank, every_s=4.0), 10.0)
+    detector.observe(Heartbeat(rank=0, every_s=4.0), 15.0)
+    assert detector.probe_due(15.0, last_sign_s=15.0, is_training=True) is None
+    detector.observe(Heartbeat(rank=0, every_s=4.0), 16.0)
+    assert detector.probe_due(16.0, last_sign_s=16.0, is_training=True) == {1}

@@ -1,3 +1,6 @@
+import random
+from statistics import median
+
 import pytest
 
 from raymega.events import ExpertLoads
@@ -66,14 +69,35 @@ def test_stages_are_compared_with_themselves():
 
 
 def test_slow_rank_is_told_of_once_after_two_looks_and_again_after_it_had_recovered():
-    stragglers = Stragglers(GRID, ratio=1.5)
+    stragglers = Stragglers(ratio=1.5)
     slow = EVEN | {5: 6.0}
-    told = [stragglers.observe(work) for work in (slow, slow, slow, EVEN, slow, slow)]
+    told = [
+        stragglers.observe(dict(ratios(work, GRID)))
+        for work in (slow, slow, slow, EVEN, slow, slow)
+    ]
     assert told == [[], [(5, 2.0)], [], [], [], [(5, 2.0)]]
 
 
 def test_passing_disturbance_and_a_job_that_does_not_ask_tell_nothing():
-    stragglers = Stragglers(GRID, ratio=1.5)
-    assert [stragglers.observe(w) for w in (EVEN | {1: 9.0}, EVEN | {2: 9.0}, EVEN)] == [[], [], []]
-    never = Stragglers(GRID, ratio=0.0)
-    assert [never.observe(EVEN | {1: 9.0}) for _ in range(3)] == [[], [], []]
+    stragglers = Stragglers(ratio=1.5)
+    assert [
+        stragglers.observe(dict(ratios(w, GRID))) for w in (EVEN | {1: 9.0}, EVEN | {2: 9.0}, EVEN)
+    ] == [[], [], []]
+    never = Stragglers(ratio=0.0)
+    assert [never.observe(dict(ratios(EVEN | {1: 9.0}, GRID))) for _ in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ratio_is_that_to_the_median_of_the_others_of_the_stage(seed):
+    """Against the definition, which sorts all others anew for each rank."""
+    draw = random.Random(seed)
+    grid = Grid(tp=draw.choice((1, 2)), dp=draw.randint(1, 5), pp=draw.choice((1, 2)))
+    ranks = draw.sample(range(grid.world_size), draw.randint(1, grid.world_size))
+    work_s = {rank: draw.choice((0.0, 1.0, 2.0, draw.random())) for rank in ranks}
+    expected = {}
+    for rank, own in work_s.items():
+        stage = grid.coords(rank).pp
+        others = [s for r, s in work_s.items() if r != rank and grid.coords(r).pp == stage]
+        if others and median(others) > 0:
+            expected[rank] = own / median(others)
+    assert dict(ratios(work_s, grid)) == pytest.approx(expected)

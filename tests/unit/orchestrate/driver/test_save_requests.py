@@ -14,13 +14,21 @@ from raymega.orchestrate.driver.save_requests import (
     ask_for_save,
 )
 from raymega.orchestrate.run_store.journal import RunRecord, write_record
+from raymega.orchestrate.run_store.run_identity import identity_of
 from tests.support.fakes import FakeClock, InlineExecutor, PatientExecutor
+from tests.support.jobs import make_test_plan
 from tests.support.memory_store import MemoryStore
 
 
 def _record(status):
     return RunRecord(
-        run_id="r", name="n", identity={}, status=status, step=4, total_steps=9, updated=""
+        run_id="r",
+        name="n",
+        identity=identity_of(make_test_plan().job),
+        status=status,
+        step=4,
+        total_steps=9,
+        updated="",
     )
 
 

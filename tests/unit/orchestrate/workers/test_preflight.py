@@ -1,6 +1,8 @@
 """The round before workers train: what each node must see and write, and what is said if not."""
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from raymega.orchestrate.workers import preflight
 from raymega.orchestrate.workers.preflight import Preflight, answer_question
 from raymega.storage.local import LocalStore
 from raymega.storage.registry import open_store
+from tests.support.outside_package import write_package
 from tests.unit.data.datasets import write_dataset
 
 NODES = {"a": "10.0.0.1", "b": "10.0.0.2"}
@@ -134,3 +137,17 @@ def test_round_that_is_cancelled_is_asked_again(make, tmp_path):
     check.cancel()
     assert not check.is_open and files(tmp_path) == []
     assert check.begin(NODES)[1] == ["a", "b"]
+
+
+def test_node_knows_the_store_of_a_plug_in(tmp_path):
+    """The check is the first that a worker does: it has no job yet."""
+    write_package(tmp_path)
+    code = (
+        "from raymega.orchestrate.workers.preflight import PreflightCheck, answer_question; "
+        f"print(answer_question(PreflightCheck(store_uri='acme.sqlite://{tmp_path}/r', folder='f', data={{}}, "
+        "modules=('acme.plugins',)), 'n').sees_driver)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "unknown" not in done.stdout, done.stderr

@@ -1,12 +1,21 @@
 """The worker as a plain object; this module is its entry. Ray is not started."""
 
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
 from raymega.errors import CommunicationError, LeaseError, NumericsError
 from raymega.events import StepFinished
-from raymega.messages import Progress, Requests, StartWorker, WorkerFailed, Working
+from raymega.messages import (
+    Progress,
+    RankMemory,
+    RankTimeline,
+    Requests,
+    StartWorker,
+    WorkerFailed,
+    Working,
+)
 from raymega.orchestrate.workers import worker_actor as worker_module
 from raymega.orchestrate.workers.worker_actor import ReportQueue, Worker
 
@@ -242,3 +251,17 @@ def test_save_is_wished_for_once_and_a_stop_for_good():
     queue.set_requests(Requests(stop=True, save=True))
     assert queue.requests() == Requests(stop=True, save=True)
     assert queue.requests() == Requests(stop=True)
+
+
+def test_measurements_of_a_rank_are_published_in_its_process_until_it_ends():
+    seen = []
+    metrics = SimpleNamespace(update=seen.append, close=lambda: seen.append("closed"))
+    queue = ReportQueue(metrics)
+    queue.report(RankMemory(rank=1, step=2, metrics={"memory/peak_bytes": 3.0}))
+    row = (("forward", 0, 0, 0.0, 1.5),)
+    queue.report(RankTimeline(rank=1, step=2, events=row))
+    queue.report(Progress(rank=1, step=2))
+    assert len(queue.drain(0.0)) == 3, "the driver gets them too"
+    queue.end_metrics()
+    assert seen[0] == {"memory/peak_bytes": 3.0} and seen[1]["worker/forward_s"] == 1.5
+    assert seen[2:] == ["closed"]

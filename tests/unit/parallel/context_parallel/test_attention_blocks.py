@@ -28,16 +28,18 @@ def _inputs(groups, dtype=torch.float64, keys=S):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_kernel_for_cpus_is_the_written_out_softmax(groups, is_causal):
     q, k, v = _inputs(groups)
-    fused, plain = (kernel.forward(q, k, v, is_causal=is_causal) for kernel in (Cpu, MathAttention))
+    fused, plain = (
+        kernel.forward(q, k, v, is_causal=is_causal) for kernel in (Cpu, MathAttention())
+    )
     grad = _draw(3, H)
     by_fused, by_plain = (
         kernel.backward(grad, q, k, v, plain, is_causal=is_causal)
-        for kernel in (Cpu, MathAttention)
+        for kernel in (Cpu, MathAttention())
     )
     for found, wanted in zip((*fused, *by_fused), (*plain, *by_plain), strict=True):
         assert plain_models.difference(found, wanted) < FLOAT64_LAYER
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    MathAttention.forward(*leaves, is_causal=is_causal).out.backward(grad)
+    MathAttention().forward(*leaves, is_causal=is_causal).out.backward(grad)
     for found, leaf in zip(by_plain, leaves, strict=True):
         assert plain_models.difference(found, leaf.grad) < FLOAT64_LAYER
 
@@ -51,7 +53,7 @@ def test_merged_blocks_are_attention_over_all_keys(dtype):
     )
     for keys in (slice(0, 1), slice(1, 4), slice(4, 6)):
         merge(total, Cpu.forward(q, k[:, :, keys], v[:, :, keys], is_causal=False))
-    wanted = MathAttention.forward(*(t.double() for t in (q, k, v)), is_causal=False)
+    wanted = MathAttention().forward(*(t.double() for t in (q, k, v)), is_causal=False)
     limit = FLOAT64_LAYER if dtype == torch.float64 else BFLOAT16_ROUNDING
     assert total.out.dtype == wide
     assert all(plain_models.difference(a, b) < limit for a, b in zip(total, wanted, strict=True))
@@ -59,7 +61,7 @@ def test_merged_blocks_are_attention_over_all_keys(dtype):
 
 def test_row_without_keys_adds_nothing_and_two_stay_one():
     q, k, v = _inputs(H)
-    wanted = MathAttention.forward(q, k, v, is_causal=False)
+    wanted = MathAttention().forward(q, k, v, is_causal=False)
     blind = AttentionTile(wanted.out.clone(), wanted.log_sum_exp.clone())
     blind.out[:, :, 2], blind.log_sum_exp[:, :, 2] = 0.0, -torch.inf
     total = AttentionTile(wanted.out.clone(), wanted.log_sum_exp.clone())

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 
 
 def _tensor(name: str, rows: int, *, tp_dim: int = 0) -> GlobalTensor:

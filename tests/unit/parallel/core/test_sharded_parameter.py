@@ -11,7 +11,7 @@ from raymega.parallel.core import sharded_parameter
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
 from raymega.plan.grid import ExpertPlace
-from raymega.plan.tensor_table import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor
 
 
 def _tensor(name="w", shape=(8, 4), *, tp_dim=0, init="normal"):

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from raymega.model.pipeline_stage import StageModule
-from raymega.parallel.core.weight_grads import ComputedTerm, DeferredGrad, run_deferred
+from raymega.parallel.core.weight_grads import (
+    ComputedTerm,
+    DeferredGrad,
+    WeightGradQueue,
+    _RowSums,
+    accumulate_bias_grad,
+    run_deferred,
+)
 from tests.support.params import make_buffer
 from tests.support.references.plain_models import draw_batch, make_model
 from tests.support.stages import even_stages
@@ -69,6 +76,26 @@ def test_closed_deferral_puts_nothing_off(stage):
         pass
     stage(*draw_batch(model), None).backward()
     assert owed == [] and all(param.grad is not None for param in stage.parameters())
+
+
+def test_a_held_gradient_comes_before_the_next_is_held_and_at_the_end():
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    queue = WeightGradQueue()
+    for weight, value in zip(weights, (1.0, 2.0), strict=True):
+        queue.hold(weight, ComputedTerm(lambda value=value: torch.full((1,), value)))
+    assert weights[0].grad.tolist() == [1.0] and weights[1].grad is None
+    for _ in range(2):
+        queue.run_held()
+        assert weights[1].grad.tolist() == [2.0]
+    # an open queue defers
+    with queue.collecting() as owed:
+        queue.hold(weights[0], ComputedTerm(lambda: torch.ones(1)))
+    assert [held.param for held in owed] == weights[:1]
+    queue.run_held()
+    assert weights[0].grad.tolist() == [1.0]
+    # a hook reads the gradient in the backward itself
+    weights[0].register_hook(lambda gradient: gradient)
+    assert queue.hold(weights[0], ComputedTerm(lambda: torch.ones(1))).tolist() == [1.0]
 
 
 def test_a_weight_that_is_used_twice_gets_one_gradient():
@@ -140,3 +167,16 @@ def test_a_weight_of_two_uses_lets_its_bucket_leave_once(stage, monkeypatch):
     buffer.launch_when_full()
     stage(*draw_batch(model), None).backward()
     assert len(left) == len(set(left)) == len(list(stage.parameters()))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (5, 4, 3), (2, 5, 4, 3)], ids=str)
+def test_sum_of_a_bias_runs_over_every_dim_but_the_last(shape):
+    """One parameter has a sink and another none: both sums are those of einsum."""
+    bias = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.einsum("...d->d", grad)
+    torch.testing.assert_close(accumulate_bias_grad(bias, grad), wanted, rtol=1e-14, atol=1e-14)
+    total = torch.full((3,), 7.0, dtype=torch.float64)
+    for is_first, before in ((True, 0.0), (False, 1.0)):
+        _RowSums(grad).add_to(total, is_first=is_first)
+        torch.testing.assert_close(total, wanted * (1 + before), rtol=1e-14, atol=1e-14)

@@ -60,3 +60,18 @@ def test_weight_gradients_are_added_where_the_sums_lie(counts, widths, dtype, li
 
 def test_long_sums_are_long():
     assert 3 * 384 * 256 * 4 > FRESH_BYTES > 3 * 16 * 8 * 4
+
+
+def test_adapters_of_a_width_that_no_kernel_takes_are_padded():
+    """Four features of bfloat16 are 8 bytes; grouped_mm wants rows of 16."""
+    rows = torch.randn(5, 16, dtype=torch.bfloat16)
+    counts = torch.tensor([2, 3])
+    assert group_sizes(rows, counts, inner=16).largest == -1
+    sizes = group_sizes(rows, counts, inner=16, adapter_rank=4)
+    assert sizes.largest == 3
+    factors = torch.randn(2, 4, 16, dtype=torch.bfloat16)
+    found = grouped_product(rows, factors.mT, sizes)
+    wanted = torch.cat(
+        [part @ one.T for part, one in zip(rows.split([2, 3]), factors, strict=True)]
+    )
+    assert torch.equal(found, wanted)

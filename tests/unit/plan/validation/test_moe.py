@@ -121,21 +121,25 @@ def test_a_section_inside_a_section_is_read_field_by_field():
     assert values["model.moe"] == MoeSection(num_experts=4)
 
 
+def _place_faults(moe, *, ep, etp):
+    return expert_place_faults(
+        moe, ffn_hidden_size=64, family="llama", hidden_size=64, ep=ep, etp=etp
+    )
+
+
 def test_experts_and_their_features_are_cut_evenly():
     moe = MoeSection(num_experts=8)
-    assert expert_place_faults(moe, ffn_hidden_size=64, ep=8, etp=4) == []
-    ep, etp = map(str, expert_place_faults(moe, ffn_hidden_size=64, ep=3, etp=5))
+    assert _place_faults(moe, ep=8, etp=4) == []
+    ep, etp = map(str, _place_faults(moe, ep=3, etp=5))
     assert "parallel.ep=3; experts are shared out evenly, so it must divide" in ep
     assert "model.moe.num_experts=8 (remainder 2); use one of 1, 2, 4, 8" in ep
     assert "parallel.etp=5" in etp and "divide model.ffn_hidden_size=64 (remainder 4)" in etp
-    (fault,) = expert_place_faults(
-        MoeSection(num_experts=8, intermediate_size=6), ffn_hidden_size=64, ep=1, etp=4
-    )
+    (fault,) = _place_faults(MoeSection(num_experts=8, intermediate_size=6), ep=1, etp=4)
     assert "divide model.moe.intermediate_size=6 (remainder 2)" in str(fault)
 
 
 def test_experts_axes_of_a_dense_model_are_refused():
-    faults = expert_place_faults(MoeSection(), ffn_hidden_size=64, ep=2, etp=2)
+    faults = _place_faults(MoeSection(), ep=2, etp=2)
     assert [fault.fact for fault in faults] == ["parallel.ep=2", "parallel.etp=2"]
     assert all("num_experts=0 is a dense model" in fault.rule for fault in faults)
 

@@ -16,6 +16,11 @@ UNREAD = {
     "elastic.snapshot_backpressure": ("skip", ["elastic.snapshot_every=1"]),
     "memory.recompute_every": (2, ["memory.recompute=full"]),
     "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
+    "model.label_smoothing": (0.1, ["model.loss=cross_entropy"]),
+    "model.z_loss": (0.1, ["model.loss=cross_entropy"]),
+    "model.swiglu_alpha": (2.0, ["model.family=gpt_oss"]),
+    "model.swiglu_limit": (3.0, ["model.family=gpt_oss"]),
+    "model.rope_truncate": ("false", ["model.rope_scaling=yarn"]),
     "model.mtp_loss_scaling_factor": (0.1, ["model.num_nextn_predict_layers=1"]),
     "model.rope_theta": (5e5, ["model.family=llama"]),
     "model.rope_factor": (4.0, ["model.rope_scaling=llama3"]),
@@ -47,13 +52,17 @@ UNREAD = {
         "true",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
     ),
+    "parallel.tp_comm_overlap": ("true", ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "precision.fp8_end_blocks": (0, ["precision.fp8=rowwise"]),
     "precision.loss_scale": (1024.0, ["precision.dtype=float16"]),
     "precision.loss_scale_hysteresis": (3, ["precision.dtype=float16"]),
     "precision.loss_scale_window": (10, ["precision.dtype=float16"]),
     "precision.min_loss_scale": (2.0, ["precision.dtype=float16"]),
 }
+OTHER_LOSS = ["plugins.modules=[tests.golden.other_loss]", "model.loss=golden.margin"]
 ALONE = {
+    "model.label_smoothing": OTHER_LOSS,
+    "model.z_loss": OTHER_LOSS,
     "model.rope_theta": ["model.family=gpt2"],
     **{
         key: ["optimizer.name=sgd"]

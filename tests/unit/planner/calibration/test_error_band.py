@@ -38,6 +38,23 @@ def test_a_band_is_around_the_prediction_and_wider_with_experts_and_without_cons
     assert widths == sorted(widths)
 
 
+@pytest.mark.parametrize("kind", BANDS)
+def test_the_pages_state_the_bands_of_the_package(kind):
+    band, docs = BANDS[kind], JOBS.with_name("docs")
+    words = {
+        "dense": "dense models",
+        "experts": "models with experts",
+        "borrowed": "constants not measured",
+    }
+    less, more = round(100 * (1 - band.low)), round(100 * (band.high - 1))
+    stated = f"| {words[kind]} | {less} % less to {more} % more |"
+    assert stated in (docs / "planner.md").read_text()
+    rows = (docs / "planner-accuracy.md").read_text().splitlines()
+    (row,) = (row for row in rows if row.startswith(f"| {words[kind]} |"))
+    low, _, high = row.split("|")[2].strip().partition(" to ")
+    assert (float(low), float(high)) == (band.low, band.high)
+
+
 @pytest.mark.parametrize(
     ("gpu", "changes", "kind"),
     [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.planner.cost.simulated_step import PlannedTimes
 from raymega.planner.cost.step_time import stage_times, step_time
 from raymega.planner.kernels.collective_time import message_s as message_of

@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.plan.hardware.lookup import ROUND_H100
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.planner.cost.context_cost import context_costs, shape_cost
 from tests.unit.verify.jobs import make_job
 

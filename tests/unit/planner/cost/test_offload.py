@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from raymega.plan.hardware.catalog import accelerator
-from raymega.plan.memory.activation_bytes import activation_shape, layer_bytes, stage_activations
+from raymega.plan.memory.activation_bytes import layer_bytes, stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.planner.cost.layer_time import layer_time
 from raymega.planner.cost.step_time import step_time

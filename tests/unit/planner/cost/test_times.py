@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE, accelerator
-from raymega.plan.memory.activation_bytes import activation_shape
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.context_cost import METHODS, shape_cost
 from raymega.planner.cost.data_parallel_time import BUCKETS, CONTENTION, data_parallel_s
-from raymega.planner.cost.layer_time import head_time, layer_time
+from raymega.planner.cost.end_times import head_time
+from raymega.planner.cost.layer_time import layer_time
 from raymega.planner.cost.peak_memory import micro_batches_in_flight
 from raymega.planner.cost.step_time import step_time, work_s
 from raymega.planner.kernels.collective_time import all_reduce_s, gather_s, make_span, message_s
@@ -94,7 +95,9 @@ def test_full_recompute_runs_the_forward_once_more():
 def test_attention_for_the_generation_before_reaches_its_own_share():
     newest, older = (
         layer_time(
-            activation_shape(plan_of().job), H100, replace(RAYMEGA, has_newest_attention=new)
+            activation_shape(plan_of().job),
+            H100,
+            replace(RAYMEGA, has_newest_attention=new, makes_steps=False),
         )
         for new in (True, False)
     )
@@ -132,11 +135,10 @@ def block_of(device, *overrides: str):
     return layer_time(activation_shape(plan_of(*overrides).job), device, RAYMEGA)
 
 
-@pytest.mark.parametrize("name", ["h100", "cpu"])
-def test_fused_kernels_save_the_passes_over_memory_that_steps_make(name):
-    device = CATALOGUE[name]
+def test_fused_kernels_save_the_passes_over_memory_that_steps_make():
+    device = CATALOGUE["cpu"]
     shape = activation_shape(plan_of().job)
-    stepped, fused = block_of(device), block_of(device, "run.kernels=compile")
+    stepped, fused = block_of(device, "run.kernels=eager"), block_of(device, "run.kernels=compile")
     hidden = shape.tokens * shape.model.ffn_hidden_size / shape.parallel.tp
     gate = stream_s(device, 2 * hidden * shape.element)
     assert stepped.activation_s - fused.activation_s == pytest.approx(gate)
@@ -187,9 +189,14 @@ def test_a_ring_hides_behind_attention_what_other_ways_wait_for():
 
 
 def test_ranks_of_a_context_parallel_group_share_attention_evenly():
-    """Causal: half of the square, whatever cp; as many tokens a rank of twice the sequence."""
+    """Causal: half of the square, whatever cp; as many tokens a rank of twice the sequence.
+
+    Ranks that share a sequence have the attention of the generation before, one alone the newest.
+    """
     alone = plan_of("data.seq_len=8192", "model.max_positions=8192", "parallel.tp=4")
-    single = layer_time(activation_shape(alone.job), H100, RAYMEGA).attention_s
+    older = replace(RAYMEGA, makes_steps=False)
+    single = layer_time(activation_shape(alone.job), H100, older).attention_s
+    assert layer_time(activation_shape(alone.job), H100, RAYMEGA).attention_s < single
     shared = cp_layer("ring", tokens=8192).attention_s
     assert shared - H100.fitted.launch_s == pytest.approx(2 * (single - H100.fitted.launch_s))
 
@@ -309,3 +316,26 @@ def test_hidden_traffic_slows_what_it_hides_behind_except_on_a_cpu():
     assert hidden == pytest.approx(bare * (ends + CONTENTION * (1 - ends)))
     cpu = replace(CATALOGUE["cpu"], link_bytes_per_s=1e9)
     assert exposed_s(cpu, 1e9) == pytest.approx(exposed_s(cpu, 0.0) * ends)
+
+
+def test_traffic_of_fused_kernels_on_a_gpu_is_counted_in_full():
+    stepped, fused = block_of(H100, "run.kernels=eager"), block_of(H100, "run.kernels=auto")
+    assert fused == block_of(H100, "run.kernels=compile") == block_of(H100)
+    assert fused.norms_s / stepped.norms_s == pytest.approx(H100.fitted.memory_share / STREAM_SHARE)
+    assert block_of(H100, "run.deterministic=true") == stepped
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_sums_over_tp_hide_behind_weight_gradients(is_cut):
+    grid = ("parallel.dp=2", "parallel.tp=8")
+    if is_cut:
+        grid += ("parallel.sequence_parallel=true", "parallel.tp_comm_overlap=false")
+    block = block_of(H100, *grid)
+    # with sequence parallelism only the reduce-scatters of the inputs' gradients are sums
+    most = block.tensor_parallel_s * (0.5 if is_cut else 1.0)
+    assert 0.5 * most < block.hidden_s <= most
+    forward, backward = block.pass_s("none")
+    assert forward == block.forward_s + block.tensor_parallel_s
+    assert backward == block.backward_s + block.tensor_parallel_s - block.hidden_s
+    shape = activation_shape(plan_of(*grid).job)
+    assert layer_time(shape, H100, replace(RAYMEGA, makes_steps=False)).hidden_s == 0

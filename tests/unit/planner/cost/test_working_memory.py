@@ -1,9 +1,17 @@
 """Bytes that kernels hold in a backward, by hand for Llama 2 7B's layers, and against the books' budgets."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from raymega.config.load import parse_mapping
-from raymega.plan.memory.activation_bytes import activation_shape, feed_forward_bytes
+from raymega.plan.memory.activation_bytes import (
+    bytes_to_first_wait,
+    feed_forward_bytes,
+    layer_bytes,
+)
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.run_plan import make_plan
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.planner.cost.working_memory import (
@@ -14,7 +22,7 @@ from raymega.planner.cost.working_memory import (
     transfer_bytes,
 )
 from tests.cuda_books.budgets import PEAK_ERROR, read_budgets
-from tests.cuda_books.layouts import LAYOUTS, OFF_PLAN, job_of, rank_of
+from tests.cuda_books.layouts import LAYOUTS, job_of, rank_of
 
 T, D, F, V = 4096, 4096, 11008, 32000
 STREAM, HIDDEN = 2 * T * D, 2 * T * F
@@ -46,7 +54,16 @@ def test_tensor_and_sequence_parallel_gather_inputs_and_gradients():
     assert head_bytes_in_backward(shape) == 2 * STREAM + STREAM // 8
     # the layer before the nonlinearity has the most: the same, less the nonlinearity's output
     before = 2 * STREAM + STREAM // 8 - HIDDEN // 8
-    assert feed_forward_bytes_in_backward(shape, has_experts=False) == STREAM // 8 + before
+    apart = replace(shape, is_tp_overlapped=False)
+    assert feed_forward_bytes_in_backward(apart, has_experts=False) == STREAM // 8 + before
+    # beside messages a weight's gradient is held back: its layer's gradient, gathered, and input
+    held = STREAM + HIDDEN // 8
+    assert feed_forward_bytes_in_backward(shape, has_experts=False) == STREAM // 8 + before + held
+    attention = partial(attention_bytes_in_backward, has_experts=False)
+    assert attention(shape) == attention(apart) + STREAM
+    assert attention(_of("tp8 sp fp8")) == attention(
+        replace(_of("tp8 sp fp8"), is_tp_overlapped=False)
+    )
 
 
 def test_outer_context_parallel_ranks_add_up_float32_and_keys_pass():
@@ -75,12 +92,30 @@ def test_compiled_kernels_copy_no_logits_and_keep_no_sigmoid():
     assert feed_forward_bytes_in_backward(shape, has_experts=False) == STREAM + 2 * HIDDEN
 
 
+@pytest.mark.parametrize(("recompute", "more"), [("none", 1), ("full", 4)])
+def test_of_two_passes_that_take_turns_the_forward_is_ahead_by_the_blocks_before_its_first_wait(
+    recompute, more
+):
+    job = job_of("ep4 overlap") | {"memory": {"recompute": recompute}}
+    dense = {**job["model"]["moe"], "first_k_dense_replace": 2}
+    plan = make_plan(parse_mapping(job | {"model": {**job["model"], "moe": dense}}).job())
+    shape = activation_shape(plan.job)
+    blocks = 2 * layer_bytes(shape) + layer_bytes(shape, has_experts=True)
+    assert bytes_to_first_wait(shape, plan.stages[0]) == blocks
+    # the books' own job: its first block has experts; a recomputing backward may be left behind by all four
+    plan = make_plan(parse_mapping(job).job())
+    alone = {**job, "parallel": {**job["parallel"], "overlap_moe_expert_parallel_comm": False}}
+    kept, kept_alone = (
+        pipeline_memory(each)[0][0].activation_bytes
+        for each in (plan, make_plan(parse_mapping(alone).job()))
+    )
+    block = STREAM if recompute == "full" else layer_bytes(shape, has_experts=True)
+    assert kept == kept_alone + more * block
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_peak_is_that_of_torchs_allocator(name):
     plan, budget = make_plan(parse_mapping(job_of(name)).job()), read_budgets()[name]
     use = pipeline_memory(plan)[plan.grid.coords(rank_of(name)).pp][0]
     error = use.state_bytes + use.activation_bytes - budget["peak_bytes"]
-    if "peak" in OFF_PLAN.get(name, ()):
-        assert error == budget["peak_error_bytes"]
-    else:
-        assert abs(error) <= PEAK_ERROR * budget["peak_bytes"]
+    assert abs(error) <= PEAK_ERROR * budget["peak_bytes"]

@@ -10,7 +10,8 @@ import pytest
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE
-from raymega.plan.memory.activation_bytes import activation_shape, layer_bytes
+from raymega.plan.memory.activation_bytes import layer_bytes
+from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.run_plan import job_values, make_plan
 from raymega.plan.validation.registry import job_faults
 from raymega.planner.cost.peak_memory import memory_use

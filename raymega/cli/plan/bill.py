@@ -13,7 +13,7 @@ from raymega.events import RunEvent, RunStarted
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.bill import bill_lines, make_bill
+from raymega.planner.bill import Bill, bill_lines, make_bill
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.search.auto_parallel import BY_DEVICE
 
@@ -51,6 +51,16 @@ def dollars_per_s(plan: RunPlan, price: float) -> float:
     return hour * plan.grid.world_size / 3600
 
 
+def bill_of(plan: RunPlan, device: Accelerator, step_s: float, *, first_step: int = 0) -> Bill:
+    """Return the bill of the steps after ``first_step``, evaluations of run.eval_tasks included."""
+    tasks_s = 0.0
+    if plan.job.run.eval_tasks:  # they load pyarrow and tokenizers
+        from raymega.evaluate.cost import waiting_s
+
+        tasks_s = waiting_s(plan, device)
+    return make_bill(plan, device, step_s, first_step=first_step, tasks_s=tasks_s)
+
+
 def _named(device: Accelerator) -> str:
     """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
     return "cpu of the catalogue" if device.name == "cpu" else device.name
@@ -73,7 +83,7 @@ class BillSink:
             self._print("Expected time and cost: name the GPU, as --set cluster.accelerator=h100")
             return
         step_s = played_step(self._plan, self._device).total_s
-        bill = make_bill(self._plan, self._device, step_s, first_step=event.step)
+        bill = bill_of(self._plan, self._device, step_s, first_step=event.step)
         for line in bill_lines(bill, self._device):
             self._print(
                 f"Expected on {self._plan.grid.world_size} x {_named(self._device)}: {line}"

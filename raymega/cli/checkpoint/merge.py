@@ -1,0 +1,46 @@
+"""Command `raymega checkpoint merge`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from raymega.cli.options import AsJson
+from raymega.cli.output import json_object, print_json
+from raymega.convert.tuned.merge import merge
+
+
+def merge_(
+    uris: Annotated[list[str], typer.Argument(metavar="URI..")],
+    out: str,
+    base: Annotated[str, typer.Option(metavar="URI")] = "",
+    dtype: str = "saved",
+    weights: Annotated[list[float] | None, typer.Option("--weight")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge adapters into their base, or average the weights of several checkpoints.
+
+    The result holds weights alone, as an imported model does: it can be evaluated, exported, and started from.
+
+    Options:
+        uris: One checkpoint with adapters, or several without (of a run, its newest).
+        out: Output folder or s3://bucket/prefix.
+        base: Weights that the adapters change; default: those that their run started from.
+        dtype: Number format of the result: saved, float64, float32, bfloat16 or float16.
+        weights: Weight of each checkpoint in the mean, in their order; default: equal.
+
+    Example: raymega checkpoint merge ~/.raymega/runs/tuned --out merged
+    """
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    done = merge(uris, out, created=created, base=base, dtype=dtype, weights=weights or ())
+    if as_json:
+        print_json(json_object(done, uri="output", key="manifest"))
+        return
+    what = (
+        f"adapters of {done.num_adapters} layers merged"
+        if done.num_adapters
+        else f"mean of {len(done.sources)} checkpoints"
+    )
+    print(f"{done.uri}/{done.key}: {what}, {done.num_parameters:,} parameters in {done.dtype}")

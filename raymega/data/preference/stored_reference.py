@@ -1,0 +1,84 @@
+"""Reference log-probabilities of a preference dataset's answers, in a file beside its shards.
+
+`raymega.evaluate.reference` computes them once. A job may use them if its answers are cut and counted as they
+were then.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from raymega.config.data import is_computed
+from raymega.data.streaming.remote_dataset import is_remote, local_folder
+from raymega.errors import ConfigError, Fault
+
+Floats = npt.NDArray[np.float64]
+
+
+def reference_path(path: str, split: str) -> Path:
+    """Return the file of the reference of a dataset's split."""
+    return local_folder(path) / f"reference-{split}.npz"
+
+
+def reference_digest(path: str) -> str:
+    """Return a digest of the stored log-probabilities of a dataset's training split; empty where there are none."""
+    if (
+        is_computed(path)
+        or is_remote(path)
+        or not (file := reference_path(path, "train")).is_file()
+    ):
+        return ""
+    with np.load(file) as found:
+        return blake2b(found["log_probs"].tobytes(), digest_size=8).hexdigest()
+
+
+def write_reference(file: Path, log_probs: Floats, how: Mapping[str, object]) -> None:
+    """Write log-probabilities [N, 2] of all pairs, and by which model and cut of answers they are."""
+    # written beside and renamed, so that a reader never finds half a file
+    packed = io.BytesIO()
+    np.savez(packed, log_probs=log_probs, how=np.array(json.dumps(dict(how))))
+    beside = file.with_suffix(".tmp")
+    beside.write_bytes(packed.getvalue())
+    beside.replace(file)
+
+
+def read_reference(path: str, split: str, wanted: Mapping[str, object]) -> Floats:
+    """Return the stored log-probabilities, [N, 2].
+
+    Args:
+        path: Folder of the dataset.
+        split: Name of the split.
+        wanted: Cut and labels of answers in this job.
+
+    Raises:
+        ConfigError: There are none, or they are of answers that were cut or counted otherwise.
+    """
+    file = reference_path(path, split)
+    remedy = "run `raymega data reference JOB.yaml` with this job's file and settings"
+    if not file.is_file():
+        fault = Fault(
+            fact=f"preference.reference=stored, and {path} has no {file.name}",
+            rule="it holds the log-probabilities that the loss compares with",
+            remedy=f"{remedy}, or set preference.reference=base for adapters",
+        )
+        raise ConfigError(fault)
+    with np.load(file) as found:
+        how = json.loads(str(found["how"]))
+        log_probs: Floats = found["log_probs"]
+    # refuse a reference of answers that were cut or counted in another way
+    for name, value in wanted.items():
+        if how.get(name) != value:
+            fault = Fault(
+                fact=f"preference.reference=stored with {name}={value}",
+                rule=f"{file} has the answers as {name}={how.get(name)} cuts and counts them",
+                remedy=remedy,
+            )
+            raise ConfigError(fault)
+    return log_probs

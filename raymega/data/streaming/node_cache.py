@@ -1,0 +1,78 @@
+"""Folder of a node in which its processes share what they read of datasets.
+
+It owns the folder's locks, and tables that one process computes for all. Shards of datasets in object stores
+are kept there by `raymega.data.streaming.shard_cache`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+
+TABLES = "tables"
+LOCK_FILE = ".lock"
+Tables = Mapping[str, npt.NDArray[Any]]
+
+
+def cache_root() -> Path:
+    """Return the folder that all runs on a node share."""
+    return Path.home() / ".raymega" / "cache"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder against other processes; the lock of a killed process is released."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def shared_tables(
+    key: str, name: str, make: Callable[[], Tables], *, root: Path | None = None
+) -> Tables:
+    """Return arrays that one process of a node computes; all processes map the same files.
+
+    Where the folder cannot be written they are computed for this process alone.
+
+    Args:
+        key: Digest of what the arrays are computed from.
+        name: Name of the arrays below the key.
+        make: Function that computes them by name.
+        root: Folder of the node; None for :func:`cache_root`.
+    """
+    folder = (root or cache_root()) / TABLES / key
+    try:
+        with locked(folder):
+            if not (folder / name).is_dir():
+                _write(folder / name, make())
+            # mapped: processes share the pages that they read
+            return {
+                path.stem: np.load(path, mmap_mode="r") for path in (folder / name).glob("*.npy")
+            }
+    except OSError as error:
+        log.warning("each process computes its own tables, as %s cannot be used: %s", folder, error)
+        return make()
+
+
+def _write(folder: Path, tables: Tables) -> None:
+    # rename last, so that a killed process leaves no folder under its final name
+    partial = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        for name, array in tables.items():
+            np.save(partial / f"{name}.npy", array)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""Loss of preference pairs on ranks that hold parts of their tokens.
+
+A pair's loss is no sum over tokens: it is a function of sums over whole answers. Context-parallel ranks hold
+parts of an answer, so they sum over all ranks, compute the same derivatives, and apply them to their own tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raymega.config.preference import PreferenceSection
+from raymega.model.preference_losses import LOSSES, Answers, rewards
+from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.context_parallel.context import Context, PairBatch
+from raymega.parallel.core.linear_map import with_gradient
+
+STATISTICS = ("chosen_reward", "rejected_reward", "accuracy")
+"""Means over pairs that are reported beside the loss."""
+
+
+class PairObjective:
+    """Loss of the pairs on a last stage, and the statistics of a step's micro-batches.
+
+    Attributes:
+        section: Loss and its parameters.
+        sums: Sums of the statistics since they were taken, [3] float64.
+    """
+
+    def __init__(self, section: PreferenceSection, device: torch.device) -> None:
+        self.section = section
+        self.sums = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
+
+    def loss_sum(self, losses: Tensor, mask: Tensor, pairs: PairBatch, context: Context) -> Tensor:
+        """Return the sum of the pairs' losses; see :func:`pair_loss_sum`."""
+        own = own_log_probs(losses, mask, pairs)
+        loss, statistics = pair_loss_sum(own, pairs, self.section, context)
+        self.sums = self.sums + statistics
+        return loss
+
+    def take_sums(self) -> Tensor:
+        """Return and reset the sums of the statistics."""
+        taken, self.sums = self.sums, torch.zeros_like(self.sums)
+        return taken
+
+
+def own_log_probs(losses: Tensor, mask: Tensor, pairs: PairBatch) -> Tensor:
+    """Return the sum over this rank's labels of each answer's log-probabilities, [2 P] float64.
+
+    Args:
+        losses: Negative log-probability of each label, [S/cp, B].
+        mask: Loss mask, [B, S/cp], 0 or 1.
+        pairs: Pairs of the micro-batch.
+    """
+    by_token = -(losses.t() * mask.to(losses.dtype)).double().flatten()
+    # one more sum takes what is of no answer
+    sums = by_token.new_zeros(len(pairs.counts) + 1)
+    return sums.index_add(0, pairs.answers.flatten(), by_token)[:-1]
+
+
+def sum_over_context(own: Tensor, context: Context) -> Tensor:
+    """Return the sums of ``own`` over the context-parallel ranks, without a gradient."""
+    return all_reduce(all_reduce(own.detach().clone(), context.inner), context.outer)
+
+
+def pair_loss_sum(
+    own: Tensor, pairs: PairBatch, section: PreferenceSection, context: Context
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the pairs' losses, and the sums of their statistics.
+
+    Of context-parallel ranks the first returns them and others 0. The gradient is that of this rank's labels.
+
+    Args:
+        own: Sums over this rank's labels, :func:`own_log_probs`.
+        pairs: Pairs of the micro-batch.
+        section: Loss and its parameters.
+        context: Ranks that share the tokens.
+
+    Returns:
+        A scalar float64, and [3] float64: rewards of chosen answers, of rejected ones, and the
+        number of pairs in which the chosen one's is larger.
+    """
+    whole = sum_over_context(own, context).requires_grad_()
+    reference = pairs.reference
+    if reference is None:
+        assert not section.needs_reference, "a step's pairs have their reference before its passes"
+        reference = torch.zeros_like(whole)
+    # the loss of whole answers, and its derivative by their log-probabilities
+    with torch.enable_grad():
+        answers = Answers(
+            # any number below 0 where a pair does not count, so that no loss is infinite there
+            policy=torch.where(pairs.is_counted[:, None] > 0, whole.view(-1, 2), -1.0),
+            reference=reference.view(-1, 2),
+            counts=pairs.counts.view(-1, 2).clamp(min=1),
+        )
+        by_pair = LOSSES[section.loss_type](answers, section)
+        loss = (by_pair * pairs.is_counted).sum()
+        (slope,) = torch.autograd.grad(loss, whole)
+    # of this rank's tokens: a linear function with the same derivative
+    is_first = float(context.index == 0)
+    earned = rewards(answers, section).detach() * pairs.is_counted[:, None]
+    is_right = (earned[:, 0] > earned[:, 1]).double()
+    statistics = torch.stack((*earned.sum(0), is_right.sum())) * is_first
+    total = loss.detach() * is_first
+    return with_gradient(total, (own * slope).sum(), lambda gradient: gradient), statistics

@@ -1,0 +1,143 @@
+"""Decide which tensors a job trains: LoRA's adapters, and frozen weights.
+
+`tensor_table.py` applies it to its tables, so that parameters, buckets, planner and checkpoints agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import sqrt
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from raymega.config.schema import ModelSection
+
+LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+"""Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""
+NO_LINEARS = (".router.weight", ".shared_gate.weight")
+"""Ends of the names of matrices that no linear layer of a block multiplies."""
+FUSED = (
+    ("attention.q", "attention.k", "attention.v"),
+    ("mlp.gate", "mlp.up"),
+    ("moe.shared.gate", "moe.shared.up"),
+    ("moe.experts.gate", "moe.experts.up"),
+    ("attention.q_down", "attention.kv_down"),
+)
+"""Linear layers that are parts of one parameter."""
+
+
+class TableTensor(Protocol):
+    """The interface of a tensor of `layers/global_tensor.py`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    @property
+    def tp_dim(self) -> int:
+        """Dim that tensor parallelism cuts, or -1."""
+
+    @property
+    def is_expert(self) -> bool:
+        """True for a tensor of all experts."""
+
+    @property
+    def role(self) -> str:
+        """Role for the optimizer."""
+
+
+Tensor = TypeVar("Tensor", bound=TableTensor)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor is one of LoRA's factors."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def adapter_names(linear: str) -> tuple[str, str]:
+    """Return the names of A and B of the linear layer ``linear``, such as ``layers.0.attention.q``."""
+    return linear + LORA_A, linear + LORA_B
+
+
+def linear_of(adapter: str) -> str:
+    """Return the name of the weight that the factor ``adapter`` belongs to."""
+    return adapter.removesuffix(LORA_A).removesuffix(LORA_B) + ".weight"
+
+
+def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
+    """Return the tensors, each with its adapter behind it, and marked as frozen where no update reaches it."""
+    found = []
+    for tensor in table:
+        is_frozen = tensor.role != "state" and not _is_trained(tensor.name, model)
+        found.append(replace(tensor, is_frozen=is_frozen) if is_frozen else tensor)
+        found += _adapter(tensor, model) if is_target(tensor, model) else []
+    return found
+
+
+def is_target(tensor: TableTensor, model: ModelSection) -> bool:
+    """Return whether a weight of a block gets an adapter."""
+    name, lora = tensor.name, model.lora
+    if not lora.r or tensor.role != "matrix" or name.endswith(NO_LINEARS) or "." not in name:
+        return False
+    linear = name.removesuffix(".weight")
+    return any(
+        fnmatchcase(linear, pattern) or fnmatchcase(linear, f"layers.*.{pattern}")
+        for pattern in lora.target_modules
+    )
+
+
+def tuned_kind(model: ModelSection, layer: int) -> tuple[object, ...]:
+    """Return what of a layer's number decides which of its tensors are trained; equal for layers that are alike."""
+    patterns = (*model.freeze, *model.train, *(model.lora.target_modules if model.lora.r else ()))
+    own = [pattern for pattern in patterns if pattern.startswith(("layers.", "*", "?", "["))]
+    return tuple(_meets(pattern, layer) for pattern in own)
+
+
+def _meets(pattern: str, layer: int) -> bool | int:
+    """Return whether some tensor of a layer may fit a pattern: its first two parts do.
+
+    Where * stands for several parts, a digit behind it may be a layer's: then no two layers are alike.
+    """
+    start = ".".join(pattern.split(".")[:2])
+    if "*" not in start.split(".")[0]:
+        return fnmatchcase(f"layers.{layer}", start)
+    return layer if set(pattern) & set("0123456789?[") else True
+
+
+def _is_trained(name: str, model: ModelSection) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in model.train):
+        return True
+    return not (model.lora.r or any(fnmatchcase(name, pattern) for pattern in model.freeze))
+
+
+def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
+    """Return A [r, in] and B [out, r] of a weight [out, in]; experts' have the experts as dim 0.
+
+    The side that W's cut leaves whole is whole in the factor too. A starts with the variance of PEFT's
+    uniform values, 1 / (3 in), and B at zero.
+    """
+    *experts, out, inner = tensor.shape
+    a, b = adapter_names(tensor.name.removesuffix(".weight"))
+    normal: Literal["normal"] = "normal"
+    rank = model.lora.r
+    cut = tensor.tp_dim
+    first = replace(
+        tensor, name=a, shape=(*experts, rank, inner), init=normal, is_frozen=False,
+        initializer_range=1 / sqrt(3 * inner), tp_dim=cut if cut == 1 else -1, tp_units=0,
+        serves_heads=False,
+    )  # fmt: skip
+    second = replace(
+        tensor, name=b, shape=(*experts, out, rank), init="zeros", is_frozen=False,
+        initializer_range=0.0, tp_dim=cut if cut == 0 else -1,
+    )  # fmt: skip
+    if tensor.is_expert:
+        # etp is 1 with adapters on experts; the dim only marks them as experts'.
+        first, second = replace(first, etp_dim=1), replace(second, etp_dim=1)
+    return [first, second]

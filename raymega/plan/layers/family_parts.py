@@ -1,0 +1,119 @@
+"""Define the parts of each model family: biases, norms, nonlinearity, residual structure.
+
+A new family of these parts is one entry here, one name in `config/model.py`, and one file in
+`convert/huggingface/families/` for its names and settings there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raymega.config.schema import ModelSection
+from raymega.plugins import code_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyParts:
+    """Parts of a family's layers; numbers such as windows are fields of the model section.
+
+    Attributes:
+        biased: Names of linear layers with a bias.
+        has_positions: Whether it has a table of learned positions, and no RoPE.
+        has_gate: Whether the feed-forward layer has a gate.
+        activation: Nonlinearity of the feed-forward layer, of the gate where there is one: a part of kind
+            ``activation``, such as ``silu``, ``gelu``, ``gelu_tanh`` or ``relu2``; or ``clamped_silu``,
+            GPT-OSS's, which bounds gate and up.
+        has_norm_bias: Whether norms are LayerNorm with a bias; else RMSNorm.
+        is_norm_offset: Whether norms multiply by 1 + weight.
+        norms: Place of each norm: before attention and feed-forward layer, after them, both, or after
+            their sum with the residual stream (BERT's post-norm), which then has no final norm.
+        qk_norm: Norms of queries and keys: none, one weight for all heads, or one over all features.
+            l2 has no weight, and follows RoPE in layers that have it.
+        has_neighbour_rope: Whether RoPE pairs features 2i and 2i + 1, instead of i and i + K/2.
+        is_parallel: Whether attention and feed-forward layer read the same residual stream.
+        scales_embedding: Whether embedded tokens are multiplied by sqrt(D).
+        is_causal: Whether a token sees no later ones; without it the model is an encoder, which predicts
+            masked tokens and has a head with a transform and a bias.
+        has_embedding_norm: Whether the sum of embeddings is normalised.
+        first_position: Row of the position table that a document's first token has.
+    """
+
+    biased: frozenset[str] = frozenset()
+    has_positions: bool = False
+    has_gate: bool = True
+    activation: str = "silu"
+    has_norm_bias: bool = False
+    is_norm_offset: bool = False
+    norms: Literal["before", "after", "both", "sum"] = "before"
+    qk_norm: Literal["none", "heads", "whole", "l2"] = "none"
+    has_neighbour_rope: bool = False
+    is_parallel: bool = False
+    scales_embedding: bool = False
+    is_causal: bool = True
+    has_embedding_norm: bool = False
+    first_position: int = 0
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Return whether queries and keys have norms with weights."""
+        return self.qk_norm in ("heads", "whole")
+
+
+_QKV = ("attention.q", "attention.k", "attention.v")
+_EVERY_BIAS = frozenset((*_QKV, "attention.out", "mlp.up", "mlp.down"))
+_BIASED_EXPERTS = frozenset(
+    ("mlp.gate", "moe.router", "moe.experts.gate", "moe.experts.up", "moe.experts.down")
+)
+LINEAR_LAYERS = _EVERY_BIAS | _BIASED_EXPERTS
+"""Names of the layers that may have a bias."""
+CLAMPED = "clamped_silu"
+"""Activation that is of gate and up together, and so no part of kind ``activation``."""
+_LLAMA = FamilyParts()
+_OLMO = FamilyParts(norms="after", qk_norm="whole")
+_BERT = FamilyParts(
+    biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu", has_norm_bias=True, norms="sum",
+    is_causal=False, has_embedding_norm=True,
+)  # fmt: skip
+_GEMMA2 = FamilyParts(
+    activation="gelu_tanh", is_norm_offset=True, norms="both", scales_embedding=True
+)
+FAMILY_PARTS: Mapping[str, FamilyParts] = {
+    "gpt2": FamilyParts(
+        biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu_tanh", has_norm_bias=True
+    ),
+    "llama": _LLAMA,
+    "qwen2": FamilyParts(biased=frozenset(_QKV)),
+    "qwen3": FamilyParts(qk_norm="heads"),
+    "phi3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "gpt_neox": FamilyParts(
+        biased=_EVERY_BIAS, has_gate=False, activation="gelu", has_norm_bias=True, is_parallel=True
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3": replace(_GEMMA2, qk_norm="heads"),
+    "glm4_moe": FamilyParts(biased=frozenset(_QKV), qk_norm="heads"),
+    "minimax_m2": FamilyParts(qk_norm="whole"),
+    "llama4": FamilyParts(qk_norm="l2", has_neighbour_rope=True),
+    "gpt_oss": FamilyParts(biased=_EVERY_BIAS | _BIASED_EXPERTS, activation=CLAMPED),
+    "bert": _BERT,
+    "megatron_bert": replace(_BERT, norms="before", has_embedding_norm=False),
+    "roberta": replace(_BERT, first_position=2),
+}  # fmt: skip
+"""Parts by ``model.family``."""
+
+
+def family_parts(family: str) -> FamilyParts:
+    """Return the parts of ``model.family``, which may be a plug-in's."""
+    parts = code_of("family", family)
+    assert isinstance(parts, FamilyParts), "the job's rules have checked it"
+    return parts
+
+
+def parts_of(model: ModelSection) -> FamilyParts:
+    """Return the parts of the model's family, without those that ``model.attention`` leaves out."""
+    parts = family_parts(model.family)
+    return parts if model.attention.qk_norm == "family" else replace(parts, qk_norm="none")

@@ -1,0 +1,86 @@
+"""Define the table of a model's layers: kind of attention, window, rotation, feed-forward kind, norms.
+
+Model build, planner, validation and conversion read it. The tensors of a layer are in
+`plan/tensor_table.py`, and the parts that all layers of a family share in `family_parts.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raymega.config.attention import LayerType
+from raymega.config.schema import ModelSection
+from raymega.plan.layers.family_parts import FamilyParts, parts_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerParts:
+    """Parts of one transformer block.
+
+    Attributes:
+        attention: Kind of attention.
+        window: Number of tokens that a token sees, itself included; 0 is all earlier ones.
+        chunk: Number of tokens of a chunk, in which a token sees the earlier ones; 0 is no chunks.
+        rope: Rotation of queries and keys: none, that of the model, or that of sliding layers.
+        has_experts: Whether a layer of experts takes the place of the feed-forward layer.
+        family: Parts that all layers share.
+    """
+
+    attention: LayerType
+    window: int
+    chunk: int
+    rope: Literal["none", "global", "local"]
+    has_experts: bool
+    family: FamilyParts
+
+
+def layer_parts(model: ModelSection, layer: int) -> LayerParts:
+    """Return the parts of block ``layer``; blocks of multi-token prediction continue the pattern."""
+    attention, family = model.attention, parts_of(model)
+    kind = attention.layer_types[layer % len(attention.layer_types)]
+    rope: Literal["none", "global", "local"] = "global"
+    if family.has_positions or kind == "no_positions":
+        rope = "none"
+    elif kind == "sliding" and attention.sliding_rope_theta:
+        rope = "local"
+    return LayerParts(
+        attention=kind,
+        window=attention.sliding_window if kind == "sliding" else 0,
+        chunk=attention.chunk_size if kind == "chunked" else 0,
+        rope=rope,
+        has_experts=model.moe.holds_experts(layer),
+        family=family,
+    )
+
+
+def layer_pattern(model: ModelSection) -> list[LayerParts]:
+    """Return the parts of each block of the model, in order."""
+    return [layer_parts(model, layer) for layer in range(model.num_layers)]
+
+
+def mean_keys(model: ModelSection, *, seq_len: float) -> float:
+    """Return twice the number of keys that a token sees, as a mean over tokens and layers.
+
+    It is seq_len without windows and chunks: a causal token sees half of the sequence on average. A token
+    of an encoder sees all.
+    """
+    if not parts_of(model).is_causal:
+        return 2 * seq_len
+    if not model.attention.sliding_window and not model.attention.chunk_size:
+        return seq_len
+    seen = [_keys_seen(parts, seq_len) for parts in layer_pattern(model)]
+    return sum(seen) / len(seen)
+
+
+def _keys_seen(parts: LayerParts, seq_len: float) -> float:
+    """Return twice the mean number of keys that a token of one layer sees."""
+    window = parts.window
+    if parts.chunk and parts.chunk < seq_len:
+        # whole chunks, and a shorter one at the end: a triangle each
+        whole, rest = divmod(seq_len, parts.chunk)
+        return (whole * parts.chunk**2 + rest**2) / seq_len
+    if not window or window >= seq_len:
+        return seq_len
+    # the first tokens see a triangle, the others ``window`` tokens each
+    return window * (2 - window / seq_len)

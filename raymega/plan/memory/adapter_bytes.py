@@ -1,0 +1,79 @@
+"""Compute the bytes that LoRA's adapters keep for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from raymega.config.schema import ModelSection
+from raymega.plan.adapters import LORA_A
+from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
+from raymega.plan.tensor_table import layer_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AdapterFeatures:
+    """Adapters of one block on a rank.
+
+    Attributes:
+        layers: Number of adapted linear layers.
+        expert_layers: Number of adapted projections of experts.
+        stream: Input features of those that read the residual stream or whole latents, in all.
+        inner: Input features on this rank of those that tp cuts by input feature, in all.
+    """
+
+    layers: int
+    expert_layers: int
+    stream: int
+    inner: int
+
+
+def adapter_bytes(shape: ActivationShape, *, has_experts: bool, num_expert_rows: int) -> int:
+    """Return the bytes that LoRA's adapters of one block keep: each B's input and, with dropout, each A's.
+
+    A's input is then the layer's after dropout, with its mask; without, it is the layer's own. Blocks of one
+    kind count as the one with most. Experts' adapters have no dropout.
+
+    Args:
+        shape: Sizes and options of the job.
+        has_experts: Whether the block has experts.
+        num_expert_rows: Number of rows that the rank's experts process.
+    """
+    shares = _adapter_features(shape.model, has_experts=has_experts, tp=shape.parallel.tp)
+    rank, element = shape.model.lora.r, shape.element
+    dropped = element + MASK_BYTES if shape.model.lora.lora_dropout else 0
+    return max(
+        (
+            each.layers * shape.stream_tokens * rank * element
+            + each.expert_layers * num_expert_rows * rank * element
+            + (shape.stream_tokens * each.stream + shape.tokens * each.inner) * dropped
+            for each in shares
+        ),
+        default=0,
+    )
+
+
+@lru_cache(maxsize=64)
+def _adapter_features(
+    model: ModelSection, *, has_experts: bool, tp: int
+) -> tuple[_AdapterFeatures, ...]:
+    """Return the adapters of each kind of block with, or without, experts."""
+    if not model.lora.r:
+        return ()
+    found = set()
+    for layer in range(model.num_layers + model.num_nextn_predict_layers):
+        if model.moe.holds_experts(layer) != has_experts:
+            continue
+        factors = [each for each in layer_tensors(model, layer) if each.name.endswith(LORA_A)]
+        linear = [each for each in factors if not each.is_expert]
+        rows = [each.shape[-1] // tp for each in linear if each.tp_dim == 1]
+        columns = [each.shape[-1] for each in linear if each.tp_dim != 1]
+        found.add(
+            _AdapterFeatures(
+                layers=len(linear),
+                expert_layers=len(factors) - len(linear),
+                stream=sum(columns),
+                inner=sum(rows),
+            )
+        )
+    return tuple(found)

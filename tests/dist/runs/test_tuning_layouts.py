@@ -1,0 +1,99 @@
+"""Whole runs with adapters, frozen weights and noise: the same run as one rank, beside every axis."""
+
+from functools import cache
+
+import pytest
+
+from raymega.plan.memory.state_bytes import rank_state
+from raymega.plan.run_plan import read_plan
+from raymega.train.build import build_parts
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.ranks import run_grid
+from tests.support.training import assert_same_run, train
+
+pytestmark = pytest.mark.dist
+
+LIMIT = 0.03
+LORA = ("model.lora={r: 4, use_rslora: true, lora_dropout: 0.1}",)
+TWO_KV_HEADS = (*LORA, "model.num_kv_heads=2")
+PARTS = (
+    "model.family=gpt2", "model.num_kv_heads=num_heads", "model.train=['*norm.*']",
+    "model.lora={r: 2, target_modules: ['attention.q', 'layers.[13].mlp.*']}",
+)  # fmt: skip
+EXPERTS = (
+    "model.moe={num_experts: 4, top_k: 2, intermediate_size: 24, shared_expert_intermediate_size: 16}",
+    "model.lora={r: 4, target_modules: ['attention.*', 'moe.*']}",
+)
+LATENT = (
+    "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "model.lora={r: 4, lora_dropout: 0.1}",
+    "model.mla={kv_lora_rank: 12, q_lora_rank: 10, qk_nope_head_dim: 6, qk_rope_head_dim: 4, v_head_dim: 5}",
+)  # fmt: skip
+FURTHER = (
+    "model.num_nextn_predict_layers=1", "model.lora={r: 4, lora_dropout: 0.3, target_modules: ['*attention.*']}",
+)  # fmt: skip
+FROZEN = ("model.freeze=['layers.[01].*', 'embedding.*']", "model.neftune_noise_alpha=5.0")
+CASES = [
+    (LORA, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
+    (LORA, "cp2-dp3", ("parallel.sharding=parameters",)),
+    (LORA, "tp2-pp2", ("memory.recompute=full", "schedule.name=zb_h1")),
+    (LORA, "tp2-dp2", ("parallel.sharding=parameters", "memory.recompute=selective")),
+    (TWO_KV_HEADS, "tp4-sp", ("parallel.sharding=gradients",)),
+    (PARTS, "tp4-sp", ("parallel.sharding=gradients",)),
+    (PARTS, "cp2-pp2", ("parallel.sharding=parameters",)),
+    (EXPERTS, "dp2-tp2-sp", ("parallel.ep=2",)),
+    (EXPERTS, "pp2-dp2", ("parallel.ep=2", "parallel.sharding=parameters")),
+    (EXPERTS, "tp1", ("memory.recompute=selective",)),
+    (LATENT, "tp2-cp2-sp", ()),
+    (LORA, "tp2-dp2-sp", ("parallel.tp_comm_overlap=true", "parallel.sharding=gradients")),
+    # recomputation of a further block comes after the forward of other micro-batches
+    (FURTHER, "tp1", ("memory.recompute=full", "schedule.name=gpipe")),
+    (FROZEN, "tp2-pp2-sp", ("parallel.sharding=gradients",)),
+    (FROZEN, "pp2-dp2", ("parallel.sharding=optimizer", "schedule.chunks=2")),
+    (FROZEN, "cp2-dp2", ("parallel.sharding=parameters",)),
+]
+
+
+@cache
+def _reference(model):
+    return train([*model, *layout_overrides("tp1")])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model, layout, options", CASES)
+def test_layout_trains_the_same_run(model, layout, options):
+    assert_same_run([*model, *layout_overrides(layout), *options], _reference(model))
+
+
+def _state_bytes(env, plan_json):
+    """Bytes of this rank's weights, gradient sums and optimizer state, and of what the optimizer keeps in all."""
+    plan = read_plan(plan_json)
+    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
+    buckets = parts.weights._table.buckets
+    held = [parts.weights.owned(bucket) for bucket in buckets]
+    held += [flat for _, flat in parts.weights.whole()]
+    sums = [parts.gradients.owned(bucket) for bucket in buckets if not bucket.is_frozen]
+    sums += [part.flat for part in parts.gradients._sums.values()]
+    state = [block.values for block in parts.optimizer.blocks() if block.kind != "model"]
+    trained = {span.param.spec.name for b in buckets if not b.is_frozen for span in b.spans}
+    assert all("lora_" in name for name in trained), "only adapters have gradients"
+    return _num_bytes(held), _num_bytes(sums), _num_bytes(state)
+
+
+def _num_bytes(tensors):
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients", "parameters"])
+def test_state_of_a_frozen_base_is_that_of_the_plan(level):
+    plan = make_test_plan(
+        "model.lora={r: 8}", "model.hidden_size=128", "model.ffn_hidden_size=256",
+        *layout_overrides("tp2-dp2"), f"parallel.sharding={level}",
+    )  # fmt: skip
+    results = run_grid(_state_bytes, plan.grid, plan.to_json())
+    planned = rank_state(plan.job, plan.stages_of(0), plan.grid, tp_rank=0)
+    for weights, sums, state in results:
+        assert weights == pytest.approx(planned.weight_bytes, rel=LIMIT)
+        assert sums == pytest.approx(planned.gradient_bytes, rel=LIMIT)
+        assert state == pytest.approx(planned.moment_bytes, rel=LIMIT)

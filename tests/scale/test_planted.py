@@ -1,0 +1,227 @@
+"""Mistakes planted in a copy of the package, each of which makes a cost grow with the world; a curve must see it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.wide
+
+ROOT = Path(__file__).parents[2]
+START, RECORDS, WATCH = (f"tests/scale/test_{name}.py" for name in ("start", "records", "watch"))
+CAUGHT = ("AssertionError", "DID NOT RAISE", "ArrowInvalid", "FileExistsError")
+"""How a test ends that sees a mistake, unlike one that cannot run."""
+MANIFESTS, INDEX = "tests/scale/test_manifests.py", "tests/unit/checkpoint/format/test_box_index.py"
+PASSES = "tests/unit/pipeline/test_pass_timer.py"
+SNAPSHOTS = "tests/unit/checkpoint/snapshots/test_snapshot.py"
+KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
+ROWS = {
+    "every rank reads all parts of the index": (
+        "checkpoint/format/box_index.py",
+        "if wanted is not None and not any(wanted[first : last + 1]):",
+        "if False:",
+        f"{MANIFESTS}::test_checkpoint_is_described_within_bounds[4096]",
+    ),
+    "every rank keeps all boxes that it reads": (
+        "checkpoint/format/box_index.py",
+        "(table if blocks is None else table.meeting(blocks)).rows",
+        "table.rows",
+        f"{MANIFESTS}::test_checkpoint_is_described_within_bounds[4096]",
+    ),
+    "tensors of a kind side by side in the index": (
+        "checkpoint/format/box_index.py",
+        "    return name, kind\n",
+        "    return kind, name\n",
+        f"{MANIFESTS}::test_checkpoint_is_described_within_bounds[4096]",
+    ),
+    "the root before the parts of its index": (
+        "checkpoint/format/manifest.py",
+        "for key, data in objects_of(manifest):",
+        "for key, data in reversed(list(objects_of(manifest))):",
+        INDEX,
+    ),
+    "a part of the index is not compared with its checksum": (
+        "checkpoint/format/box_index.py",
+        "if data is None or (len(data), crc32(data)) != (part.num_bytes, part.crc32):",
+        "if data is None:",
+        INDEX,
+    ),
+    "a box that ends where a block begins counts as meeting it": (
+        "checkpoint/format/box_table.py",
+        "(after > offset)",
+        "(after >= offset)",
+        INDEX,
+    ),
+    "two boxes over one another count as one": (
+        "checkpoint/format/coverage.py",
+        "    return bool(counts.max() == 1)\n",
+        "    return True\n",
+        "tests/unit/checkpoint/format/test_manifest_builder.py",
+    ),
+    "all files of kept checkpoints are listed": (
+        "checkpoint/tools/retention.py",
+        "saved_steps(self._store) - {at.step for at in stay}",
+        "saved_steps(self._store)",
+        KEPT,
+    ),
+    "every kept checkpoint is examined": (
+        "checkpoint/tools/retention.py",
+        "len(examined) >= self._keep.last",
+        "len(examined) >= 10**9",
+        KEPT,
+    ),
+    "a manifest without an entry is passed over": (
+        "checkpoint/format/catalogue.py",
+        "return found | set(_without_entry(store, steps - {at.step for at in entries}))",
+        "return found",
+        KEPT,
+    ),
+    "an entry whose folder is gone counts": (
+        "checkpoint/format/catalogue.py",
+        "{manifest_key(at) for at in entries if at.step in steps}",
+        "{manifest_key(at) for at in entries}",
+        RETENTION,
+    ),
+    "an entry before its manifest": (
+        "checkpoint/format/manifest.py",
+        "    for key, data in objects_of(manifest):\n        _create",
+        "    enter(store, CheckpointId(attempt=manifest.attempt, step=manifest.step))\n"
+        "    for key, data in objects_of(manifest):\n        _create",
+        INDEX,
+    ),
+    "a manifest outlives its entry": (
+        "checkpoint/tools/retention.py",
+        "key=lambda key: (not is_entry(key), not is_manifest(key), key)",
+        "key=lambda key: (not is_manifest(key), not is_entry(key), key)",
+        RETENTION,
+    ),
+    "the driver asks for each file": (
+        "storage/store.py",
+        "        if isinstance(self._store, ListsSizes):\n",
+        "        if False:\n",
+        "tests/unit/storage/test_retry.py",
+    ),
+    "every rank asks for all shares": (
+        "checkpoint/snapshots/copies.py",
+        "if grid.degrees() == dict(holders.grid):",
+        "if False:",
+        "tests/scale/test_snapshots.py::"
+        "test_lost_node_comes_back_from_its_partner_and_the_driver_hears_a_line_a_node[512]",
+    ),
+    "a server sends all boxes of a share": (
+        "checkpoint/snapshots/queries.py",
+        "BoxTable.of(part.shard.boxes).meeting(question.blocks)",
+        "BoxTable.of(part.shard.boxes)",
+        SNAPSHOTS,
+    ),
+    "a snapshot that lacks a rank's share is whole": (
+        "checkpoint/snapshots/snapshot.py",
+        "        if num_lacking:\n",
+        "        if num_lacking == len(holders.by_rank):\n",
+        SNAPSHOTS,
+    ),
+    "a share without its data counts": (
+        "checkpoint/snapshots/queries.py",
+        "if part is not None and _has_files(store, part):",
+        "if part is not None:",
+        SNAPSHOTS,
+    ),
+    "the second copy of a part is not asked for": (
+        "checkpoint/snapshots/copies.py",
+        "                        left -= set(found.ranks)\n",
+        "                        left.clear()\n",
+        SNAPSHOTS,
+    ),
+    "passes of all steps are summed": (
+        "train/throughput.py",
+        "        self._passes.begin_step()\n",
+        "",
+        PASSES,
+    ),
+    "a pass is read before the device has done it": (
+        "pipeline/pass_timer.py",
+        "        passes[-1][1].synchronize()\n",
+        "",
+        PASSES,
+    ),
+    "passes are not timed": (
+        "pipeline/executor.py",
+        "is_pass = together[0].task.op in COMPUTE",
+        "is_pass = False",
+        PASSES,
+    ),
+    "a look at all slots at each poll": (
+        "orchestrate/workers/attempt_start.py",
+        "self._due_at = self._num_answers + self._assignment.num_lacking()",
+        "self._due_at = 0",
+        f"{START}::test_ranks_are_assigned_once_and_every_worker_is_asked_four_times",
+    ),
+    "a snapshot's map in each start message": (
+        "orchestrate/workers/attempt_start.py",
+        "(ray.put(holders),)",
+        "(holders,)",
+        f"{START}::test_map_of_a_snapshot_travels_once_and_not_with_each_message",
+    ),
+    "a call for each placement group": (
+        "orchestrate/workers/placement_slots.py",
+        "if len(groups) <= FEW_GROUPS:",
+        "if len(groups) >= 0:",
+        f"{START}::test_ranks_are_assigned_once_and_every_worker_is_asked_four_times",
+    ),
+    "the memory of each rank computed anew": (
+        "plan/snapshot_replicas.py",
+        "kind = at.pp, at.tp, len(homes)",
+        "kind = at.pp, rank, len(homes)",
+        "tests/scale/test_plan.py",
+    ),
+    "slots of a drained node kept": (
+        "orchestrate/workers/placement_slots.py",
+        "        for group in _groups(old):\n            remove_placement_group(group)\n        self._replaced",
+        "        self._replaced",
+        "tests/scale/test_drains.py",
+    ),
+    "the last step of each metric in a tag": (
+        "tracking/mlflow_recorder.py",
+        "json.dumps(floors)",
+        "json.dumps(last_steps)",
+        "tests/unit/tracking/test_mlflow.py::"
+        "test_run_with_hundreds_of_metrics_goes_on_under_the_next_driver",
+    ),
+    "every rank in a line": (
+        "tracking/jsonl.py",
+        "MOST_RANKS, NUM_WORST = 64, 8",
+        "MOST_RANKS, NUM_WORST = 10**9, 8",
+        RECORDS,
+    ),
+    "monitors that answer each second, however many": (
+        "orchestrate/workers/node_monitor.py",
+        "return max(ANSWER_EVERY_S, num_nodes / ANSWERS_PER_S)",
+        "return ANSWER_EVERY_S",
+        "tests/unit/orchestrate/workers/test_node_monitor.py",
+    ),
+    "a monitor that keeps a death to itself": (
+        "orchestrate/workers/ray_worker_group.py",
+        "reports += self._bury_worker(slot, why)",
+        "self._bury_worker(slot, why)",
+        f"{WATCH}::test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_curve_sees_the_mistake(name, tmp_path):
+    file, old, new, test = ROWS[name]
+    ignored = shutil.ignore_patterns("__pycache__", "golden", "dist", "cuda_books")
+    for folder in ("raymega", "tests", "jobs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "raymega" / file
+    assert path.read_text().count(old) == 1, f"{name}: {file} has changed"
+    path.write_text(path.read_text().replace(old, new))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", test]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and any(how in ended.stdout for how in CAUGHT), ended.stdout

@@ -1,0 +1,220 @@
+"""Merges of adapters and of checkpoints, and PEFT's files, without PEFT: arithmetic, names, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.load.adapter_base import base_faults, base_of
+from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.lora import LoraSection
+from raymega.config.schema import CheckpointSection
+from raymega.convert.huggingface.importer import hf_import
+from raymega.convert.native import model_of, write_weights
+from raymega.convert.tuned.merge import merge
+from raymega.convert.tuned.peft_export import peft_export
+from raymega.convert.tuned.peft_import import peft_import
+from raymega.errors import CheckpointError, ConfigError
+from raymega.plan.tensor_table import saved_tensors
+from raymega.storage.registry import open_store
+from tests.unit.convert.folders import NOW, make_model, write_folder
+
+LORA = LoraSection(r=2, lora_alpha=3.0, target_modules=("attention.q", "layers.1.mlp.down"))
+MODEL = make_model(lora=LORA)
+NAME = "model/layers.1.mlp.down"
+
+
+def _write_adapters(uri, model, base):
+    numbers = np.random.default_rng(3)
+    job = {"model": model.model_dump(mode="json"), "checkpoint": {"init_from": base}}
+    write_weights(
+        open_store(uri),
+        saved_tensors(model),
+        lambda tensor: numbers.normal(size=tensor.shape),
+        dtype="float64",
+        job=job,
+        created=NOW,
+    )
+
+
+@pytest.fixture
+def places(tmp_path):
+    """URIs of a base and of adapters for it."""
+    write_folder(tmp_path / "theirs", make_model(), dtype="float64")
+    base, adapters = str(tmp_path / "base"), str(tmp_path / "adapters")
+    hf_import(tmp_path / "theirs", base, created=NOW, make_vocab_size_divisible_by=8)
+    _write_adapters(adapters, MODEL, base)
+    return base, adapters
+
+
+def test_a_merge_adds_the_scaled_product_to_the_base(places, tmp_path):
+    base, adapters = places
+    done = merge([adapters], str(tmp_path / "merged"), created=NOW)
+    assert (done.num_adapters, done.dtype) == (3, "float64")
+    before, factors, after = (open_checkpoint(uri) for uri in (base, adapters, done.uri))
+    assert model_of(after.manifest) == model_of(before.manifest)
+    a, b = (factors.read(f"{NAME}.lora_{x}.weight") for x in "ab")
+    wanted = before.read(f"{NAME}.weight") + 1.5 * b @ a
+    np.testing.assert_allclose(after.read(f"{NAME}.weight"), wanted, rtol=0, atol=1e-14)
+    for name in ("model/layers.0.mlp.down.weight", "model/embedding.tokens.weight"):
+        np.testing.assert_array_equal(after.read(name), before.read(name))
+    narrow = merge([adapters], str(tmp_path / "narrow"), created=NOW, dtype="float32")
+    assert open_checkpoint(narrow.uri).dtype(f"{NAME}.weight") == "float32"
+
+
+def test_a_mean_has_the_weights_that_are_given(places, tmp_path):
+    base, adapters = places
+    merged = merge([adapters], str(tmp_path / "merged"), created=NOW).uri
+    mean = merge([base, merged], str(tmp_path / "mean"), created=NOW, weights=[3.0, 1.0]).uri
+    one, other, found = (
+        open_checkpoint(uri).read(f"{NAME}.weight") for uri in (base, merged, mean)
+    )
+    np.testing.assert_allclose(found, 0.75 * one + 0.25 * other, rtol=0, atol=1e-14)
+
+
+def test_a_file_of_peft_has_its_names_and_comes_back(places, tmp_path):
+    base, adapters = places
+    done = peft_export(adapters, tmp_path / "peft", base="theirs")
+    assert (done.num_adapters, done.num_parameters) == (3, 2 * (16 + 16) * 2 + 2 * (24 + 16))
+    file = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.1.mlp.down_proj"
+    factors = open_checkpoint(adapters)
+    for theirs, ours in (("A", "a"), ("B", "b")):
+        values = factors.read(f"{NAME}.lora_{ours}.weight")
+        np.testing.assert_array_equal(file[f"{at}.lora_{theirs}.weight"], values)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "model.layers.1.mlp.down_proj"]
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 3, False)
+    again = peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    assert again.model.lora == LORA
+    for name in factors.names:
+        np.testing.assert_array_equal(open_checkpoint(again.uri).read(name), factors.read(name))
+
+
+@pytest.mark.parametrize(
+    ("uris", "options", "words"),
+    [
+        (["adapters", "base"], {}, "a mean of factors"),
+        (["base"], {}, "at least two checkpoints"),
+        (["base", "base"], {"base": "base"}, "leave --base out"),
+        (["base", "base"], {"weights": [1.0]}, "give --weight once"),
+        (["base", "wider"], {}, "another model section"),
+        (["alone"], {}, "name these weights"),
+        (["adapters"], {"base": "wider"}, "the base has every weight"),
+        (["adapters"], {"dtype": "fp8"}, "--dtype"),
+        (["adapters"], {"weights": [2.0]}, "leave --weight out"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused(uris, options, words, places, tmp_path):
+    wider = make_model(ffn_hidden_size=32)
+    write_folder(tmp_path / "wide", wider)
+    hf_import(tmp_path / "wide", str(tmp_path / "wider"), created=NOW)
+    _write_adapters(str(tmp_path / "alone"), MODEL, "none")
+    if "base" in options:
+        options = {"base": str(tmp_path / options["base"])}
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=words):
+        merge([str(tmp_path / uri) for uri in uris], str(out), created=NOW, **options)
+    assert not list(out.glob("**/manifest*"))
+
+
+def test_adapters_alone_are_no_model_and_a_run_takes_those_of_its_section_only(places):
+    base, adapters = places
+    with pytest.raises(CheckpointError, match="checkpoint merge"):
+        model_of(open_checkpoint(adapters).manifest)
+    section = CheckpointSection(init_from=base, init_adapter=adapters)
+    assert start_faults(section, MODEL) == []
+    wider = MODEL.model_copy(update={"lora": LORA.model_copy(update={"r": 4})})
+    (fault,) = start_faults(section, wider)
+    assert "set model.lora as the adapters were trained with" in fault.remedy
+    louder = MODEL.model_copy(update={"lora": LORA.model_copy(update={"lora_alpha": 4.0})})
+    (fault,) = start_faults(section, louder)
+    assert fault.remedy == "set model.lora.lora_alpha=3.0"
+    sizes = {"micro_batch_size": 2}
+    assert list(resume_faults(open_store(adapters), MODEL, **sizes)) == []
+    assert list(resume_faults(open_store(adapters), louder, **sizes)) == [fault]
+    (fault,) = start_faults(section.model_copy(update={"init_adapter": "nowhere"}), MODEL)
+    assert "checkpoint.init_adapter='nowhere'" in fault.fact
+
+
+def test_a_run_with_adapters_keeps_the_base_that_it_began_with(places, tmp_path):
+    base, adapters = places
+    began = base_of(base, open_store(adapters))
+    assert began == f"{base}/{open_checkpoint(base).manifest.key}"
+    _write_adapters(str(tmp_path / "run"), MODEL, began)
+    own = open_store(str(tmp_path / "run"))
+    # the base is trained further: its newest checkpoint is another one
+    manifest = open_checkpoint(base).manifest
+    (tmp_path / "base" / manifest.key).rename(tmp_path / "newer.json")
+    newer = replace(manifest, step=7, boxes=())
+    commit(open_store(base), newer)
+    assert base_of(base, own) == began
+    assert base_of(base, open_store(adapters)) == f"{base}/{newer.key}"
+    # what is named exactly is taken, and refused where it is another one
+    assert list(base_faults(began, own)) == []
+    assert list(base_faults(f"s3://copy/{manifest.key}", own)) == []
+    for other in (f"{base}/{newer.key}", "none"):
+        (fault,) = base_faults(other, own)
+        assert fault.remedy.startswith(f"set checkpoint.init_from={began}")
+    _write_adapters(str(tmp_path / "random"), MODEL, "none")
+    (fault,) = base_faults(began, open_store(str(tmp_path / "random")))
+    assert "begun with none" in fault.fact
+    assert base_of("nowhere", open_store(str(tmp_path / "random"))) == "nowhere"
+
+
+def _spoil(folder, config, tensors):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if tensors is not None:
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "words"),
+    [
+        ({"peft_type": "IA3"}, None, "adapters of type LORA"),
+        ({"use_dora": True, "rank_pattern": {"q": 1}}, None, "use_dora=True"),
+        ({"r": "many"}, None, "numbers above 0"),
+        ({}, {}, "at least one layer"),
+        ({}, {"base_model.model.x.lora_A.weight": np.zeros((2, 2))}, "no such layer"),
+        ({"r": 4}, None, "by adapter_config.json"),
+    ],
+)
+def test_folders_of_peft_with_something_else_are_refused(config, tensors, words, places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    _spoil(tmp_path / "peft", config, tensors)
+    with pytest.raises(ConfigError, match=words):
+        peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+
+
+def test_folders_without_a_file_are_refused(places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no adapter_model"):
+        peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    with pytest.raises(ConfigError, match="save_pretrained"):
+        peft_import(tmp_path, base, str(tmp_path / "again"), created=NOW)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (make_model(), "has no adapters"),
+        (make_model(lora=LORA, train=("final_norm.*",)), "is no adapter"),
+        (
+            make_model("gpt2", lora=LoraSection(r=2, target_modules=("attention.q",))),
+            "parts of a layer",
+        ),
+    ],
+)
+def test_adapters_that_peft_cannot_have_are_not_exported(model, words, tmp_path):
+    _write_adapters(str(tmp_path / "ours"), model, "none")
+    with pytest.raises(ConfigError, match=words):
+        peft_export(str(tmp_path / "ours"), tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()

@@ -1,0 +1,51 @@
+"""Seventy thousand shards, more than Linux maps for a process, open and are read at the cost of what is read."""
+
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raymega.data.arrow import MOST_MAPS
+from raymega.data.format import META_FILE, encode_meta
+from raymega.data.open_split import Shape, open_split
+from tests.unit.data.datasets import write_dataset
+
+NUM_SHARDS, NUM_FILES, SHARD_TOKENS, SEQ_LEN = 70_000, 64, 130, 64
+LINUX_MAPS = 65_530
+ROWS_OF_SHARD = 2
+
+
+def _write_many(folder: Path) -> None:
+    """Write a dataset of NUM_SHARDS shards, whose files are further names of NUM_FILES different ones."""
+    tokens = (SHARD_TOKENS,) * NUM_FILES
+    meta = write_dataset(folder, train=tokens, valid=(), vocab_size=1 << 14)
+    files = meta.splits["train"].shards
+    shards = [
+        replace(files[n % NUM_FILES], file=f"train/{n:06d}-of-many.arrow")
+        for n in range(NUM_SHARDS)
+    ]
+    for n, shard in enumerate(shards):
+        os.link(folder / files[n % NUM_FILES].file, folder / shard.file)
+    split = replace(meta.splits["train"], shards=tuple(shards))
+    (folder / META_FILE).write_bytes(encode_meta(replace(meta, splits={"train": split})))
+
+
+@pytest.mark.wide
+def test_seventy_thousand_shards_are_read_in_any_order(tmp_path, capsys):
+    """Each row is that of its shard, and no more maps are held than a process keeps."""
+    _write_many(tmp_path)
+    began = time.process_time()
+    source = open_split(str(tmp_path), "train", Shape(seq_len=SEQ_LEN), seed=0)
+    opened_s = time.process_time() - began
+    assert source.num_windows == ROWS_OF_SHARD * NUM_SHARDS
+    for number in random.Random(0).sample(range(source.num_windows), LINUX_MAPS + 2_000):
+        shard, inside = divmod(number, ROWS_OF_SHARD)
+        first = shard % NUM_FILES * SHARD_TOKENS + inside * SEQ_LEN
+        assert source.row(number).tokens.tolist() == list(range(first, first + SEQ_LEN)), number
+    maps = len(Path("/proc/self/maps").read_text().splitlines())
+    assert MOST_MAPS / 2 < maps < MOST_MAPS + 2_000
+    with capsys.disabled():
+        print(f"\n  {NUM_SHARDS:,} shards open in {opened_s:.2f} CPU s, {maps:,} maps")

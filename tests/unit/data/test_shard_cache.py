@@ -1,0 +1,221 @@
+"""Shards of a store on a node: what is fetched, kept and evicted, and what faults do."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from raymega.data.arrow import FolderFiles, TokenStream
+from raymega.data.streaming import fetcher as fetching
+from raymega.data.streaming.node_cache import locked
+from raymega.data.streaming.shard_cache import ShardCache
+from raymega.errors import DataError, StorageError
+from tests.unit.data.datasets import samples_of, write_dataset
+from tests.unit.data.streamed import CountingStore, make_fetcher, samples_on, source_of
+
+NUM_SHARDS, TOKENS = 40, 41
+"""A shard has five rows of eight tokens."""
+
+
+@pytest.fixture
+def made(tmp_path):
+    return tmp_path / "made"
+
+
+@pytest.fixture
+def split(made):
+    return write_dataset(made, train=(TOKENS,) * NUM_SHARDS, vocab_size=1 << 16).splits["train"]
+
+
+@pytest.fixture
+def store(made, split):
+    return CountingStore(made)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+def _size(split):
+    return max(shard.num_bytes for shard in split.shards)
+
+
+def _kept(root):
+    with locked(root):
+        return sum(path.stat().st_size for path in root.rglob("*.arrow"))
+
+
+def test_samples_are_those_of_a_whole_copy_and_each_shard_is_fetched_once(store, split, root, made):
+    """In two epochs of five blocks, with room for two blocks."""
+    block = 8 * _size(split)
+    near = samples_of(source_of(FolderFiles(made), split), seed=3, block_bytes=block)
+    fetcher = make_fetcher(root, limit_bytes=2 * block)
+    far, num_rows = samples_on(store, split, fetcher, block_bytes=block), 5 * NUM_SHARDS
+    for sample in range(num_rows):
+        assert (far.row(sample).tokens == near.row(sample).tokens).all()
+        assert _kept(root) <= 2 * block
+    fetched = fetcher.use().fetched_bytes
+    read = sum(shard.num_bytes for shard in split.shards)
+    # at most the first block of the next epoch beyond what was read
+    assert read <= fetched <= read + block and sum(store.num_bytes.values()) >= fetched
+    assert all(store.num_bytes[shard.file] >= shard.num_bytes for shard in split.shards)
+    for sample in range(num_rows, 2 * num_rows):
+        assert (far.row(sample).tokens == near.row(sample).tokens).all()
+    assert fetcher.use().fetched_bytes <= 2 * read + block
+
+
+def test_only_what_comes_next_is_fetched(store, split, root):
+    block = 8 * _size(split)
+    fetcher = make_fetcher(root, limit_bytes=10 * block)
+    samples = samples_on(store, split, fetcher, block_bytes=block)
+    samples.row(0)
+    # until the fetcher has nothing to do: this block, and an eighth of the next one
+    wants = fetcher._all[0]
+    with fetcher._changed:
+        assert fetcher._changed.wait_for(lambda: not fetcher._next() and not wants.waiting, 200)
+    assert sum(store.num_bytes.values()) == (8 + 1) * _size(split)
+
+
+def test_resumed_process_fetches_nothing_that_is_here(store, split, root):
+    block = 8 * _size(split)
+    first = samples_on(store, split, make_fetcher(root), block_bytes=block)
+    wanted = [first.row(sample).tokens.tolist() for sample in range(40)]
+    before = dict(store.num_bytes)
+    again = samples_on(store, split, make_fetcher(root), block_bytes=block)
+    assert [again.row(sample).tokens.tolist() for sample in range(40)] == wanted
+    assert all(store.num_bytes[file] <= split.shards[0].num_bytes for file in before)
+
+
+def test_mapped_shards_are_not_evicted(store, split, root):
+    one, two = (
+        ShardCache(store, root / "d", make_fetcher(root, limit_bytes=2 * _size(split)))
+        for _ in range(2)
+    )
+    shards = split.shards
+    one.need(shards[:1])
+    one.table(shards[0])
+    os.utime(root / "d" / shards[0].file, (0, 0))  # as a process that needs it no more
+    # another process would take all the room
+    for shard in shards[1:6]:
+        two.need([shard])
+        two.table(shard)
+        assert (root / "d" / shards[0].file).exists()
+        assert _kept(root) <= 2 * _size(split)
+    one.need(shards[6:7])
+    two.need(shards[7:9])
+    two.table(shards[7])
+    two.table(shards[8])
+    assert not (root / "d" / shards[0].file).exists()
+
+
+def test_needed_shards_are_not_evicted_for_later_ones(store, split, root):
+    fetcher = make_fetcher(root, limit_bytes=3 * _size(split))
+    cache = ShardCache(store, root / "d", fetcher)
+    cache.need(split.shards[:6])
+    for shard in split.shards[:3]:
+        cache.table(shard)
+    assert {path.name for path in (root / "d/train").glob("*.arrow")} == {
+        shard.file.removeprefix("train/") for shard in split.shards[:3]
+    }
+    assert _kept(root) <= 3 * _size(split)
+
+
+def test_store_that_fails_is_asked_again_and_the_wait_is_told(store, split, root, monkeypatch):
+    monkeypatch.setattr(fetching, "AWAY_S", 0.1)
+    store.failures = 5
+    fetcher = make_fetcher(root)
+    samples = samples_on(store, split, fetcher, block_bytes=8 * _size(split))
+    assert len(samples.row(0).tokens) == 8
+    assert fetcher.use().misses == 1 and fetcher.use().waited_s > 0
+
+
+def test_store_that_stays_away_is_an_error_in_time(store, split, root, monkeypatch):
+    monkeypatch.setattr(fetching, "AWAY_S", 0.05)
+    store.failures = 1 << 60
+    samples = samples_on(store, split, make_fetcher(root, timeout_s=1.0), block_bytes=1)
+    with pytest.raises(StorageError, match=r"is not here after 1 s.*the store is away"):
+        samples.row(0)
+
+
+def test_shard_with_a_wrong_checksum_never_gets_its_name(store, split, made, root):
+    path = made / split.shards[2].file
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+    cache = ShardCache(store, root / "d", make_fetcher(root))
+    with pytest.raises(DataError, match=r"train/000002\.arrow has crc32"):
+        cache.table(split.shards[2])
+    assert not (root / "d" / split.shards[2].file).exists()
+
+
+def test_shard_that_the_store_lacks_is_named(store, split, made, root):
+    (made / split.shards[1].file).unlink()
+    with pytest.raises(DataError, match=r"train/000001\.arrow does not exist"):
+        ShardCache(store, root / "d", make_fetcher(root)).table(split.shards[1])
+
+
+def test_cache_that_cannot_be_written_is_a_storage_error(store, split, root):
+    root.write_text("a file")
+    with pytest.raises(StorageError, match="cannot be written: Not a directory"):
+        ShardCache(store, root / "d", make_fetcher(root)).table(split.shards[0])
+
+
+def _read_all(made, split, root, samples, results, die_at=None):
+    block = 8 * _size(split)
+    fetcher, store = make_fetcher(root), CountingStore(made)
+    if die_at is not None:
+        fetcher._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    rows = samples_on(store, split, fetcher, block_bytes=block)
+    results.put([rows.row(sample).tokens.tolist() for sample in samples])
+
+
+def test_processes_of_a_node_share_and_a_killed_one_leaves_nothing_in_the_way(
+    made, split, root, store
+):
+    context = multiprocessing.get_context("fork")
+    results, samples = context.Queue(), range(100)
+    dead = context.Process(target=_read_all, args=(made, split, root, samples, results, 0))
+    dead.start()
+    dead.join(200)
+    assert dead.exitcode == -signal.SIGKILL and list(root.rglob("*.partial"))
+    workers = [
+        context.Process(target=_read_all, args=(made, split, root, samples, results))
+        for _ in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=200) for _ in workers]
+    for worker in workers:
+        worker.join(200)
+    near = samples_of(source_of(FolderFiles(made), split), seed=3, block_bytes=8 * _size(split))
+    assert found == [[near.row(sample).tokens.tolist() for sample in samples]] * 3
+    # three processes fetched each shard once, and at most one block ahead
+    read = len({near._orders[0].shard(near._orders[0].row(s)) for s in samples}) * _size(split)
+    assert int((root / "fetched").read_text()) <= read + 8 * _size(split)
+
+
+def test_reader_does_not_wait_for_shards_behind_its_own(store, split, root):
+    """What it needs now goes first, whatever was asked for before."""
+    store.gate.clear()
+    fetcher = make_fetcher(root)
+    cache = ShardCache(store, root / "d", fetcher)
+    cache.need(split.shards[:30])
+    seen, get = [], store.get
+    store.get = lambda key, **how: (seen.append(key), get(key, **how))[1]
+    waiting = threading.Thread(target=cache.table, args=(split.shards[35],))
+    waiting.start()
+    with fetcher._changed:
+        assert fetcher._changed.wait_for(lambda: fetcher._all[0].hasty, 200)
+    store.gate.set()
+    waiting.join(200)
+    assert split.shards[35].file in seen[: 2 + 2 * fetching.NUM_THREADS]
+
+
+def test_lengths_of_documents_come_through_the_cache(store, split, root):
+    cache = ShardCache(store, root / "d", make_fetcher(root, limit_bytes=4 * _size(split)))
+    lengths = TokenStream(cache, split).document_lengths()
+    assert np.array_equal(lengths, [TOKENS] * NUM_SHARDS)

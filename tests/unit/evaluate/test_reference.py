@@ -1,0 +1,146 @@
+"""Stored reference log-probabilities: the workers' scores of answers, summed over the labels that count."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from raymega.data.arrow import ShardWriter
+from raymega.data.checks import training_faults
+from raymega.data.format import (
+    LAST_ANSWER,
+    META_FILE,
+    DatasetMeta,
+    SourceMeta,
+    SplitMeta,
+    encode_meta,
+)
+from raymega.data.open_split import open_split, shape_of
+from raymega.data.preference.stored_reference import reference_path, write_reference
+from raymega.errors import ConfigError
+from raymega.evaluate import reference
+from raymega.evaluate.requests import Scores
+from raymega.evaluate.worker import score_requests
+from raymega.messages import Requests
+from raymega.orchestrate.run_store.run_identity import identity_faults, identity_of
+from raymega.train.build import build_parts
+from raymega.train.build_scorer import scorer_of
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.params import ALONE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A dataset of conversations' pairs: answers of 5 to 40 tokens, whose last four count."""
+    folder, generator = tmp_path, np.random.default_rng(3)
+    splits = {}
+    for name, num_documents in (("train", 40), ("valid", 12)):
+        with ShardWriter(folder, f"{name}/0.arrow", dtype="uint16", has_targets=True) as writer:
+            for _ in range(num_documents):
+                length = int(generator.integers(5, 40))
+                tokens = generator.integers(0, 60, length).astype(np.uint16)
+                targets = (np.arange(length) >= length - 4) * np.uint8(LAST_ANSWER)
+                writer.append(tokens, targets.astype(np.uint8))
+            shards = (writer.close(),)
+        splits[name] = SplitMeta(shards=shards, num_text_bytes=1)
+    source = SourceMeta(
+        inputs=("x",), num_files=1, num_bytes=1, num_replaced=0, num_tokenizer_bytes=0
+    )
+    meta = DatasetMeta(
+        recipe={"tokenizer": "bytes"}, vocab_size=64, eod_id=63, dtype="uint16", splits=splits,
+        valid_entropy=1.5, source=source, version=3, row_format="preference",
+    )  # fmt: skip
+    (folder / META_FILE).write_bytes(encode_meta(meta))
+    return folder, meta
+
+
+def _plan(pairs, *options):
+    folder, meta = pairs
+    return make_test_plan(
+        *layout_overrides("tp1"),
+        f"data.path={folder}", "data.packing=best_fit", "data.seq_len=64", "model.max_positions=64",
+        f"model.vocab_size={meta.vocab_size}", "preference.loss_type=sigmoid",
+        "preference.reference=stored", "model.moe={}", *options,
+    )  # fmt: skip
+
+
+def test_a_run_starts_at_its_own_reference(pairs, monkeypatch):
+    """The stored reference of a model is that of training on it: the first loss is log 2, on packed rows."""
+    plan = _plan(pairs)
+    shape = shape_of(plan.job.data, plan.job.preference)
+    with pytest.raises(ConfigError, match="has no reference-train"):
+        open_split(str(pairs[0]), "train", shape, seed=0)
+    first = _plan(pairs, "preference.reference=base", "model.lora.r=2", "run.eval_samples=0")
+    scorer = scorer_of(build_parts(first, rank=0, groups=ALONE, device=CPU), lambda: None)
+
+    def score(_checkpoint, scored_plan, requests, *, on_rows):
+        values = score_requests(scored_plan, scorer, ALONE, requests, device=CPU)
+        return [Scores(log_probs=p, is_greedy=g) for p, g in zip(*values, strict=True)]
+
+    class _Opened:
+        class store:  # noqa: N801
+            uri = "runs/sft"
+
+        class manifest:  # noqa: N801
+            key = "step-3"
+
+    monkeypatch.setattr(reference, "session_at", lambda _address: nullcontext())
+    monkeypatch.setattr(reference, "open_checkpoint", lambda _uri: _Opened)
+    monkeypatch.setattr(reference, "plan_of", lambda _manifest, _options: first)
+    monkeypatch.setattr(reference, "score", score)
+    stored = reference.store_reference(plan.job, checkpoint="runs/sft")
+    assert [each.checkpoint for each in stored] == ["runs/sft/step-3"] * 2
+    parts = build_parts(plan, rank=0, groups=ALONE, device=CPU)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
+    assert outcome.loss == pytest.approx(np.log(2), rel=1e-12)
+    assert outcome.pair_means["chosen_reward"] == pytest.approx(0, abs=1e-12)
+    assert outcome.grad_norm > 0
+    # answers that are cut or counted otherwise are refused before anything starts
+    with np.load(reference_path(str(pairs[0]), "train")) as found:
+        assert found["log_probs"].shape[1] == 2
+    values = {
+        "data.path": str(pairs[0]), "data.packing": "best_fit", "data.seq_len": 32, "data.global_batch_size": 4,
+        "preference.loss_type": "sigmoid", "preference.reference": "stored", "run.eval_samples": 4,
+    }  # fmt: skip
+    faults = training_faults(values)
+    assert {fault.fact for fault in faults} == {
+        "preference.reference=stored with data.seq_len=32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("model.max_positions=16", "model.max_positions=16; .* answers of up to"),
+        ("model.vocab_size=40", "model.vocab_size=40; .* tokens up to"),
+    ],
+)
+def test_a_reference_that_cannot_read_the_answers_is_refused(pairs, monkeypatch, option, told):
+    other = make_test_plan(*layout_overrides("tp1"), "model.moe={}", "data.seq_len=16", option)
+    monkeypatch.setattr(reference, "session_at", lambda _address: nullcontext())
+    monkeypatch.setattr(reference, "open_checkpoint", lambda _uri: SimpleNamespace(manifest=None))
+    monkeypatch.setattr(reference, "plan_of", lambda _manifest, _options: other)
+    with pytest.raises(ConfigError, match=told):
+        reference.store_reference(_plan(pairs).job, checkpoint="runs/sft")
+    assert not list(pairs[0].glob("reference-*"))
+
+
+def test_a_run_does_not_go_on_with_another_reference(pairs):
+    job = _plan(pairs).job
+    file = reference_path(str(pairs[0]), "train")
+    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "a"})
+    identity = identity_of(job)
+    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "b"})
+    assert identity_faults("dpo", identity, job) == []
+    write_reference(file, np.full((20, 2), -4.0), {"checkpoint": "b"})
+    (fault,) = identity_faults("dpo", identity, job)
+    assert "raymega data reference" in fault.remedy
+    # a record of before has none
+    del identity["preference"]["stored_log_probs"]
+    assert identity_faults("dpo", identity, job) == []

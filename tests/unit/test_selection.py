@@ -1,0 +1,25 @@
+"""Cases are drawn anew by each commit, and equally by everyone who has it."""
+
+import subprocess
+
+from tests.support.selection import seed_of_commit
+
+
+def _git(folder, *words):
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
+
+
+def test_seed_follows_from_the_files_of_the_last_commit(tmp_path):
+    _git(tmp_path, "init")
+    seeds = []
+    for text, message in (("one", "first"), ("two", "second"), ("one", "third")):
+        (tmp_path / "file").write_text(text)
+        _git(tmp_path, "add", "file")
+        _git(tmp_path, "commit", "-m", message)
+        seeds.append(seed_of_commit(tmp_path))
+    assert seeds[0] == seeds[2] != seeds[1]
+
+
+def test_folder_without_git_has_a_random_seed(tmp_path):
+    assert len({seed_of_commit(tmp_path) for _ in range(8)}) > 1
