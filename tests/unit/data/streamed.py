@@ -25,13 +25,15 @@ class CountingStore(DelegatingStore):
     def __init__(self, folder):
         super().__init__(LocalStore(folder))
         self.num_bytes, self.failures = Counter(), 0
-        self.gate = threading.Event()
+        self.gate, self._counting = threading.Event(), threading.Lock()
         self.gate.set()
 
     def get(self, key, *, start=0, num_bytes=-1):
         assert self.gate.wait(200)
-        if self.failures:
-            self.failures -= 1
+        with self._counting:
+            is_away = self.failures > 0
+            self.failures -= is_away
+        if is_away:
             raise StorageError(fact="the store is away", rule="it answers", remedy="wait")
         found = super().get(key, start=start, num_bytes=num_bytes)
         self.num_bytes[key] += len(found)
