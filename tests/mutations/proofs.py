@@ -285,4 +285,14 @@ PROOFS: tuple[ProofMutation, ...] = (
         new="row.mask & np.roll(masks[-1], -1)",
         tests=(ROWS_TEST,),
     ),
+    ProofMutation(
+        name="a product reads a block of positions that still travels",
+        file="parallel/tensor_parallel/overlap.py",
+        old="first = (own + ahead) % count * length",
+        new="first = (own - ahead) % count * length",
+        tests=(
+            "tests/unit/parallel/tensor_parallel/test_gather_blocks.py::"
+            "test_each_block_is_whole_after_its_own_wait",
+        ),
+    ),
 )
