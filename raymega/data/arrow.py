@@ -234,8 +234,8 @@ def _read_lengths(reader: pa.RecordBatchFileReader) -> Tokens:
 
 
 def _lengths(metadata: pa.KeyValueMetadata | None) -> Tokens:
-    texts = (metadata or {}).get(LENGTHS_KEY, b"").split(b",")
-    return np.array([int(text) for text in texts if text], dtype=np.int64)
+    # parsed at once: a million numbers one by one take 0.2 s
+    return np.fromstring((metadata or {}).get(LENGTHS_KEY, b""), dtype=np.int64, sep=",")
 
 
 @contextmanager

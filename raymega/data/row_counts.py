@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.uint64]
-ALL, ONE = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1)
-LEVELS = 3
-LONGEST_ROW = (1 << 6 * LEVELS) - 64
-"""Most tokens of a row that the tree of bits reaches."""
+BIT = np.uint64(1) << np.arange(64, dtype=np.uint64)
+"""Word with bit b alone, [64]."""
+FROM = np.uint64(0xFFFFFFFFFFFFFFFF) << np.arange(64, dtype=np.uint64)
+"""Word with bit b and all above, [64]."""
+LONGEST_ROW = 1 << 18
+"""Most tokens of a row whose windows are counted side by side; the counters of longer rows take more memory than
+the rows themselves."""
 COUNTER_BYTES = 1 << 25
 """Memory of the counters of the windows that are counted side by side."""
 
@@ -50,73 +53,64 @@ def count_rows(lengths: Ints, seq_len: int) -> Ints:
 
 
 class _Room:
-    """Room left in the rows of many windows: how many rows have each, and which rooms there are."""
+    """Room left in the rows of many windows: how many rows have each, and which rooms there are.
+
+    Of a whole room, S, there are as many as a window takes: those are its new rows.
+    """
 
     def __init__(self, num_windows: int, seq_len: int) -> None:
-        self._seq_len = seq_len
-        self._num_rows = np.zeros((num_windows, seq_len + 1), dtype=np.int32)
+        self._seq_len, self._windows = seq_len, np.arange(num_windows)
+        self._num_rows = np.zeros(num_windows * (seq_len + 1), dtype=np.int32)
+        self._first = self._windows * (seq_len + 1)
         # bit b of level 0 is set if a row has room b; bit w of the next level if word w has a bit
-        self._levels, words = list[Bits](), seq_len + 1
-        for _ in range(LEVELS):
-            words = (words >> 6) + 1
-            self._levels.append(np.zeros((num_windows, words), dtype=np.uint64))
+        self._levels, words = list[tuple[Bits, Ints]](), seq_len + 1
+        while words > 1 or not self._levels:
+            words = -(-words >> 6)
+            bits = np.zeros(num_windows * words, dtype=np.uint64)
+            self._levels.append((bits, self._windows * words))
+        whole = np.full(num_windows, seq_len)
+        self._add(whole)
+        self._num_rows[self._first + whole] = np.iinfo(np.int32).max
 
     def place(self, lengths: Ints) -> npt.NDArray[np.bool_]:
         """Place a piece in each of the first windows, [n]; return which of them took a new row."""
-        windows = np.arange(len(lengths))
-        found = self._least(windows, lengths)
-        is_new = found < 0
-        old = windows[~is_new]
-        self._remove(old, found[old])
-        left = np.where(is_new, self._seq_len, found) - lengths
-        held = windows[left > 0]
-        self._add(held, left[held])
-        return is_new
+        found = self._least(0, self._windows[: len(lengths)], lengths)
+        self._remove(found)
+        self._add(found - lengths)
+        return found == self._seq_len
 
-    def _least(self, windows: Ints, lengths: Ints) -> Ints:
-        """Return the least room of at least ``lengths`` in each window, -1 where there is none."""
-        found = np.full(len(windows), -1, dtype=np.int64)
-        # up: the first level that has a bit at or after the place
-        waiting, place = windows, lengths
-        for level, bits in enumerate(self._levels):
-            word = place >> 6
-            seen = bits[waiting, word] & (ALL << (place & 63).astype(np.uint64))
-            is_there = seen != 0
-            if is_there.any():
-                at = (word[is_there] << 6) + _lowest(seen[is_there])
-                found[waiting[is_there]] = self._descend(waiting[is_there], at, level)
-            waiting, place = waiting[~is_there], word[~is_there] + 1
-            inside = place >> 6 < self._levels[min(level + 1, LEVELS - 1)].shape[1]
-            waiting, place = waiting[inside], place[inside]
-            if not len(waiting):
-                break
-        return found
+    def _least(self, level: int, windows: Ints, place: Ints) -> Ints:
+        """Return the lowest bit of a level from ``place`` on; there is one in each window."""
+        bits, first = self._levels[level]
+        word = place >> 6
+        seen = bits[first[windows] + word] & FROM[place & 63]
+        # where this word has none: the lowest later word that has
+        far = np.flatnonzero(seen == 0)
+        if len(far):
+            word[far] = self._least(level + 1, windows[far], word[far] + 1)
+            seen[far] = bits[first[windows[far]] + word[far]]
+        return (word << 6) + np.bitwise_count(~seen & (seen - np.uint64(1)))
 
-    def _descend(self, windows: Ints, at: Ints, level: int) -> Ints:
-        """Return the lowest room below bit ``at`` of a level."""
-        for bits in self._levels[:level][::-1]:
-            at = (at << 6) + _lowest(bits[windows, at])
-        return at
-
-    def _add(self, windows: Ints, room: Ints) -> None:
-        self._num_rows[windows, room] += 1
-        for bits in self._levels:
-            bits[windows, room >> 6] |= ONE << (room & 63).astype(np.uint64)
+    def _add(self, room: Ints) -> None:
+        """Count one row more of each window's ``room``, [n]."""
+        self._num_rows[self._first[: len(room)] + room] += 1
+        for bits, first in self._levels:
+            bits[first[: len(room)] + (room >> 6)] |= BIT[room & 63]
             room = room >> 6
 
-    def _remove(self, windows: Ints, room: Ints) -> None:
-        self._num_rows[windows, room] -= 1
+    def _remove(self, room: Ints) -> None:
+        """Count one row less of each window's ``room``, [n]."""
+        at = self._first[: len(room)] + room
+        left = self._num_rows[at] - 1
+        self._num_rows[at] = left
+        windows = np.flatnonzero(left == 0)
+        room = room[windows]
         # clear upwards while a word becomes empty
-        is_empty = self._num_rows[windows, room] == 0
-        for bits in self._levels:
-            windows, room = windows[is_empty], room[is_empty]
+        for bits, first in self._levels:
             if not len(windows):
                 return
-            word = room >> 6
-            bits[windows, word] &= ~(ONE << (room & 63).astype(np.uint64))
-            is_empty, room = bits[windows, word] == 0, word
-
-
-def _lowest(words: Bits) -> Ints:
-    """Return the number of the lowest set bit of each word, which is not 0."""
-    return np.bitwise_count((words & (~words + ONE)) - ONE).astype(np.int64)
+            at = first[windows] + (room >> 6)
+            word = bits[at] & ~BIT[room & 63]
+            bits[at] = word
+            is_empty = word == 0
+            windows, room = windows[is_empty], room[is_empty] >> 6

@@ -92,8 +92,8 @@ STREAM_MUTATIONS = (
     StreamMutation(
         name="a row without enough room is taken for one with it",
         file="data/row_counts.py",
-        old="seen = bits[waiting, word] & (ALL << (place & 63).astype(np.uint64))",
-        new="seen = bits[waiting, word]",
+        old="seen = bits[first[windows] + word] & FROM[place & 63]",
+        new="seen = bits[first[windows] + word]",
         caught="packing: other rows",
     ),
 )

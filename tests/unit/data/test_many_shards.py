@@ -1,16 +1,19 @@
-"""Seventy thousand shards, more than Linux maps for a process, open and are read at the cost of what is read."""
+"""Seventy thousand shards, more than Linux maps for a process, and a million packed documents, open at little cost."""
 
 import os
 import random
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from raymega.data.arrow import MOST_MAPS
-from raymega.data.format import META_FILE, encode_meta
+from raymega.data.arrow import MOST_MAPS, ShardWriter
+from raymega.data.format import META_FILE, SplitMeta, encode_meta
 from raymega.data.open_split import Shape, open_split
+from raymega.data.streaming import node_cache
 from tests.unit.data.datasets import write_dataset
 
 NUM_SHARDS, NUM_FILES, SHARD_TOKENS, SEQ_LEN = 70_000, 64, 130, 64
@@ -49,3 +52,31 @@ def test_seventy_thousand_shards_are_read_in_any_order(tmp_path, capsys):
     assert MOST_MAPS / 2 < maps < MOST_MAPS + 2_000
     with capsys.disabled():
         print(f"\n  {NUM_SHARDS:,} shards open in {opened_s:.2f} CPU s, {maps:,} maps")
+
+
+@pytest.mark.wide
+def test_a_million_packed_documents_open_in_little_memory(tmp_path, capsys, monkeypatch):
+    """Lengths are drawn as those of web pages: half are below 100 tokens, and one in a thousand is cut."""
+    monkeypatch.setattr(node_cache, "cache_root", lambda: tmp_path / "cache")
+    draw, shards = np.random.default_rng(0), []
+    for number in range(10):
+        with ShardWriter(tmp_path, f"train/{number:06d}.arrow", dtype="uint16") as writer:
+            for length in np.maximum(1, draw.lognormal(np.log(100), 1.0, 100_000)).astype(int):
+                writer.append(np.zeros(length, dtype=np.uint16))
+            shards.append(writer.close())
+    meta = replace(
+        write_dataset(tmp_path, train=(), valid=()),
+        splits={"train": SplitMeta(shards=tuple(shards), num_text_bytes=1)},
+    )
+    (tmp_path / META_FILE).write_bytes(encode_meta(meta))
+    shape = Shape(seq_len=2048, packing="best_fit", window=4096)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    source = open_split(str(tmp_path), "train", shape, seed=0)
+    opened_s = time.process_time() - began
+    held_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert sum(shard.num_documents for shard in shards) == 1_000_000 and held_mb < 100
+    with capsys.disabled():
+        print(
+            f"\n  1,000,000 documents in {source.num_windows:,} rows open in {opened_s:.2f} CPU s, {held_mb:.0f} MB"
+        )
