@@ -24,9 +24,9 @@ from raymega.plugin_faults import has_fields, line_of, raised_fault, value_fault
 
 Kind = Literal[
     "tracker", "lr_schedule", "callback", "metric", "loss", "optimizer", "data_source", "transform", "activation",
-    "family", "hf_family", "store",
+    "norm", "family", "hf_family", "store",
 ]  # fmt: skip
-WITHOUT_OPTIONS = ("activation", "family", "hf_family", "store")
+WITHOUT_OPTIONS = ("activation", "norm", "family", "hf_family", "store")
 """Kinds that are chosen where no job is known."""
 ATTRIBUTE = "PLUGINS"
 """Name of a module's list of plug-ins."""

@@ -19,7 +19,7 @@ from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.encoder_head import HeadTransform, PairHead
 from raymega.model.layers.lm_head import Head
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
-from raymega.model.layers.norms import LayerNorm, RmsNorm
+from raymega.model.layers.norms import Norm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.moe.layer import MoeLayer
 from raymega.parallel.core.sharded_parameter import ShardedParameter
@@ -35,10 +35,7 @@ TOKEN_TABLE = "embedding.tokens.weight"
 
 def make_norm(factory: ParameterFactory, name: str, model: ModelSection) -> nn.Module:
     """Return the family's norm layer, with its tensors below ``name``."""
-    parts = parts_of(model)
-    if parts.has_norm_bias:
-        return LayerNorm(factory, name, model.norm_eps)
-    return RmsNorm(factory, name, model.norm_eps, is_offset=parts.is_norm_offset)
+    return Norm(factory, name, parts_of(model).norm, model.norm_eps)
 
 
 def make_positions(
@@ -94,7 +91,7 @@ def make_block(
     drop = partial(ResidualDropout, factory.seed, rate=model.hidden_dropout)
 
     def norm(part: str) -> nn.Module | None:
-        is_there = f"{name}.{part}.weight" in factory.table
+        is_there = part in parts.family.norm_places
         return make_norm(factory, f"{name}.{part}", model) if is_there else None
 
     after = norm("attention_post_norm"), norm("mlp_post_norm")

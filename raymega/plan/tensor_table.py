@@ -54,15 +54,18 @@ def _scale(name: str, size: int, *, serves_heads: bool = False) -> GlobalTensor:
 
 
 def _offset(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
-    """Return a norm's weight, which starts at 0 where the family multiplies by 1 + weight."""
+    """Return the weight of heads' norms, which starts at 0 where the family multiplies by 1 + weight."""
     return replace(tensor, init="zeros") if parts_of(model).is_norm_offset else tensor
 
 
 def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
-    table = [_offset(_scale(name, model.hidden_size), model)]
-    if parts_of(model).has_norm_bias:
-        table.append(_bias(name, model.hidden_size, tp_dim=-1))
-    return table
+    return [
+        GlobalTensor(
+            name=f"{name}.{part}", shape=(1 if tensor.is_scalar else model.hidden_size,), tp_dim=-1,
+            init=tensor.init, initializer_range=0.0, role="bias" if part == "bias" else "norm",
+        )
+        for part, tensor in parts_of(model).norm_kind.tensors.items()
+    ]  # fmt: skip
 
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
@@ -225,10 +228,8 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Return the tensors of one transformer block."""
     at = block_name(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
-    kinds = {"before": ["norm"], "after": ["post_norm"], "sum": ["sum_norm"]}
-    kinds["both"] = kinds["before"] + kinds["after"]
-    names = (f"{part}_{k}" for k in kinds[parts_of(model).norms] for part in ("attention", "mlp"))
-    norms = [tensor for name in names for tensor in _norm(f"{at}.{name}", model)]
+    places = parts_of(model).norm_places
+    norms = [tensor for place in places for tensor in _norm(f"{at}.{place}", model)]
     attention = make_attention(f"{at}.attention", model)
     is_moe = model.moe.holds_experts(layer)
     inner = _moe_tensors(f"{at}.moe", model) if is_moe else _mlp_tensors(f"{at}.mlp", model)

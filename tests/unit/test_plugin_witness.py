@@ -12,15 +12,8 @@ from raymega.convert.huggingface.names import hf_tensors
 from raymega.optim.updates import ParamState, make_update_group, update_code
 from raymega.parallel.tensor_parallel.cross_entropy import LossTerms
 from raymega.parallel.tensor_parallel.vocab_logits import VocabLogits
-from tests.support.outside_package import write_package
+from tests.support.outside_package import STABLELM, write_package
 from tests.support.params import ALONE
-
-STABLELM = {
-    "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "vocab_size": 64, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "hidden_act": "silu", "max_position_embeddings": 64, "layer_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "use_qkv_bias": False, "partial_rotary_factor": 0.5, "initializer_range": 0.02,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

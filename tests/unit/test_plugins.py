@@ -21,6 +21,7 @@ from raymega.data.row_rules.plugin_rows import transforms_of
 from raymega.data.rows import whole_row
 from raymega.data.samples import open_samples
 from raymega.errors import CommunicationError, ConfigError
+from raymega.model.families import make_norm
 from raymega.model.layers.mlp import ACTIVATIONS, named_activation
 from raymega.optim.lr_schedule import learning_rate
 from raymega.optim.updates import ParamState, make_update_group, update_code
@@ -28,6 +29,7 @@ from raymega.orchestrate.run_store.run_identity import identity_faults, identity
 from raymega.parallel.tensor_parallel.cross_entropy import LossTerms
 from raymega.parallel.tensor_parallel.vocab_logits import VocabLogits
 from raymega.plan.layers.family_parts import FAMILY_PARTS, parts_of
+from raymega.plan.layers.norm_kinds import NORM_KINDS
 from raymega.plan.memory.optimizer_state import KINDS
 from raymega.plan.run_plan import make_plan
 from raymega.plugins import BUILT_IN, Plugin, Registry, call_plugin, registry_of, with_versions
@@ -39,6 +41,7 @@ from raymega.train.plugin_hooks import PluginHooks
 from tests.support.jobs import VERIFY
 from tests.support.outside_package import USES, options, write_package
 from tests.support.params import ALONE
+from tests.unit.model.parts import make_model_factory
 
 MODULES = ("acme.plugins",)
 
@@ -47,7 +50,7 @@ FAULTS = {
     "lr_schedule": ("parts.py", "1 // 0"), "metric": ("parts.py", "train/los\""), "callback": ("parts.py", "_wirte"),
     "tracker": ("csv_tracker.py", "floder"), "loss": ("tensors.py", "gama"), "optimizer": ("tensors.py", "_) ="),
     "activation": ("tensors.py", "sigmoit"), "data_source": ("rows.py", "% modulo"), "transform": ("rows.py", "/ 4"),
-    "store": ("store.py", "kee"),
+    "store": ("store.py", "kee"), "norm": ("tensors.py", "tahn"),
 }  # fmt: skip
 """File and word of the line that fails, by kind."""
 
@@ -203,6 +206,7 @@ def test_each_kind_that_fails_is_named_with_its_line(folder):
     change(folder, "tensors.py", "** options.gamma", "** options.gama")
     change(folder, "tensors.py", "(momenta,) =", "(momenta, _) =")
     change(folder, "tensors.py", "torch.sigmoid(x)", "torch.sigmoit(x)")
+    change(folder, "tensors.py", "torch.tanh(alpha", "torch.tahn(alpha")
     change(folder, "rows.py", "% modulus", "% modulo")
     change(folder, "rows.py", "len(mask) // 4", "len(mask) / 4")
     change(folder, "store.py", '"length(data)", key', '"length(data)", kee')
@@ -220,6 +224,7 @@ def test_each_kind_that_fails_is_named_with_its_line(folder):
     group = make_update_group(states, step=one[0], lr=1.0, weight_decay=0.0, divisor=None)
     row = whole_row(np.zeros(33, dtype=np.int64))
     (transform,) = transforms_of(job, "train")
+    norm = make_norm(make_model_factory(job.model), "final_norm", job.model)
     store = open_store(f"acme.sqlite://{folder}/objects")
     store.put("a", [b"1"], overwrite=False)
     for call, told in (
@@ -236,6 +241,7 @@ def test_each_kind_that_fails_is_named_with_its_line(folder):
         (lambda: update_code(section, job.plugins, "acme.nesterov")(group),
          "optimizer acme.nesterov raised ValueError at "),
         (lambda: named_activation("acme.swish")(torch.ones(2)), "activation acme.swish raised AttributeError at "),
+        (lambda: norm(torch.ones(1, 1, 32).double()), "norm acme.tanh raised AttributeError at "),
         (lambda: open_samples(job).row(0), "data_source acme.squares raised NameError at "),
         (lambda: transform(row, 0), "transform acme.skip raised TypeError at "),
         (lambda: store.size("a"), "store acme.sqlite raised NameError at "),
@@ -270,7 +276,7 @@ def test_own_parts_are_there():
         literal, _ = get_args(section.model_fields[field].annotation)
         assert sorted(registry.names(kind)) == sorted(get_args(literal))
     tables = {"family": FAMILY_PARTS, "hf_family": HF_FAMILIES, "optimizer": KINDS, "activation": ACTIVATIONS,
-              "store": BACKENDS}  # fmt: skip
+              "store": BACKENDS, "norm": NORM_KINDS}  # fmt: skip
     for kind, table in tables.items():
         assert sorted(registry.names(kind)) == sorted(table)
 
@@ -318,26 +324,33 @@ def test_options_that_no_job_file_can_write_are_refused(folder, options, told):
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("has_norm_bias=True", 'norms="inside"', "family acme.stablelm has norms='inside'; input should be"),
-        ("has_norm_bias=True", 'biased=frozenset({"attention.qq"})', "has biased=['attention.qq']; layers with a bias are"),
+        ('norm="layer_norm"', 'norms="inside"', "family acme.stablelm has norms='inside'; input should be"),
+        ('norm="layer_norm"', 'biased=frozenset({"attention.qq"})', "has biased=['attention.qq']; layers with a bias are"),
         ("width_powers=(0.0, 1.0)", "width_powers=(0.0,)", "optimizer acme.nesterov has width_powers"),
         ('update="acme.tensors:apply_nesterov"', 'update=""', "has update=''; it reads package.module:attribute"),
+        ('apply="acme.tensors:scaled_tanh"', 'apply="tanh"', "norm acme.tanh has apply='tanh'; it reads package.module"),
+        ("kept=1", "kept=-1", "norm acme.tanh has kept=-1; it is 0 or more"),
+        ('"alpha":', '"a.b":', "norm acme.tanh has tensors=['a.b']; a tensor's name is a word"),
+        ('init="zeros"', 'init="twos"', "norm acme.tanh has tensors.bias.init='twos'"),
+        ('norm="acme.tanh"', 'norm="acme.tan"', "family acme.tanh names 'acme.tan'"),
     ],
 )  # fmt: skip
 def test_declarations_without_a_meaning_are_refused(folder, old, new, told):
     change(folder, "declarations.py", old, new)
-    assert told in refused()
+    family = "acme.stablelm" if "stablelm" in told or "layer_norm" in old else "acme.tanh"
+    assert told in refused(f"model.family={family}")
 
 
 def test_family_of_a_plug_in_may_have_the_clamped_gate(folder):
     change(folder, "declarations.py", 'activation="acme.swish"', 'activation="clamped_silu"')
-    job = load_job(VERIFY, [*USES, options(folder), "model.swiglu_limit=5.0"])
+    family = "model.family=acme.stablelm"
+    job = load_job(VERIFY, [*USES, options(folder), family, "model.swiglu_limit=5.0"])
     assert job.model.swiglu_limit == 5.0
     for module in ("acme", "acme.plugins", "acme.declarations"):
         sys.modules.pop(module, None)
     forget()
-    change(folder, "declarations.py", "has_norm_bias=True", "has_norm_bias=True, has_gate=False")
-    assert "names 'clamped_silu'" in refused()
+    change(folder, "declarations.py", 'norm="layer_norm"', 'norm="layer_norm", has_gate=False')
+    assert "names 'clamped_silu'" in refused(family)
 
 
 def test_callback_without_a_method_is_refused_before_the_first_step(folder):
@@ -376,7 +389,7 @@ def test_checkpoint_does_not_import_a_module_of_the_working_folder(folder, monke
     # somebody who trusts the folder says so
     monkeypatch.syspath_prepend(folder)
     read = tuned_model_of(SimpleNamespace(key="manifest", job=saved))
-    assert read.family == "acme.stablelm" and parts_of(read).has_norm_bias
+    assert read.family == "acme.stablelm" and parts_of(read).norm == "layer_norm"
 
 
 def test_time_out_of_a_collective_inside_a_plugin_keeps_its_class_and_names_the_plugin(folder):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raymega.config.schema import ModelSection
 from raymega.model.attention.core_attention import CoreAttention
 from raymega.model.attention.rope import score_scale
-from raymega.model.layers.norms import RmsNorm
+from raymega.model.layers.norms import Norm
 from raymega.parallel.context_parallel.context import (
     TokenLayout,
     make_token_layout,
@@ -54,9 +54,11 @@ class LatentAttention(nn.Module):
         self.positions = positions
         q_down = (f"{name}.q_down",) if mla.q_lora_rank else ()
         self.down = ReplicatedLinear(factory, *q_down, f"{name}.kv_down")
-        self.q_norm = RmsNorm(factory, f"{name}.q_latent_norm", model.norm_eps) if q_down else None
+        self.q_norm = (
+            Norm(factory, f"{name}.q_latent_norm", "rms_norm", model.norm_eps) if q_down else None
+        )
         self.q = ColumnParallelLinear(factory, f"{name}.q_up" if q_down else f"{name}.q")
-        self.kv_norm = RmsNorm(factory, f"{name}.kv_latent_norm", model.norm_eps)
+        self.kv_norm = Norm(factory, f"{name}.kv_latent_norm", "rms_norm", model.norm_eps)
         self.kv = ColumnParallelLinear(factory, f"{name}.kv_up")
         self.core = CoreAttention(factory, name, model)
         self.out = RowParallelLinear(factory, f"{name}.out")

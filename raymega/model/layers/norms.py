@@ -6,45 +6,73 @@ parameters, except those of a norm over all heads. Under sequence parallelism th
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from raymega.config.schema import ModelSection
+from raymega.errors import ConfigError
 from raymega.model.layers.fused_ops import rms_norm
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.core.linear_map import apply_linear
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.plugins import call_plugin, find
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm: (x - mean) / sqrt(variance + eps) * weight + bias."""
+class Norm(nn.Module):
+    """Norm of the stream's features, of kind ``name`` (`raymega.plan.layers.norm_kinds`).
 
-    def __init__(self, factory: ParameterFactory, name: str, eps: float) -> None:
+    Args:
+        factory: Factory of its tensors, which the table lists as ``at.TENSOR``.
+        at: Begin of its tensors' names.
+        name: Name of the kind, a plug-in's too.
+        eps: Number that keeps a division finite.
+    """
+
+    def __init__(self, factory: ParameterFactory, at: str, name: str, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = factory.make(f"{name}.weight")
-        self.bias = factory.make(f"{name}.bias")
+        row = find("norm", name)
+        kind = row.load()
+        self.row, self.eps = replace(row, target=kind.apply), eps
+        self.tensor_names = tuple(kind.tensors)
+        for tensor in self.tensor_names:
+            setattr(self, tensor, factory.make(f"{at}.{tensor}"))
+        self.code = self.row.load()
+        if kind.is_fusable:
+            self.code = partial(self.code, is_fused=factory.is_fused)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [S/sp, B, D] over its features."""
-        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        tensors = (getattr(self, tensor) for tensor in self.tensor_names)
+        y = call_plugin(self.row, lambda: self.code(x, *tensors, eps=self.eps))
+        if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
+            return y
+        raise ConfigError(
+            fact=f"norm {self.row.name} returned "
+            + (f"{list(y.shape)} {y.dtype}" if isinstance(y, Tensor) else f"{y!r:.60}"),
+            rule=f"it maps the stream to one of its shape and dtype, {list(x.shape)} {x.dtype}",
+            remedy=f"correct {self.row.target}",
+        )
 
 
-class RmsNorm(nn.Module):
-    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight, or times 1 + weight with ``is_offset``."""
+def apply_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias."""
+    return layer_norm(x, weight.shape, weight, bias, eps)
 
-    def __init__(
-        self, factory: ParameterFactory, name: str, eps: float, *, is_offset: bool = False
-    ) -> None:
-        super().__init__()
-        self.eps, self.is_fused, self.is_offset = eps, factory.is_fused, is_offset
-        self.weight = factory.make(f"{name}.weight")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [S/sp, B, D] over its features."""
-        weight = 1 + self.weight if self.is_offset else self.weight
-        return rms_norm(x, weight, self.eps, is_fused=self.is_fused)
+def apply_rms_norm(x: Tensor, weight: Tensor, *, eps: float, is_fused: bool = False) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight."""
+    return rms_norm(x, weight, eps, is_fused=is_fused)
+
+
+def apply_offset_rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, is_fused: bool = False
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * (1 + weight)."""
+    return rms_norm(x, 1 + weight, eps, is_fused=is_fused)
 
 
 class HeadNorms(nn.Module):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raymega.config.schema import ModelSection
+from raymega.plan.layers.norm_kinds import NormKind
 from raymega.plugins import code_of
 
 
@@ -25,8 +26,8 @@ class FamilyParts:
         activation: Nonlinearity of the feed-forward layer, of the gate where there is one: a part of kind
             ``activation``, such as ``silu``, ``gelu``, ``gelu_tanh`` or ``relu2``; or ``clamped_silu``,
             GPT-OSS's, which bounds gate and up.
-        has_norm_bias: Whether norms are LayerNorm with a bias; else RMSNorm.
-        is_norm_offset: Whether norms multiply by 1 + weight.
+        norm: Norm of the stream, a part of kind ``norm``: ``layer_norm``, ``rms_norm``, or ``offset_rms_norm``,
+            which multiplies by 1 + weight.
         norms: Place of each norm: before attention and feed-forward layer, after them, both, or after
             their sum with the residual stream (BERT's post-norm), which then has no final norm.
         qk_norm: Norms of queries and keys: none, one weight for all heads, or one over all features.
@@ -44,8 +45,7 @@ class FamilyParts:
     has_positions: bool = False
     has_gate: bool = True
     activation: str = "silu"
-    has_norm_bias: bool = False
-    is_norm_offset: bool = False
+    norm: str = "rms_norm"
     norms: Literal["before", "after", "both", "sum"] = "before"
     qk_norm: Literal["none", "heads", "whole", "l2"] = "none"
     has_neighbour_rope: bool = False
@@ -60,6 +60,27 @@ class FamilyParts:
         """Return whether queries and keys have norms with weights."""
         return self.qk_norm in ("heads", "whole")
 
+    @property
+    def norm_kind(self) -> NormKind:
+        """Return what the norm is made of."""
+        kind = code_of("norm", self.norm)
+        assert isinstance(kind, NormKind), "the job's rules have checked it"
+        return kind
+
+    @property
+    def is_norm_offset(self) -> bool:
+        """Return whether norms, those of heads too, multiply by 1 + weight."""
+        return self.norm == "offset_rms_norm"
+
+    @property
+    def norm_places(self) -> tuple[str, ...]:
+        """Return the names of a layer's norms."""
+        kinds = {"before": ["norm"], "after": ["post_norm"], "sum": ["sum_norm"]}
+        kinds["both"] = kinds["before"] + kinds["after"]
+        return tuple(
+            f"{part}_{kind}" for kind in kinds[self.norms] for part in ("attention", "mlp")
+        )
+
 
 _QKV = ("attention.q", "attention.k", "attention.v")
 _EVERY_BIAS = frozenset((*_QKV, "attention.out", "mlp.up", "mlp.down"))
@@ -73,15 +94,15 @@ CLAMPED = "clamped_silu"
 _LLAMA = FamilyParts()
 _OLMO = FamilyParts(norms="after", qk_norm="whole")
 _BERT = FamilyParts(
-    biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu", has_norm_bias=True, norms="sum",
+    biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu", norm="layer_norm", norms="sum",
     is_causal=False, has_embedding_norm=True,
 )  # fmt: skip
 _GEMMA2 = FamilyParts(
-    activation="gelu_tanh", is_norm_offset=True, norms="both", scales_embedding=True
+    activation="gelu_tanh", norm="offset_rms_norm", norms="both", scales_embedding=True
 )
 FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "gpt2": FamilyParts(
-        biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu_tanh", has_norm_bias=True
+        biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu_tanh", norm="layer_norm"
     ),
     "llama": _LLAMA,
     "qwen2": FamilyParts(biased=frozenset(_QKV)),
@@ -91,7 +112,7 @@ FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "gpt_neox": FamilyParts(
-        biased=_EVERY_BIAS, has_gate=False, activation="gelu", has_norm_bias=True, is_parallel=True
+        biased=_EVERY_BIAS, has_gate=False, activation="gelu", norm="layer_norm", is_parallel=True
     ),
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, qk_norm="heads"),

@@ -187,7 +187,8 @@ def _norm_bytes(shape: ActivationShape) -> int:
     its input alone, for the sum with the residual stream keeps nothing; the part then reads the stream.
     """
     is_remade = shape.remakes("norm")
-    each = shape.stream_bytes + _statistics_bytes(shape, is_remade=is_remade)
+    kept = 0 if is_remade else shape.family.norm_kind.kept
+    each = (1 + kept) * shape.stream_bytes + _statistics_bytes(shape, is_remade=is_remade)
     match shape.family.norms:
         case "after" | "sum":
             return shape.stream_bytes + each
@@ -200,8 +201,7 @@ def _norm_bytes(shape: ActivationShape) -> int:
 def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int:
     if is_remade:
         return 0
-    per_token = 2 if shape.family.has_norm_bias else 1  # mean and deviation, or deviation
-    return shape.stream_tokens * per_token * shape.wide
+    return shape.stream_tokens * shape.family.norm_kind.statistics * shape.wide
 
 
 def _attention_bytes(shape: ActivationShape) -> int:

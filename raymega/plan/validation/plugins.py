@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from raymega.config.data import source_name
 from raymega.errors import ConfigError, Fault
 from raymega.plan.layers.family_parts import CLAMPED, LINEAR_LAYERS, FamilyParts
+from raymega.plan.layers.norm_kinds import NormKind
 from raymega.plan.memory.optimizer_state import OptimizerKind
 from raymega.plugins import (
     Kind,
@@ -33,7 +34,11 @@ CHOOSERS: Mapping[str, Kind] = {
     "tracking.trackers": "tracker",
 }
 """Fields that name parts, and the kind of each; a field may have a list of names."""
-DECLARATIONS: Mapping[Kind, type] = {"optimizer": OptimizerKind, "family": FamilyParts}
+DECLARATIONS: Mapping[Kind, type] = {
+    "optimizer": OptimizerKind,
+    "family": FamilyParts,
+    "norm": NormKind,
+}
 """Kinds whose code is a declaration that the planner reads, and its class."""
 
 
@@ -117,9 +122,18 @@ def _declaration_faults(row: Plugin, known: Registry) -> Iterator[Fault]:
     where = f"{row.kind} {row.name}"
     for name, value, rule in _wrong_values(found):
         yield Fault(fact=f"{where} has {name}={value!r}", rule=rule, remedy=f"correct {row.target}")
-    is_clamped = isinstance(found, FamilyParts) and found.has_gate and found.activation == CLAMPED
-    if isinstance(found, FamilyParts) and not is_clamped:
-        yield from known.name_faults("activation", found.activation, field=where)
+    if isinstance(found, FamilyParts):
+        yield from _family_faults(found, known, where)
+
+
+def _family_faults(family: FamilyParts, known: Registry, where: str) -> Iterator[Fault]:
+    """Yield the faults of the parts that a plug-in's family names."""
+    if not (family.has_gate and family.activation == CLAMPED):
+        yield from known.name_faults("activation", family.activation, field=where)
+    if faults := list(known.name_faults("norm", family.norm, field=where)):
+        yield from faults
+    else:
+        yield from _declaration_faults(known.find("norm", family.norm), known)
 
 
 def _wrong_values(found: Any) -> Iterator[tuple[str, object, str]]:
@@ -133,6 +147,14 @@ def _wrong_values(found: Any) -> Iterator[tuple[str, object, str]]:
         return
     if isinstance(found, OptimizerKind) and ":" not in found.update:
         yield "update", found.update, "it reads package.module:attribute"
+    if isinstance(found, NormKind):
+        if ":" not in found.apply:
+            yield "apply", found.apply, "it reads package.module:attribute"
+        for name in ("statistics", "kept"):
+            if (number := getattr(found, name)) < 0:
+                yield name, number, "it is 0 or more"
+        if unfit := [name for name in found.tensors if not name.isidentifier()]:
+            yield "tensors", unfit, "a tensor's name is a word of letters, digits and underscores"
     if isinstance(found, FamilyParts) and found.biased - LINEAR_LAYERS:
         unknown = sorted(found.biased - LINEAR_LAYERS)
         yield "biased", unknown, f"layers with a bias are of {', '.join(sorted(LINEAR_LAYERS))}"

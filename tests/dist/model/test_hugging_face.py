@@ -1,12 +1,15 @@
 """Hugging Face's transformers as the outside witness: logits, training steps, and the way back."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import StableLmConfig, StableLmForCausalLM
 
+from raymega import plugins
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.parallel import ParallelSection
@@ -25,6 +28,7 @@ from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
+from tests.support.outside_package import STABLELM, write_package
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models, plain_models
 from tests.support.references.plain_training import (
@@ -40,6 +44,7 @@ from tests.unit.model.parts import make_stage_modules
 pytestmark = pytest.mark.dist
 
 NOW = "2025-01-01T00:00:00+00:00"
+ACME = ("acme.plugins",)
 
 
 @pytest.fixture(params=hf_models.KINDS)
@@ -47,10 +52,11 @@ def kind(request):
     return request.param
 
 
-def _import(tmp_path, model):
+def _import(tmp_path, model, plugins=()):
     model.save_pretrained(tmp_path / "theirs")
+    uri = str(tmp_path / "ours")
     return hf_import(
-        tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
+        tmp_path / "theirs", uri, created=NOW, make_vocab_size_divisible_by=8, plugins=plugins
     )
 
 
@@ -256,10 +262,13 @@ def test_steps_with_experts_are_those_of_a_plain_loop(tmp_path, kind, layout):
 
 def _check_steps(tmp_path, kind, layout, *options):
     theirs = hf_models.make_model(kind)
-    done = _import(tmp_path, theirs)
+    _compare_steps(tmp_path, theirs, _import(tmp_path, theirs), layout, *options)
+
+
+def _compare_steps(tmp_path, theirs, done, layout, *options, run=run_grid):
     options = (f"checkpoint.init_from={done.uri}", *options)
     plan = training_plan(done.model, layout, *options)
-    results = run_grid(train_rank, plan.grid, plan.to_json())
+    results = run(train_rank, plan.grid, plan.to_json())
     curve = train_plainly(theirs, theirs, training_plan(done.model, "tp1", *options))
     assert curve[0][1] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"
     for ours, _ in results:
@@ -278,3 +287,52 @@ def _check_steps(tmp_path, kind, layout, *options):
         rows = at.by_head(np.concatenate(parts))[: at.num_rows]
         ours = torch.from_numpy(rows.T if at.is_transposed else rows)
         assert plain_models.difference(ours, wanted[at.name]) < TRAINING_LIMIT, at.name
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Folder of the package of docs/extending.md, which has the family StableLM, known to this process alone."""
+    folder = write_package(tmp_path / "package")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(plugins, "_PARTS", dict(plugins._PARTS))
+    _use(folder)
+    yield folder
+    plugins.registry_of.cache_clear()
+    plugins._loaded.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme"]:
+        del sys.modules[name]
+
+
+def _use(folder):
+    sys.path.insert(0, str(folder))
+    plugins.registry_of(ACME)
+
+
+def _with_package(env, folder, function, *args):
+    _use(folder)
+    return function(env, *args)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_family_of_a_plug_in_is_that_of_transformers(tmp_path, package, layout):
+    """StableLM of docs/extending.md: logits, training steps, and the way back."""
+
+    def run(function, grid, *args):
+        return run_grid(_with_package, grid, package, function, *args)
+
+    torch.manual_seed(4)
+    theirs = StableLmForCausalLM(StableLmConfig(**STABLELM)).double().eval()
+    done, (tp, cp, pp) = _import(tmp_path, theirs, ACME), LAYOUTS[layout]
+    assert done.model.family == "acme.stablelm"
+    ours = _whole(run(_logits, Grid(tp=tp, cp=cp), done.model, done.uri, pp), done.model)
+    with torch.no_grad():
+        wanted = hf_models.logits(theirs, _tokens())
+    assert plain_models.difference(ours, wanted) < LOGITS_LIMIT
+    hf_export(done.uri, tmp_path / "back")
+    back, weights = load_file(tmp_path / "back" / "model.safetensors"), theirs.state_dict()
+    assert all(torch.equal(back[name], values) for name, values in weights.items())
+    sizes = f"tp{tp}-pp{pp}-cp{cp}"
+    _compare_steps(
+        tmp_path, theirs, done, sizes, "plugins.modules=[acme.plugins]", run=run,
+    )  # fmt: skip

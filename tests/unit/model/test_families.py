@@ -10,15 +10,14 @@ from raymega.config.model import Family
 from raymega.model.attention.rope import Rope
 from raymega.model.families import make_block, make_norm, make_positions
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
-from raymega.model.layers.norms import LayerNorm, RmsNorm
 from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.tensor_table import layer_tensors
 from tests.support.references import plain_models
 from tests.unit.model.parts import CPU, make_model_factory
 
 PARTS = {
-    "gpt2": (LayerNorm, nn.Identity, GeluMlp),
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), (RmsNorm, Rope, SwigluMlp)),
+    "gpt2": ("layer_norm", nn.Identity, GeluMlp),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), ("rms_norm", Rope, SwigluMlp)),
 }
 
 
@@ -33,7 +32,7 @@ def test_family_builds_its_parts(family):
     positions = make_positions(model, dtype=torch.float64, device=CPU)
     block = make_block(factory, 1, model, positions)
     norm, rotation, mlp = PARTS[family]
-    assert type(make_norm(factory, "final_norm", model)) is norm
+    assert make_norm(factory, "final_norm", model).row.name == norm
     assert type(positions) is rotation and type(block.mlp) is mlp
     names = {piece.tensor.name for p in block.parameters() for piece in p.spec.pieces}
     assert names == {tensor.name for tensor in layer_tensors(model, 1)}

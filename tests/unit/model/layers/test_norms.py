@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from raymega.model.layers.norms import HeadNorms, LayerNorm, RmsNorm
+from raymega.model.layers.norms import HeadNorms, Norm
 from tests.support.references import plain_models
 from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
 
-NORMS = {"gpt2": LayerNorm, "llama": RmsNorm}
+NORMS = {"gpt2": "layer_norm", "llama": "rms_norm"}
 
 
 def _norm_and_reference(family, x, *, dtype=torch.float64):
     model = plain_models.make_model(family)
     factory = make_model_factory(model, dtype=dtype)
-    norm = NORMS[family](factory, "final_norm", model.norm_eps)
+    norm = Norm(factory, "final_norm", NORMS[family], model.norm_eps)
     weights = plain_models.draw_weights(factory.table.values())
     weights = {name: values.to(dtype).double() for name, values in weights.items()}
     plain_models.fill(norm.parameters(), weights)
