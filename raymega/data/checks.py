@@ -131,15 +131,7 @@ def _computed_faults(path: str, wants: _Wants) -> list[Fault]:
     name = source_name(path)
     if name == SYNTHETIC_PATH:
         return _vocabulary_faults(path, SYNTHETIC_VOCAB_SIZE, wants)
-    if not wants.is_packed:
-        return []
-    return [
-        Fault(
-            fact=f"{wants.field}={path!r} with data.packing=best_fit",
-            rule=f"the data source {name} has rows, not documents",
-            remedy="set data.packing=none, or let the source itself pack its rows",
-        )
-    ]
+    return []
 
 
 def _remote_faults(path: str, wants: _Wants) -> list[Fault]:

@@ -24,8 +24,8 @@ from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.row_rules.plugin_rows import open_named
+from raymega.data.rows import DocumentSource, Pairs, Source, SourceSetup
 from raymega.data.rows import LossOn as LossOn
-from raymega.data.rows import Pairs, Source, SourceSetup
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
 from raymega.data.streaming.node_cache import shared_tables
@@ -102,7 +102,8 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     # a data source by name: built-in tokens, Megatron's files, or a plug-in's
     if name := source_name(path):
         setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=vocab_size)
-        return open_named(name, setup, plugins)
+        opened = open_named(name, setup, plugins)
+        return packed(opened, shape) if isinstance(opened, DocumentSource) else opened
     # A prepared dataset: check it as far as possible without reading tokens.
     is_packed = shape.packing != "none"
     meta, files = open_files(path, fetcher)

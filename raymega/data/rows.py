@@ -168,6 +168,29 @@ class WindowSource:
         return whole_row(self._window(index))
 
 
+class DocumentSource:
+    """Documents that a function makes, for rows that raymega packs; each token is a label, but a document's first."""
+
+    is_truncated = False
+
+    def __init__(
+        self, read: Callable[[int], npt.NDArray[np.int64]], lengths: npt.NDArray[np.integer]
+    ) -> None:
+        """Take the function from a document's number to its tokens, and the number of tokens of each, [N]."""
+        self._read, self.lengths = read, lengths
+        self.shards = ((len(lengths), 0),)
+
+    def need(self, shards: Sequence[int]) -> None:
+        """Do nothing: there is no shard to fetch."""
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return tokens [start, stop) of one document."""
+        return self._read(document)[start:stop]
+
+    def counted(self, document: int, start: int, stop: int) -> None:
+        """Return that all tokens count as labels."""
+
+
 def whole_row(window: npt.NDArray[np.int64]) -> Row:
     """Return the row of a window [S + 1]: S input tokens, and as labels the same shifted by one."""
     return Row(

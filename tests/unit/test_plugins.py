@@ -16,7 +16,6 @@ from raymega.api import load_job
 from raymega.config.schema import ModelSection, OptimizerSection
 from raymega.convert.huggingface.families.table import HF_FAMILIES
 from raymega.convert.native import tuned_model_of
-from raymega.data.checks import data_faults
 from raymega.data.row_rules.plugin_rows import transforms_of
 from raymega.data.rows import whole_row
 from raymega.data.samples import open_samples
@@ -419,7 +418,7 @@ def test_rows_of_another_form_are_refused(folder):
     job = load_job(VERIFY, [*USES, options(folder)])
     for old, new, told in (
         ("% modulus", "% 4096", "has tokens from"),
-        ("np.arange(seq_len + 1", "np.arange(seq_len", "they are [32] int64"),
+        ("squares(i, seq_len + 1)", "squares(i, seq_len)", "they are [32] int64"),
         ("dtype=np.int64", "dtype=np.int32", "int32"),
     ):
         text = (folder / "acme" / "rows.py").read_text()
@@ -433,10 +432,47 @@ def test_rows_of_another_form_are_refused(folder):
         (folder / "acme" / "rows.py").write_text(text)
 
 
-def test_packing_needs_a_source_of_documents(folder):
-    registry_of(MODULES)
-    (fault,) = data_faults("acme.squares:64", seq_len=32, vocab_size=64, is_packed=True)
-    assert "acme.squares has rows, not documents" in str(fault)
+PACKED = ("data.packing=best_fit", "data.document_multiple=8")
+
+
+def test_documents_of_a_plug_in_are_packed_as_those_of_a_dataset(folder):
+    """Tokens are the documents' own, whole or cut after S, and no label crosses a border."""
+    job = load_job(VERIFY, [*USES, options(folder), *PACKED, "data.transforms=[]"])
+    samples, seq_len = open_samples(job), job.data.seq_len
+    shape = SimpleNamespace(packing="best_fit", seq_len=seq_len)
+    setup = SimpleNamespace(path="acme.squares:64", split="train", shape=shape)
+    documents, seen = sys.modules["acme.rows"].open_squares(setup), []
+    for number in range(300):
+        row = samples.row(number)
+        for piece in samples.held(number):
+            tokens = documents.read(piece.document, piece.first, piece.first + piece.length)
+            at = slice(piece.start, piece.start + piece.length)
+            assert row.tokens[at].tolist() == tokens.tolist() and row.mask[at][:-1].all()
+            seen.append((piece.document, piece.first))
+    assert len(seen) == len(set(seen)) > 200
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('if setup.shape.packing != "none"', "if False", "returned WindowSource, and data.packing=best_fit"),
+        ("squares(0, lengths[number])", "squares(0, 3)", "of [3] int64; its length is"),
+        ("lengths = 1 +", "lengths = 0 *", "has lengths [1024] int64; they are [N] integers, at least 1"),
+        ("% modulus", "+ modulus", "they are below model.vocab_size="),
+    ],
+)  # fmt: skip
+def test_documents_that_cannot_be_packed_are_refused(folder, old, new, told):
+    change(folder, "rows.py", old, new)
+    job = load_job(VERIFY, [*USES, options(folder), *PACKED])
+    with pytest.raises(ConfigError) as found:
+        open_samples(job).row(0)
+    assert told in str(found.value)
+
+
+def test_documents_need_packing(folder):
+    change(folder, "rows.py", 'if setup.shape.packing != "none"', "if True")
+    with pytest.raises(ConfigError, match=r"returned DocumentSource, and data.packing=none"):
+        open_samples(load_job(VERIFY, [*USES, options(folder)]))
 
 
 def test_faulty_module_keeps_its_name_in_the_job():

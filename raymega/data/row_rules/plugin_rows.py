@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from raymega.config.schema import Job, PluginsSection
-from raymega.data.rows import Row, ShardRows, Source, SourceSetup
+from raymega.data.rows import DocumentSource, Row, ShardRows, Source, SourceSetup
 from raymega.errors import ConfigError
 from raymega.plugins import Plugin, call_plugin, find
 
+Tokens = npt.NDArray[np.int64]
 Transform = Callable[[Row, int], Row]
 """Function of a row and the number of its sample to a row of the same length."""
 
@@ -29,16 +31,36 @@ class TransformSetup:
     split: str
 
 
-def open_named(name: str, setup: SourceSetup, plugins: PluginsSection | None) -> Source:
-    """Return the opened data source ``name``.
+def open_named(
+    name: str, setup: SourceSetup, plugins: PluginsSection | None
+) -> Source | DocumentSource:
+    """Return the opened data source ``name``, or the documents of a plug-in's, which are to be packed.
 
     Raises:
-        ConfigError: The code of a plug-in failed; the error has its line.
+        ConfigError: The code of a plug-in failed, which the error tells with its line, or it has rows where
+            documents are wanted.
     """
     row, section = find("data_source", name), plugins or PluginsSection()
     code = section.code("data_source", name)
-    source = cast(Source, call_plugin(row, lambda: code(setup)))
-    return _CheckedSource(source, row, setup) if row.is_outside else source
+    found = call_plugin(row, lambda: code(setup))
+    if not row.is_outside:
+        return cast(Source, found)
+    if setup.shape.pairs != "none":
+        raise ConfigError(
+            fact=f"data source {row.name} and data.packing of pairs of answers",
+            rule="pairs are read from a dataset of `raymega data prepare --format preference`",
+            remedy="prepare the pairs, and name the dataset in data.path",
+        )
+    is_packed, packing = isinstance(found, DocumentSource), setup.shape.packing
+    if is_packed is not (packing != "none"):
+        raise ConfigError(
+            fact=f"data source {row.name} returned {type(found).__name__}, and data.packing={packing}",
+            rule="a raymega.data.rows.DocumentSource is packed, and all others have rows of their own",
+            remedy=f"set data.packing={'best_fit' if is_packed else 'none'}, or correct {row.target}",
+        )
+    if is_packed:
+        return _CheckedDocuments(found, row, setup.vocab_size)
+    return _CheckedSource(found, row, setup)
 
 
 def transforms_of(job: Job, split: str) -> list[Transform]:
@@ -80,6 +102,29 @@ def _checked(row: Plugin, transform: Transform, job: Job) -> Transform:
         return after
 
     return checked
+
+
+class _CheckedDocuments(DocumentSource):
+    """Documents of a plug-in; one of another length or with tokens beyond the vocabulary is refused."""
+
+    def __init__(self, inner: DocumentSource, row: Plugin, vocab_size: int) -> None:
+        lengths = np.asarray(inner.lengths)
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not (lengths > 0).all():
+            raise _wrong(row, f"has lengths {_shape(lengths)}", "they are [N] integers, at least 1")
+        super().__init__(lambda number: inner.read(number, 0, int(lengths[number])), lengths)
+        self._row, self._vocab_size = row, vocab_size
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        """Return tokens [start, stop) of one document."""
+        tokens = call_plugin(self._row, lambda: self._read(document))
+        length = int(self.lengths[document])
+        if not isinstance(tokens, np.ndarray) or tokens.shape != (length,):
+            fact = f"has document {document} of {_shape(tokens)}"
+            raise _wrong(self._row, fact, f"its length is {length}")
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            fact = f"has tokens from {tokens.min()} to {tokens.max()}"
+            raise _wrong(self._row, fact, f"they are below model.vocab_size={self._vocab_size}")
+        return tokens[start:stop].astype(np.int64)
 
 
 class _CheckedSource:
