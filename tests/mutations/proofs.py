@@ -285,4 +285,13 @@ PROOFS: tuple[ProofMutation, ...] = (
         new="row.mask & np.roll(masks[-1], -1)",
         tests=(ROWS_TEST,),
     ),
+    ProofMutation(
+        name="a run knows the stored reference of its first blend alone",
+        file="orchestrate/run_store/run_identity.py",
+        old="reference_digests(path) for path in job.dataset_paths",
+        new="reference_digests(path) for path in [each.path for each in job.data.blends[0][1]]",
+        tests=(
+            "tests/unit/evaluate/test_reference.py::test_every_dataset_of_a_job_keeps_its_reference",
+        ),
+    ),
 )
