@@ -7,7 +7,7 @@ time, in float32; MXFP4's products are exact in bfloat16 too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def _fp8_entry(codes: WeightEntry, scales: WeightEntry, block: tuple[int, int]) 
     def multiply(coded: Array, scaling: Array) -> Array:
         return fp8_values(coded, scaling, block)
 
-    return _entry(codes, replace(scales), codes.shape, multiply)
+    return _entry(codes, scales, codes.shape, multiply)
 
 
 def _entry(

@@ -20,7 +20,7 @@ from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import EntryWorkers, run_entry
 from raymega.plan.run_plan import RunPlan
 
-ENTRY = "raymega.evaluate.worker"
+ENTRY, ENTRY_BESIDE = "raymega.evaluate.worker", "raymega.evaluate.beside_worker"
 LOG_DIR = Path(tempfile.gettempdir()) / "raymega-eval"
 OnRows = Callable[[int, int], None]
 """Function that is told how many rows of tokens are done, and of how many."""
@@ -55,13 +55,13 @@ def score(
 
 
 class ScoringWorkers:
-    """Workers that score the same requests by one checkpoint after the other; used from one thread."""
+    """Workers beside a run that score the same requests by one checkpoint after the other; used from one thread."""
 
     def __init__(self, plan: RunPlan, requests: Sequence[Request]) -> None:
         """Prepare; nothing is started."""
         self._plan, self._requests = plan, requests
         self._packed = pack_requests(requests)
-        self._workers = EntryWorkers(plan, ENTRY, log_dir=LOG_DIR)
+        self._workers = EntryWorkers(plan, ENTRY_BESIDE, log_dir=LOG_DIR)
         self._num_runs = 0
 
     def score(self, uri: str) -> list[Scores]:

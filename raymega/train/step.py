@@ -364,9 +364,10 @@ def _own_numbers(
     if counts_loss:
         for each in statistics:
             mine[FIXED : FIXED + len(STATISTICS)] += each
-        # fill_, as an assignment of a Python number copies it from the host
+        # fill_, as an assignment of a Python number copies it from the host; a number is 0 where nothing was summed
         mine[0].fill_(loss_sum)
-        mine[1].fill_(mtp_loss_sum)
-        mine[5].fill_(pair_loss_sum)
+        for place, summed in ((1, mtp_loss_sum), (5, pair_loss_sum)):
+            if isinstance(summed, torch.Tensor):
+                mine[place].fill_(summed)
     mine[3].fill_(local_norm_sq(parts.gradients.shares(), parts.device))
     return mine

@@ -148,10 +148,20 @@ ENCODER_PROOFS: tuple[ProofMutation, ...] = (
         tests=(f"{MASK_TESTS}::test_special_tokens_of_a_text_are_never_masked",),
     ),
     ProofMutation(
+        name="predicted tokens are read as they are",
+        file=MASKING,
+        old="        tokens[chosen] = self._read_as(labels[chosen], random)",
+        new="        tokens[chosen] = labels[chosen]",
+        tests=(f"{MASK_TESTS}::test_eight_of_ten_predicted_tokens_are_read_as_the_mask_and_one_as_itself",),
+    ),
+    ProofMutation(
         name="one token in five is read at random",
         file=MASKING,
         old="section.mask_replace_prob + section.random_replace_prob)",
         new="section.mask_replace_prob + 2 * section.random_replace_prob)",
-        tests=(f"{MASK_TESTS}::test_masks_have_the_distributions_of_megatron_core",),
+        tests=(
+            f"{MASK_TESTS}::test_eight_of_ten_predicted_tokens_are_read_as_the_mask_and_one_as_itself",
+            f"{MASK_TESTS}::test_masks_have_the_distributions_of_megatron_core",
+        ),
     ),
 )  # fmt: skip

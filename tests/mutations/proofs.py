@@ -295,4 +295,30 @@ PROOFS: tuple[ProofMutation, ...] = (
             "test_each_block_is_whole_after_its_own_wait",
         ),
     ),
+    ProofMutation(
+        name="a run knows the stored reference of its first blend alone",
+        file="orchestrate/run_store/run_identity.py",
+        old="reference_digests(path) for path in job.dataset_paths",
+        new="reference_digests(path) for path in [each.path for each in job.data.blends[0][1]]",
+        tests=(
+            "tests/unit/evaluate/test_reference.py::test_every_dataset_of_a_job_keeps_its_reference",
+        ),
+    ),
+    ProofMutation(
+        name="an evaluation beside a run keeps the cores that training waits for",
+        file="evaluate/beside_worker.py",
+        old="os.SCHED_IDLE, os.sched_param(0)",
+        new="os.SCHED_OTHER, os.sched_param(0)",
+        tests=(
+            "tests/unit/evaluate/test_beside_worker.py::"
+            "test_scoring_and_the_threads_that_it_starts_yield_to_ordinary_ones",
+        ),
+    ),
+    ProofMutation(
+        name="workers beside a run are as any others",
+        file="evaluate/scoring.py",
+        old="EntryWorkers(plan, ENTRY_BESIDE, log_dir=LOG_DIR)",
+        new="EntryWorkers(plan, ENTRY, log_dir=LOG_DIR)",
+        tests=("tests/unit/evaluate/test_beside_worker.py::test_workers_beside_a_run_alone_yield",),
+    ),
 )

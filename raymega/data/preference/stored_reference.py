@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.config.data import is_computed
+from raymega.data.format import SPLITS
 from raymega.data.streaming.remote_dataset import is_remote, local_folder
 from raymega.errors import ConfigError, Fault
 
@@ -27,14 +28,15 @@ def reference_path(path: str, split: str) -> Path:
     return local_folder(path) / f"reference-{split}.npz"
 
 
-def reference_digest(path: str) -> str:
-    """Return a digest of the stored log-probabilities of a dataset's training split; empty where there are none."""
-    if (
-        is_computed(path)
-        or is_remote(path)
-        or not (file := reference_path(path, "train")).is_file()
-    ):
-        return ""
+def reference_digests(path: str) -> dict[str, str]:
+    """Return a digest of the stored log-probabilities of each split of a dataset that has some, by split."""
+    if is_computed(path) or is_remote(path):
+        return {}
+    files = {split: reference_path(path, split) for split in SPLITS}
+    return {split: _digest(file) for split, file in files.items() if file.is_file()}
+
+
+def _digest(file: Path) -> str:
     with np.load(file) as found:
         return blake2b(found["log_probs"].tobytes(), digest_size=8).hexdigest()
 

@@ -21,7 +21,7 @@ from raymega.config.schema import (
 from raymega.data.blends.blend import whole_weights
 from raymega.data.blends.mixture import first_sample
 from raymega.data.checks import dataset_identity
-from raymega.data.preference.stored_reference import reference_digest
+from raymega.data.preference.stored_reference import reference_digests
 from raymega.errors import Fault
 from raymega.plan.batch import samples_after
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
@@ -30,7 +30,7 @@ from raymega.plugins import Kind, find, is_known
 DATASET_FIELDS = ("path", "sources", "stages", "validation", "cache_bytes")
 """Fields of the data section that are not compared as they are written."""
 STORED = "preference.stored_log_probs"
-"""Place in an identity of the digests of stored references."""
+"""Place in an identity of the digests of stored references, by dataset and split."""
 KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
 
 
@@ -61,7 +61,7 @@ def identity_faults(
 
 
 def _way_back(path: str, value: object) -> str:
-    if path == STORED:
+    if path.startswith(f"{STORED}."):
         return "compute it with the checkpoint of before (`raymega data reference`), or take another run.name"
     return f"set {path}={value} to continue it, or take another run.name"
 
@@ -80,8 +80,11 @@ def identity_of(job: Job) -> dict[str, Any]:
     ]
     # the loss depends on the stored reference, so a change of it is another run
     if job.preference.needs_reference and job.preference.reference == "stored":
+        # by content: those of datasets that only one of two jobs reads are not compared
         section, _, field = STORED.partition(".")
-        plain[section][field] = [reference_digest(each.path) for each in job.data.blends[0][1]]
+        plain[section][field] = {
+            dataset_identity(path): reference_digests(path) for path in job.dataset_paths
+        }
     return plain
 
 

@@ -37,8 +37,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pairs(tmp_path):
+    return _write_pairs(tmp_path)
+
+
+def _write_pairs(folder, seed=3):
     """A dataset of conversations' pairs: answers of 5 to 40 tokens, whose last four count."""
-    folder, generator = tmp_path, np.random.default_rng(3)
+    generator = np.random.default_rng(seed)
     splits = {}
     for name, num_documents in (("train", 40), ("valid", 12)):
         with ShardWriter(folder, f"{name}/0.arrow", dtype="uint16", has_targets=True) as writer:
@@ -144,3 +148,33 @@ def test_a_run_does_not_go_on_with_another_reference(pairs):
     # a record of before has none
     del identity["preference"]["stored_log_probs"]
     assert identity_faults("dpo", identity, job) == []
+
+
+def test_every_dataset_of_a_job_keeps_its_reference(tmp_path):
+    """Of all blends, and of the validation sets those splits that they read."""
+    parts = [(tmp_path / name, split) for name, split in (
+        ("first", "train"), ("second", "train"), ("later", "train"), ("held-out", "valid"),
+    )]  # fmt: skip
+    for number, (folder, split) in enumerate(parts):
+        folder.mkdir()
+        first = _write_pairs(folder, seed=number)
+        write_reference(reference_path(str(folder), split), np.zeros((20, 2)), {"checkpoint": "a"})
+    paths = [str(folder) for folder, _ in parts]
+    job = _plan(
+        (paths[0], first[1]), "data.path=none", "run.eval_samples=4",
+        f"data.sources=[{{path: {paths[0]}, weight: 1}}, {{path: {paths[1]}, weight: 1}}]",
+        f"data.stages=[{{from_tokens: 640, sources: [{{path: {paths[2]}, weight: 1}}]}}]",
+        f"data.validation=[{{name: held-out, path: {paths[3]}}}]",
+    ).job  # fmt: skip
+    identity = identity_of(job)
+    for folder, split in parts:
+        file = reference_path(str(folder), split)
+        before = file.read_bytes()
+        write_reference(file, np.ones((20, 2)), {"checkpoint": "b"})
+        (fault,) = identity_faults("dpo", identity, job)
+        assert split in fault.fact and "raymega data reference" in fault.remedy
+        file.write_bytes(before)
+    # a validation set that is left out, or one more, is no other run
+    without = job.model_copy(update={"data": job.data.model_copy(update={"validation": ()})})
+    assert identity_faults("dpo", identity, without) == []
+    assert identity_faults("dpo", identity_of(without), job) == []

@@ -58,6 +58,19 @@ def test_masks_depend_on_seed_sample_and_document_alone():
     assert not np.array_equal(two.mask[40:], first.mask)
 
 
+def test_eight_of_ten_predicted_tokens_are_read_as_the_mask_and_one_as_itself():
+    """The tenth is read as one of all tokens (Devlin et al. 2019, section 3.1), which may be those two as well."""
+    text, masks, seen = _text(402), _masks(), np.zeros(3)
+    for sample in range(100):
+        row = masks.row([(text, 402)], None, sample, seq_len=402)
+        read, label = row.tokens[row.mask], row.labels[row.mask]
+        is_mask, is_itself = read == MASK, read == label
+        seen += is_mask.sum(), is_itself.sum(), (~is_mask & ~is_itself).sum()
+    assert seen.sum() == 100 * int(0.15 * 400)
+    wanted = seen.sum() * (np.array([0.8, 0.1, 0.1]) + np.array([1, 1, -2]) * 0.1 / VOCAB)
+    assert ((seen - wanted) ** 2 / wanted).sum() < -2 * np.log(LEAST_P)  # chi-square of two
+
+
 def test_special_tokens_of_a_text_are_never_masked():
     text = np.where(np.arange(42) % 2, _text(42), SEP)
     for sample in range(20):
