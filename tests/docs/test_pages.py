@@ -13,6 +13,7 @@ from tests.docs.blocks import PAGES, ROOT, blocks, blocks_of
 from tests.docs.commands import NOT_RUN, QUICK, RUNNABLE, parse_faults, reason
 from tests.docs.running import (
     GENERATED,
+    PLACE,
     faults_of_page,
     is_program,
     masked,
@@ -44,6 +45,17 @@ def test_every_command_is_run_or_listed_with_a_reason():
         each for each in NOT_RUN if not any(re.search(each, command) for _, command in COMMANDS)
     ]
     assert idle == [], "no page has such a command"
+
+
+def test_commands_write_where_the_tests_have_folders_of_their_own():
+    run = [(at, command) for at, command in COMMANDS if not reason(command)]
+    elsewhere = [
+        (at, path)
+        for at, command in run
+        for path in re.findall(r"/tmp/\S*", command)
+        if not path.startswith(PLACE)
+    ]
+    assert elsewhere == [], f"a second reader finds the first one's files there; begin with {PLACE}"
 
 
 def test_options_of_every_command_exist():
