@@ -71,10 +71,10 @@ golden: setup
 pages: setup
 	$(BIN)/python -m tests.docs.write
 
-# The pages as a site, in site/; a link that leads nowhere is an error.
+# The pages as a site, in site/; a link that leads nowhere is an error. Not --quiet: it hides what --strict counts.
 docs: setup
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.
 rehearse: setup

@@ -42,7 +42,7 @@ class ChaosRun:
 
     Attributes:
         driver: Driver process of the run, not started yet.
-        inflicter: Injector of the faults.
+        injector: Injector of the faults.
         world_size: Number of ranks of the job's own grid.
         faults: Listed faults; each is injected after the previous one.
         scheduled_faults: Random faults; each follows a time after the recovery from the previous one.
@@ -53,7 +53,7 @@ class ChaosRun:
     """
 
     driver: DriverProcess
-    inflicter: FaultInjector
+    injector: FaultInjector
     world_size: int
     faults: Sequence[ChaosFault] = ()
     scheduled_faults: Iterator[ScheduledFault] = field(default_factory=lambda: iter(()))
@@ -79,7 +79,7 @@ class ChaosRun:
                     return code
                 time.sleep(TICK_S)
         finally:
-            self.inflicter.undo()
+            self.injector.undo()
             self.driver.end()
             self.driver.read_output()
         return -1
@@ -88,11 +88,11 @@ class ChaosRun:
         # read events, end faults that last a time, inject the next one
         for output in self.driver.read_output():
             self._hear(output)
-        self.inflicter.undo_what_is_due()
+        self.injector.undo_what_is_due()
         if self.faults:
-            self._strike_at_the_gate()
+            self._inject_at_the_gate()
         else:
-            self._strike_by_chance()
+            self._inject_by_time()
         # driver ended: start it again if a fault ended it
         code = self.driver.code
         if code is None:
@@ -130,12 +130,12 @@ class ChaosRun:
                 rank=fault.rank if not is_small else -1,
                 below=self.world_size if is_small else 0,
             )
-            close_gate(self.inflicter.folder, gate)
+            close_gate(self.injector.folder, gate)
 
-    def _strike_at_the_gate(self) -> None:
+    def _inject_at_the_gate(self) -> None:
         if self._num_closed >= len(self.faults):
             return
-        arrival = arrival_at(self.inflicter.folder, self._gate_name)
+        arrival = arrival_at(self.injector.folder, self._gate_name)
         if arrival is None:
             return
         name = self._gate_name
@@ -143,7 +143,7 @@ class ChaosRun:
         answer = self._injected(self.faults[self._num_closed], arrival)
         self._num_closed += 1
         self._close_next()
-        open_gate(self.inflicter.folder, name, answer=answer)
+        open_gate(self.injector.folder, name, answer=answer)
 
     @property
     def _gate_name(self) -> str:
@@ -151,7 +151,7 @@ class ChaosRun:
 
     # Random faults, by time.
 
-    def _strike_by_chance(self) -> None:
+    def _inject_by_time(self) -> None:
         now_s = time.monotonic()
         if now_s - self.driver.begun_s[0] > self.stop_after_s:
             self._stop()
@@ -174,9 +174,9 @@ class ChaosRun:
     def _raise_somewhere(self, fault: ChaosFault) -> None:
         """Make the worker raise at its next step: it meets a gate that is open already, with that answer."""
         name = f"{len(self.injected_faults):04d}"
-        open_gate(self.inflicter.folder, name, answer=RAISE)
+        open_gate(self.injector.folder, name, answer=RAISE)
         gate = Gate(name=name, phase="step", at=0, rank=fault.rank)
-        close_gate(self.inflicter.folder, gate)
+        close_gate(self.injector.folder, gate)
         self._note(fault, fault.rank)
 
     def _stop(self) -> None:
@@ -185,7 +185,7 @@ class ChaosRun:
             self.driver.signal(15)
 
     def _injected(self, fault: ChaosFault, arrival: Arrival) -> str:
-        target = FaultTarget(pid=arrival.pid, node=self.inflicter.box.node_of(arrival.pid))
+        target = FaultTarget(pid=arrival.pid, node=self.injector.box.node_of(arrival.pid))
         family = KINDS[fault.kind].family
         # An arriving worker knows its step before the driver reports it.
         done = arrival.step - (fault.phase == "step")
@@ -193,7 +193,7 @@ class ChaosRun:
         self._note(fault, arrival.rank if family in ("worker", "node") else -1)
         if not KINDS[fault.kind].ends_attempt:
             self._calm_since_s = time.monotonic()
-        return self.inflicter.inflict(fault.kind, target)
+        return self.injector.inject(fault.kind, target)
 
     def _note(self, fault: ChaosFault, rank: int) -> None:
         self.injected_faults.append(

@@ -170,10 +170,10 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
     # what became of each fault, and what is left behind
     found = incidents(output, chaos_run.injected_faults, begun_s)
     box.clear()
-    shutil.rmtree(chaos_run.inflicter.folder, ignore_errors=True)
+    shutil.rmtree(chaos_run.injector.folder, ignore_errors=True)
     # Killed processes leave half-written files by design.
     is_tidy = all(KINDS[s.fault.kind].family == "service" for s in chaos_run.injected_faults)
-    run = chaos_run.inflicter.folder.parent if is_tidy else None
+    run = chaos_run.injector.folder.parent if is_tidy else None
     left = _find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
     # the undisturbed run, as far as the other one came, and the verdict
     calm = undisturbed(max(surviving(output), default=0))
@@ -244,7 +244,7 @@ def _chaos_run(
         command=driver_command(drill.job_file, box.address, settings),
         errors=drill.out / f"{name}.stderr",
     )
-    inflicter = FaultInjector(
+    injector = FaultInjector(
         box=box,
         driver=driver,
         folder=folder / FOLDER,
@@ -255,7 +255,7 @@ def _chaos_run(
     )
     return ChaosRun(
         driver=driver,
-        inflicter=inflicter,
+        injector=injector,
         world_size=make_plan(drill.job).grid.world_size,
         faults=() if is_calm else drill.faults,
         scheduled_faults=iter(()) if is_calm else drill.scheduled_faults,

@@ -54,7 +54,7 @@ class FaultInjector:
     return_s: float
     _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
-    def inflict(self, kind: str, target: FaultTarget) -> str:
+    def inject(self, kind: str, target: FaultTarget) -> str:
         """Inject a fault of ``kind`` and return the answer for the worker that waits at the gate."""
         if kind == "raise":
             return RAISE

@@ -57,11 +57,13 @@ class Segment:
         return slice(self.start + self.size // 2, self.start + self.size)
 
 
-def inner_ranks(parallel: ParallelSection) -> int:
-    """Return the number of neighbours on the cp axis that exchange heads; 1 if none do."""
-    return {"all_to_all": parallel.cp, "hybrid": parallel.hierarchical_cp_size}.get(
-        parallel.cp_method, 1
-    )
+def inner_ranks(parallel: ParallelSection, method: str = "") -> int:
+    """Return the number of neighbours on the cp axis that exchange heads; 1 if none do.
+
+    ``method`` is another one than the job's own ``parallel.cp_method``; empty for that one.
+    """
+    sizes = {"all_to_all": parallel.cp, "hybrid": parallel.hierarchical_cp_size}
+    return sizes.get(method or parallel.cp_method, 1)
 
 
 def rank_ranges(lengths: Sequence[int], *, cp: int, cp_rank: int) -> tuple[range, ...]:

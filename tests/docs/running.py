@@ -24,6 +24,12 @@ SECOND_TERMINAL = re.compile(r"second terminal, after the checkpoint of step (\d
 """Title of a block that runs while the one before it does, from the line of that checkpoint on."""
 PLACE = "/tmp/docs-"
 """Begins every path of the pages that the reader writes to."""
+PATIENT = {
+    r"^raymega verify ": "--timeout-s 3000",
+    r"^raymega (train|chaos) ": "--set elastic.start_timeout_s=3000",
+}
+"""Options that tests put in front of a command's own: limits that a busy machine would reach, and that here only end
+a hang."""
 VARIES = re.compile(
     r" *[\d,.]+ (?:tokens/s|ms|MiB|s\b)| *\d+ min \d+ s| *[\d.]+%|process \d+.*|\d+ lost steps? recomputed|\(abort [^)]*\)"
     r"|failed after step \d+"
@@ -56,7 +62,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
     Returns:
         Exit code, and what it printed to either stream.
     """
-    placed = command.replace(PLACE, f"{folder}/docs-")
+    placed = _placed(command, folder)
     if QUICK.match(command) and not re.search(r"[|>;&]", command):
         ended = called(*shlex.split(placed)[1:])
         code, told = ended.code, ended.stdout + ended.stderr
@@ -67,6 +73,13 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         )  # fmt: skip
         code, told = done.returncode, done.stdout
     return code, told.replace(f"{folder}/docs-", PLACE)
+
+
+def _placed(command: str, folder: Path) -> str:
+    """Return a command of a page with the paths and the patience of the tests."""
+    for pattern, options in PATIENT.items():
+        command = re.sub(f"({pattern})", rf"\1{options} ", command)
+    return command.replace(PLACE, f"{folder}/docs-")
 
 
 def is_program(block: Block) -> bool:
@@ -80,11 +93,13 @@ def faults_of_page(blocks: tuple[Block, ...], folder: Path, *, only_quick: bool)
     Returns:
         Commands that did not end as the page says: with 0, or with an error where the output names one.
     """
-    faults = []
     # pages that show a run's folder need a run in it
     shown = [each for block in blocks for each in block.commands if not reason(each)]
     if not only_quick and any(f"{PLACE}runs" in each for each in shown):
-        run(BEGUN_RUN, folder)
+        code, told = run(BEGUN_RUN, folder)
+        if code != 0:
+            return [f"{BEGUN_RUN}: exit {code}\n{told}"]
+    faults = []
     for block in blocks:
         commands = [each for each in block.commands if not reason(each)]
         if only_quick:
@@ -145,7 +160,7 @@ def _run_two(first: Block, second: Block, folder: Path) -> str:
     (command,) = first.commands
     lines = []
     with subprocess.Popen(
-        ["bash", "-c", command.replace(PLACE, f"{folder}/docs-")],
+        ["bash", "-c", _placed(command, folder)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         for line in process.stdout:

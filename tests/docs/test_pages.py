@@ -13,6 +13,7 @@ from tests.docs.blocks import PAGES, ROOT, blocks, blocks_of
 from tests.docs.commands import NOT_RUN, QUICK, RUNNABLE, parse_faults, reason
 from tests.docs.running import (
     GENERATED,
+    PLACE,
     faults_of_page,
     is_program,
     masked,
@@ -26,6 +27,8 @@ COMMANDS = [(block.where, command) for block in ALL for command in block.command
 OF_OTHERS = (*GENERATED, "docs/smollm2.md")
 """Pages that other tests run."""
 REST = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in OF_OTHERS]
+PAGE_TIMEOUT_S = 7200
+"""Ends a page that hangs; on a machine with ten times the load pages take half an hour."""
 HINT = "if this change is meant: make pages, and read the diff"
 
 
@@ -44,6 +47,17 @@ def test_every_command_is_run_or_listed_with_a_reason():
         each for each in NOT_RUN if not any(re.search(each, command) for _, command in COMMANDS)
     ]
     assert idle == [], "no page has such a command"
+
+
+def test_commands_write_where_the_tests_have_folders_of_their_own():
+    run = [(at, command) for at, command in COMMANDS if not reason(command)]
+    elsewhere = [
+        (at, path)
+        for at, command in run
+        for path in re.findall(r"/tmp/\S*", command)
+        if not path.startswith(PLACE)
+    ]
+    assert elsewhere == [], f"a second reader finds the first one's files there; begin with {PLACE}"
 
 
 def test_options_of_every_command_exist():
@@ -78,7 +92,7 @@ def test_quick_commands_run(page):
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(PAGE_TIMEOUT_S)
 @_cases([p for p in REST if any(_is_run(b, RUNNABLE) or is_program(b) for b in blocks(p))])
 def test_all_commands_run(page):
     with page_folder() as folder:
@@ -91,7 +105,7 @@ def test_quick_outputs_are_as_on_the_page(page):
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(PAGE_TIMEOUT_S)
 @pytest.mark.parametrize("page", GENERATED)
 def test_all_outputs_are_as_on_the_page(page):
     _compare(page, only_quick=False)

@@ -204,8 +204,8 @@ ROWS = {
     ),
     "a monitor that keeps a death to itself": (
         "orchestrate/workers/ray_worker_group.py",
-        "reports += self._bury_worker(slot, why)",
-        "self._bury_worker(slot, why)",
+        "reports += self._lose_worker(slot, why)",
+        "self._lose_worker(slot, why)",
         f"{WATCH}::test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_nothing",
     ),
 }

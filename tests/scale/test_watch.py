@@ -132,7 +132,7 @@ def test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_no
     ]
     # a monitor's own end: the driver asks its ranks
     before = cluster.counts["next_reports"]
-    assert group._bury(monitors[5], RayActorError()) == []
+    assert group._on_death(monitors[5], RayActorError()) == []
     assert cluster.counts["next_reports"] == before + 8
     # at the end no monitor hears a rank
     group.release(keep_warm=True)

@@ -85,6 +85,15 @@ def test_site_has_every_page_once():
     assert sorted(_leaves(nav)) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_site_is_built_so_that_a_dead_link_fails():
+    (build,) = (
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs build" in line
+    )
+    assert "--strict" in build and "--quiet" not in build, (
+        "--quiet hides the warnings that --strict counts"
+    )
+
+
 @pages
 def test_paths_of_the_repository_exist(page):
     found = PATH.findall(page.read_text(encoding="utf-8"))

@@ -65,7 +65,7 @@ class AttemptMonitor:
         self.last_sign_s = now_s
         self._begun_s = now_s
         self._elastic = elastic
-        self._watch = HangDetector(elastic, steps_s)
+        self._hang_detector = HangDetector(elastic, steps_s)
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._finished: set[int] = set()
         self._steps = dict.fromkeys(range(world_size), first_step)
@@ -90,7 +90,7 @@ class AttemptMonitor:
             case StepFinished() | Progress():
                 self._advance(report, now_s)
             case Heartbeat() | ThreadStatus() | ProcessStatus():
-                self._watch.observe(report, now_s)
+                self._hang_detector.observe(report, now_s)
             # failures: the first one with a cause of its own counts
             case WorkerDied():
                 self._lose(_death(report, step=self.step))
@@ -120,7 +120,9 @@ class AttemptMonitor:
             return self._settled(now_s)
         # hangs, then the upper bounds for a start and for a step
         is_training = self.has_passed("restored")
-        hang = self._watch.hang(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
+        hang = self._hang_detector.hang(
+            now_s, last_sign_s=self.last_sign_s, is_training=is_training
+        )
         if hang is not None:
             return self._hang({hang.rank}, hang.message)
         if not self.has_met:
@@ -130,11 +132,13 @@ class AttemptMonitor:
     def probe_due(self, now_s: float) -> frozenset[int] | None:
         """Return the ranks whose process is silent if all ranks should be probed now, else None."""
         is_training = self.has_passed("restored")
-        return self._watch.probe_due(now_s, last_sign_s=self.last_sign_s, is_training=is_training)
+        return self._hang_detector.probe_due(
+            now_s, last_sign_s=self.last_sign_s, is_training=is_training
+        )
 
     def whereabouts(self) -> dict[int, str]:
         """Return the last known position of each rank's training thread, as text."""
-        seen = self._watch.standings
+        seen = self._hang_detector.thread_statuses
         return {
             rank: str(seen[rank]) if rank in seen else f"after step {step}"
             for rank, step in self._steps.items()
@@ -159,7 +163,7 @@ class AttemptMonitor:
     def _advance(self, report: StepFinished | Progress, now_s: float) -> None:
         rank = 0  # StepFinished comes from rank 0 only
         if isinstance(report, StepFinished):
-            self._watch.add_step(report.metrics.get("train/step_time_s", 0.0))
+            self._hang_detector.add_step(report.metrics.get("train/step_time_s", 0.0))
         else:
             rank = report.rank
         if report.step > self._steps[rank]:

@@ -56,7 +56,7 @@ class HangDetector:
         # by rank: time of the last answer, state letter of a silent process, the last two probes
         self._answered_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
-        self._stands: dict[int, list[tuple[float, ThreadStatus]]] = {}
+        self._probes: dict[int, list[tuple[float, ThreadStatus]]] = {}
         self._probed_s = -inf
         self._every_s = ANSWER_EVERY_S  # interval in which processes give signs of life
 
@@ -67,14 +67,14 @@ class HangDetector:
         return min(max(MEDIANS * usual_s + MARGIN_S, self._least_s), self._most_s)
 
     @property
-    def standings(self) -> dict[int, ThreadStatus]:
+    def thread_statuses(self) -> dict[int, ThreadStatus]:
         """Newest ThreadStatus of each rank since the last step."""
-        return {rank: samples[-1][1] for rank, samples in self._stands.items()}
+        return {rank: samples[-1][1] for rank, samples in self._probes.items()}
 
     def add_step(self, seconds: float) -> None:
         """Add the time of a completed step, which makes earlier probes obsolete."""
         self._steps_s.append(seconds)
-        self._stands.clear()
+        self._probes.clear()
 
     def observe(self, sign: WorkerStatus, now_s: float) -> None:
         """Handle one sign of life."""
@@ -86,7 +86,7 @@ class HangDetector:
             case ProcessStatus():
                 self._states[sign.rank] = sign.state
             case ThreadStatus():
-                samples = self._stands.setdefault(sign.rank, [])
+                samples = self._probes.setdefault(sign.rank, [])
                 samples.append((now_s, sign))
                 del samples[:-2]
 
@@ -123,9 +123,9 @@ class HangDetector:
         # processes answer, but no thread progresses: needs two probes of every rank
         if silent or not self._is_armed(is_training=is_training) or now_s - last_sign_s < limit_s:
             return None
-        if self._answered_s.keys() - self._stands.keys():
+        if self._answered_s.keys() - self._probes.keys():
             return None
-        return _standstill(self._stands, since_s=last_sign_s, limit_s=limit_s)
+        return _standstill(self._probes, since_s=last_sign_s, limit_s=limit_s)
 
     def _is_armed(self, *, is_training: bool) -> bool:
         return is_training and len(self._steps_s) >= MIN_STEPS

@@ -296,15 +296,15 @@ class RayWorkerGroup:
         self._start.count_answer(slot)
         return []
 
-    def _bury(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
+    def _on_death(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
         if isinstance(slot, MonitorSlot):  # the driver hears its ranks itself
             log.warning("the monitor of node %s is gone: %s", slot.node_id, death_cause(error))
             for each in self._monitors.drop(slot):
                 self._on_reports(each, None)
             return []
-        return self._bury_worker(slot, death_cause(error))
+        return self._lose_worker(slot, death_cause(error))
 
-    def _bury_worker(self, slot: WorkerSlot, why: str) -> list[Report]:
+    def _lose_worker(self, slot: WorkerSlot, why: str) -> list[Report]:
         at = slot.location
         who = f"process {at.pid} on {at.address}" if at else "a process"
         cause = f"{who} is gone ({why})"
@@ -364,7 +364,7 @@ class RayWorkerGroup:
             slot = monitor.heard[rank]
             if slot.actor is not None:  # not told by its own call already
                 self._calls.forget(slot)
-                reports += self._bury_worker(slot, why)
+                reports += self._lose_worker(slot, why)
         return reports
 
     def _on_reports(self, slot: WorkerSlot, reports: list[Report] | None) -> Reports:
@@ -386,4 +386,6 @@ class RayWorkerGroup:
         ready, waiting = ray.wait(refs, num_returns=num_returns, timeout=timeout_s)
         if ready and waiting:  # take the others that have come, without waiting
             ready += ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
-        return [report for ref in ready for report in self._calls.handle_result(ref, self._bury)]
+        return [
+            report for ref in ready for report in self._calls.handle_result(ref, self._on_death)
+        ]

@@ -25,7 +25,7 @@ def open_communicators(groups: Groups, device: torch.device) -> None:
         CommunicationError: A peer did not arrive within the group's timeout.
     """
     sums = (
-        groups.tp, groups.cp, groups.hierarchical_cp_size, groups.cp_outer, groups.dp, groups.replicas,
+        groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, groups.dp, groups.replicas,
         groups.micro, groups.etp, groups.ep, groups.edp, groups.sharers, groups.copies,
         groups.expert_sharers, groups.expert_copies, *groups.nested, groups.embedding,
     )  # fmt: skip

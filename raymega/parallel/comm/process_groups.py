@@ -109,7 +109,7 @@ class Groups:
         world: All ranks.
         tp: Ranks that cut the layers.
         cp: Ranks that cut the sequence.
-        hierarchical_cp_size: Neighbours on cp that exchange heads (Ulysses).
+        cp_inner: Neighbours on cp that exchange heads (Ulysses).
         cp_outer: Ranks of cp that have the same place in each such neighbourhood.
         dp: Ranks that read different samples.
         replicas: The dp x cp ranks. They hold the same parameters and see different tokens, so that
@@ -134,7 +134,7 @@ class Groups:
     world: Group
     tp: Group
     cp: Group
-    hierarchical_cp_size: Group
+    cp_inner: Group
     cp_outer: Group
     dp: Group
     replicas: Group
@@ -204,7 +204,7 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
     # layers wait for these; the first whose ranks are all ranks takes the world's communicator
     tp, cp = (make(axis, grid.group(axis, rank), LAYERS) for axis in ("tp", "cp"))
     first, step = cp.index // hierarchical_cp_size * hierarchical_cp_size, hierarchical_cp_size
-    inner = make("hierarchical_cp_size", cp.ranks[first : first + step], LAYERS)
+    inner = make("cp_inner", cp.ranks[first : first + step], LAYERS)
     outer = make("cp_outer", cp.ranks[cp.index % step :: step], LAYERS)
     micro = make("micro", grid.group(("tp", "cp"), rank), LAYERS)
     etp = make("etp", grid.expert_group("etp", rank), LAYERS)
@@ -219,7 +219,7 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
         world=world,
         tp=tp,
         cp=cp,
-        hierarchical_cp_size=inner,
+        cp_inner=inner,
         cp_outer=outer,
         dp=make("dp", grid.group("dp", rank), SUMS),
         replicas=replicas,

@@ -58,7 +58,7 @@ class Context:
 def make_context(groups: Groups, parallel: ParallelSection, log: CommLog) -> Context:
     """Return the context for the job's ``parallel.cp_method``, whose groups are built already."""
     return Context(
-        inner=groups.hierarchical_cp_size,
+        inner=groups.cp_inner,
         outer=groups.cp_outer,
         is_gathered=parallel.cp_method == "all_gather",
         log=log,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import Job
+from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.validation.context_parallel import exchange_faults
@@ -83,7 +84,7 @@ def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
     """
     model, parallel = shape.model, shape.parallel
     cp = parallel.cp
-    inner = {"all_to_all": cp, "hybrid": parallel.hierarchical_cp_size}.get(method, 1)
+    inner = inner_ranks(parallel, method)
     outer = cp // inner
     element, wide, tokens = shape.element, shape.wide, shape.tokens
     heads, kv_heads = model.num_heads // parallel.tp, max(1, model.kv_heads // parallel.tp)

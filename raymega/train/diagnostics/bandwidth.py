@@ -27,7 +27,7 @@ __all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
 NUM_BYTES = {"cpu": 2**22, "cuda": 2**28}
 NUM_ROUNDS = 5
 UNMEASURED = (
-    "hierarchical_cp_size",
+    "cp_inner",
     "cp_outer",
     "replicas",
     "pp_backward",

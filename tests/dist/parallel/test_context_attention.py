@@ -68,7 +68,7 @@ def _context(groups, method):
     if method in ("ring", "all_gather"):
         nobody = alone(groups.cp.ranks[groups.cp.index])
         return Context(inner=nobody, outer=groups.cp, is_gathered=method == "all_gather")
-    return Context(inner=groups.hierarchical_cp_size, outer=groups.cp_outer)
+    return Context(inner=groups.cp_inner, outer=groups.cp_outer)
 
 
 def _run(env, method, rows, shape, rules=PLAIN, has_sinks=False):

@@ -79,7 +79,7 @@ def test_groups_hold_the_ranks_of_the_grid_in_ascending_order(grid):
         ends = [grid.rank(replace(grid.coords(rank), pp=p)) for p in (0, grid.pp - 1)]
         is_end = grid.pp > 1 and stage in (0, grid.pp - 1)
         assert members.pop("embedding") == (ends if is_end else [rank])
-        assert members.pop("hierarchical_cp_size") == [rank]
+        assert members.pop("cp_inner") == [rank]
         assert members == _wanted(grid, rank)
 
 
