@@ -13,7 +13,7 @@ from raymega.errors import CapacityError
 from raymega.events import StepFinished
 from raymega.messages import Entered, Requests, WorkerDied, WorkerFailed, WorkerFinished
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, Heartbeat
-from raymega.orchestrate.workers import placement_slots, ray_worker_group
+from raymega.orchestrate.workers import actor_calls, placement_slots, ray_worker_group
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from tests.support.jobs import make_test_plan
 from tests.support.local_ray import leftovers
@@ -124,7 +124,10 @@ def test_monitor_of_a_node_tells_of_its_ranks_over_attempts_and_may_be_lost(
     poll_until(group, lambda report: isinstance(report, StepFinished))
 
 
-def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group, tmp_path):
+def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(
+    make_group, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(actor_calls, "ABORT_PATIENCE_S", 100.0)
     group = make_group("calm", "run.steps=100000")
     wait_for_start(group)
     before = pids(group)
@@ -144,14 +147,16 @@ def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(make_group,
 def test_worker_that_does_not_let_go_is_replaced(make_group, tmp_path):
     group = make_group("x.hang-3-2", "run.steps=100000")
     wait_for_start(group)
-    before = pids(group)
-    time.sleep(0.2)
+    before, deadline_s = pids(group), time.monotonic() + 200
+    while "it hangs" not in (tmp_path / "rank-00003.log").read_text():
+        assert group.poll(0.1) is not None and time.monotonic() < deadline_s
     group.release(keep_warm=True)
     assert group.reserve(200.0) is None
     group.start(order(group.plan, tmp_path, attempt=2))
     wait_for_start(group)
+    # a slow one of the others may be replaced too: that they are kept is shown above, with more patience
     after = pids(group)
-    assert {rank for rank in after if after[rank] == before[rank]} == {0, 1, 2}
+    assert after.keys() == before.keys() and after[3] != before[3]
 
 
 def test_exception_arrives_once_with_rank_and_cause(make_group):
@@ -191,18 +196,20 @@ def test_reserve_waits_while_another_job_has_the_slots(make_group):
     lacking = group.reserve(0.2)
     assert "0.1 CPU free" in lacking.fact and "4 workers of 0.1 CPU each" in lacking.rule
     remove_placement_group(other)
-    assert group.reserve(20.0) is None
+    assert group.reserve(200.0) is None
 
 
 def test_half_of_the_slots_is_given_back_to_who_waits_for_it(make_group, monkeypatch):
     """Else two runs that hold half of their slots each would wait for each other."""
-    monkeypatch.setattr(placement_slots, "HALF_S", 2.0)
+    monkeypatch.setattr(placement_slots, "HALF_S", 100_000.0)
     first = placement_group([{"CPU": 2.0}])
     ray.get(first.ready(), timeout=200)
     group = make_group("calm", "cluster.cpus_per_worker=1.0", reserve=False)
     assert group.reserve(1.0) is not None, "it holds one tp pair of two"
     second = placement_group([{"CPU": 2.0}])
     assert group.reserve(0.2) is not None and not second.wait(0), "and keeps it for a while"
+    monkeypatch.setattr(placement_slots, "HALF_S", 2.0)
+    group._slots._patient_until_s = 0.0
     deadline_s = time.monotonic() + 200
     while not second.wait(0):
         assert group.reserve(0.2) is not None and time.monotonic() < deadline_s

@@ -69,7 +69,8 @@ def test_epoch_through_a_cache_of_a_twentieth(ceph, corpus, tmp_path, report_rat
         assert np.array_equal(again.row(sample).tokens, near.row(sample).tokens)
     share = other.use().fetched_bytes / read
     report_rates(f"first step of a new node with {share:.4f} of the bytes")
-    assert share < 0.01
+    # a block, of which the threads may have brought all by now, and an eighth of the next one
+    assert share < 0.03
 
 
 def test_store_that_dies_and_comes_back_is_waited_for(ceph, corpus, tmp_path, outage):

@@ -5,6 +5,7 @@ from threading import Thread
 
 import pytest
 
+from raymega import session
 from raymega.errors import ConfigError
 from raymega.session import open_session
 
@@ -42,8 +43,9 @@ def test_dead_head_is_refused_by_address_and_when_the_environment_names_it():
             open_session("auto")
 
 
-def test_server_that_is_no_ray_head_is_refused_at_once():
+def test_server_that_is_no_ray_head_is_refused_at_once(monkeypatch):
     """Ray tries such a port again for many minutes: the dashboard's, say."""
+    monkeypatch.setattr(session, "PROBE_TIMEOUT_S", 200.0)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(ConfigError, match="another server listens there, not a Ray head"):

@@ -22,7 +22,7 @@ from isal import isal_zlib
 
 from raymega.data.format import META_FILE, ShardMeta, shard_fault
 from raymega.data.streaming.node_cache import TABLES, cache_root, locked
-from raymega.errors import DataError, Fault, RaymegaError, StorageError
+from raymega.errors import DataError, Fault, InternalError, RaymegaError, StorageError
 from raymega.storage.retry import RETRY, RetryPolicy
 from raymega.storage.store import Store
 
@@ -172,6 +172,9 @@ class Fetcher:
             wants.failed[shard.file] = error
         except OSError as error:
             wants.failed[shard.file] = StorageError(self._unwritable(path, error))
+        except Exception as error:  # the thread's edge: readers of the shard would wait for their timeout
+            log.exception("fetching %s", path.name)
+            wants.failed[shard.file] = InternalError(_unexpected(path, error))
         with self._changed:
             self._under_way.discard(path)
             self._not_before[path] = time.monotonic() + again_s
@@ -263,13 +266,14 @@ class Fetcher:
     def _make_room(self, wants: Wants, shard: ShardMeta, descriptor: int) -> bool:
         """Reserve a shard's bytes in the cache; evict what must go, the files of earliest time first."""
         # what this split needs later than the shard may go, what any needs earlier may not
-        own = wants.kept.get(shard.file, -1)
-        needed = {
-            each.folder / file
-            for each in self._all
-            for file, place in each.kept.items()
-            if each is not wants or place <= own
-        }
+        with self._changed:
+            own = wants.kept.get(shard.file, -1)
+            needed = {
+                each.folder / file
+                for each in self._all
+                for file, place in each.kept.items()
+                if each is not wants or place <= own
+            }
         with locked(self.root):
             found = sorted(_files(self.root))
             free = self.limit_bytes - sum(size for _, size, _ in found)
@@ -302,6 +306,14 @@ class Fetcher:
             remedy="free space there, set a smaller data.cache_bytes, or make ~/.raymega/cache a link to "
             "a larger disk",
         )
+
+
+def _unexpected(path: Path, error: Exception) -> Fault:
+    return Fault(
+        fact=f"{path} was not fetched: {error!r}",
+        rule="a shard comes, or its store or disk refuses it",
+        remedy="report this with the traceback in the log; the run can be resumed",
+    )
 
 
 def _work(reference: ref[Fetcher]) -> None:

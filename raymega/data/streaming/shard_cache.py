@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from raymega.data.arrow import map_shard, open_shard
 from raymega.data.format import ShardMeta
-from raymega.data.streaming.fetcher import POLL_S, Fetcher, Wants
+from raymega.data.streaming.fetcher import Fetcher, Wants
 from raymega.errors import Fault, StorageError
 from raymega.storage.store import Store
 
@@ -92,11 +92,11 @@ class ShardCache:
 
     def _here(self, shard: ShardMeta, map_file: Callable[[Path], pa.Table]) -> _Held:
         """Lock and map a shard, after waiting for it if it is not here."""
-        path, began = self._folder / shard.file, time.monotonic()
+        path, began, waited_s = self._folder / shard.file, time.monotonic(), 0.0
         while (descriptor := _lock(path)) is None:
             self._wait(shard, began)
-        waited_s = time.monotonic() - began
-        self._fetcher.note_read(waited_s=waited_s if waited_s > POLL_S else 0.0)
+            waited_s = time.monotonic() - began
+        self._fetcher.note_read(waited_s=waited_s)
         if waited_s > TOLD_AFTER_S:
             log.warning("waited %.1f s for %s/%s", waited_s, self.uri, shard.file)
         try:

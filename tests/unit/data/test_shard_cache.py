@@ -13,9 +13,15 @@ from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.streaming import fetcher as fetching
 from raymega.data.streaming.node_cache import locked
 from raymega.data.streaming.shard_cache import ShardCache
-from raymega.errors import DataError, StorageError
+from raymega.errors import DataError, InternalError, StorageError
 from tests.unit.data.datasets import samples_of, write_dataset
-from tests.unit.data.streamed import CountingStore, make_fetcher, samples_on, source_of
+from tests.unit.data.streamed import (
+    CountingStore,
+    make_fetcher,
+    samples_on,
+    settle,
+    source_of,
+)
 
 NUM_SHARDS, TOKENS = 40, 41
 """A shard has five rows of eight tokens."""
@@ -113,12 +119,15 @@ def test_mapped_shards_are_not_evicted(store, split, root):
     assert not (root / "d" / shards[0].file).exists()
 
 
-def test_needed_shards_are_not_evicted_for_later_ones(store, split, root):
+def test_needed_shards_are_not_evicted_for_later_ones(store, split, root, monkeypatch):
+    # of two threads one may take the room of an earlier shard, which the other has taken and not begun
+    monkeypatch.setattr(fetching, "NUM_THREADS", 1)
     fetcher = make_fetcher(root, limit_bytes=3 * _size(split))
     cache = ShardCache(store, root / "d", fetcher)
     cache.need(split.shards[:6])
     for shard in split.shards[:3]:
         cache.table(shard)
+    settle(fetcher)
     assert {path.name for path in (root / "d/train").glob("*.arrow")} == {
         shard.file.removeprefix("train/") for shard in split.shards[:3]
     }
@@ -229,3 +238,25 @@ def test_lengths_of_documents_come_through_the_cache(store, split, root):
     cache = ShardCache(store, root / "d", make_fetcher(root, limit_bytes=4 * _size(split)))
     lengths = TokenStream(cache, split).document_lengths()
     assert np.array_equal(lengths, [TOKENS] * NUM_SHARDS)
+
+
+def test_what_is_needed_is_read_under_the_lock_under_which_readers_change_it(store, split, root):
+    """Else a reader that asks for a shard nobody expected would end the thread that makes room."""
+    fetcher, owned = make_fetcher(root), []
+
+    class Watched(dict):
+        def items(self):
+            owned.append(fetcher._changed._is_owned())
+            return super().items()
+
+    cache = ShardCache(store, root / "d", fetcher)
+    cache._wants.kept = Watched()
+    cache.table(split.shards[0])
+    assert owned and all(owned)
+
+
+def test_error_that_nobody_expected_is_the_readers(store, split, root, monkeypatch):
+    monkeypatch.setattr(store, "get", lambda *_args, **_more: [][0])
+    cache = ShardCache(store, root / "d", make_fetcher(root))
+    with pytest.raises(InternalError, match=r"000000\.arrow was not fetched: IndexError"):
+        cache.table(split.shards[0])

@@ -22,7 +22,7 @@ from raymega.tracking.mlflow_recorder import Recorder, is_refusal
 from raymega.tracking.names import METRICS
 from raymega.tracking.queued_sink import EventBuffer, QueuedSink
 from raymega.tracking.sink import Stamped
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import CLOSED_PORT
 from tests.unit.tracking.events import (
     JOB,
     attempt_started,
@@ -184,6 +184,7 @@ def test_run_has_its_datasets_its_source_and_a_description(
 ):
     job = load_job(JOBS / "verify.yaml").model_dump(mode="json")
     job["data"]["path"] = "/corpora/books"
+    monkeypatch.setattr(mlflow_facts, "GIT_TIMEOUT_S", GUARD_S)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     commit = [
         "git",
@@ -362,7 +363,7 @@ def writers(monkeypatch):
 
 def test_dead_server_delays_nothing_and_is_said_once(caplog, writers):
     """Nobody who emits or closes speaks to it."""
-    uri = f"http://127.0.0.1:{free_port()}"
+    uri = f"http://127.0.0.1:{CLOSED_PORT}"
     with caplog.at_level(logging.WARNING, logger="raymega"):
         sink = mlflow_sink(uri=uri, experiment="x", clock=time.time)
         for event in (run_started(), attempt_started(1), *map(step_finished, range(1, 501))):

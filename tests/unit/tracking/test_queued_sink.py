@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +18,7 @@ from raymega.plugins import Registry
 from raymega.tracking import queued_sink
 from raymega.tracking.queued_sink import EventBuffer, QueuedSink
 from raymega.tracking.sink import CompositeSink, Stamped
+from raymega.tracking.trackers import webhook
 from raymega.tracking.trackers.makers import TrackerSetup
 from raymega.tracking.trackers.selection import chosen_trackers
 from tests.support.jobs import VERIFY
@@ -107,7 +109,9 @@ def address(*codes):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield taken, f"http://127.0.0.1:{server.server_port}/hook"
+        # a client that gave up on a slow answer would post once more
+        with patch.object(webhook, "HTTP_TIMEOUT_S", GUARD_S):
+            yield taken, f"http://127.0.0.1:{server.server_port}/hook"
         server.shutdown()
 
 

@@ -20,7 +20,7 @@ from tests.unit.tracking.events import (
     whole_run,
 )
 
-LONG_S = 60.0
+LONG_S = 100_000.0
 GUARD_S = 100.0
 
 
