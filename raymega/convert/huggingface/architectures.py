@@ -155,6 +155,7 @@ OWN_TYPES = {
         "glm4_moe",
         "minimax_m2",
         "gpt_oss",
+        "qwen3_next",
         "bert",
         "roberta",
     ),

@@ -48,6 +48,7 @@ class HfFamily:
         outer: Names of the modules outside of blocks; empty for Llama's.
         prefix: Begin of the names of all blocks.
         head_wise: Modules of theirs whose rows alternate between ours head by head.
+        key_head_wise: The same by key heads of linear attention.
         tensors: Names of a block's tensors whose last parts differ too.
         experts: Layout of their experts' tensors, if each holds those of all experts.
         renames: Settings that Llama has under another name.
@@ -69,6 +70,7 @@ class HfFamily:
     outer: Names = field(default_factory=dict)
     prefix: str = "model.layers"
     head_wise: tuple[str, ...] = ()
+    key_head_wise: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     experts: StackedExperts | None = None
     renames: Renames = field(default_factory=dict)
