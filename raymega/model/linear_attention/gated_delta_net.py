@@ -7,6 +7,7 @@ a state never travels: the layer has no part that is as large as a row's square.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,12 +31,14 @@ from raymega.parallel.tensor_parallel.layers import (
     RowParallelLinear,
 )
 
+Keep = Callable[..., Tensor]
+
 
 class GatedDeltaNet(nn.Module):
     """State of fixed size a head in place of attention, with a norm and a gate of what is read.
 
-    Backward always recomputes what lies between projections and norm. With ``is_remade`` it recomputes
-    everything between the two projections.
+    Backward always recomputes states, norm and gate: the projections and what is read of the states are kept.
+    With ``is_remade`` the projections alone are.
     """
 
     is_remade = False
@@ -62,30 +65,46 @@ class GatedDeltaNet(nn.Module):
         mixed = recompute_input(self.into, x)
         if token_layout is None:
             token_layout = make_token_layout(whole_rows(len(mixed), mixed.device), no_context())
-        inside = partial(self._read, token_layout=token_layout)
-        if not self.is_remade:
-            return self.out(inside(mixed))
-        params = (*self._weights, *self.norm.parameters())
-        return recompute_input(self.out, checkpoint_output(inside, mixed, params=params))
+        if self.is_remade:
+            inside = partial(self._read, token_layout=token_layout, keep=_plainly)
+            params = (*self._weights, *self.norm.parameters())
+            return recompute_input(self.out, checkpoint_output(inside, mixed, params=params))
+        y = self._read(mixed, token_layout=token_layout, keep=checkpoint_output)
+        return recompute_input(self.out, y)
 
     @property
     def _weights(self) -> tuple[Tensor, ...]:
         return self.filters, self.decay_log, self.step_bias
 
-    def _read(self, mixed: Tensor, *, token_layout: TokenLayout) -> Tensor:
-        """Map the projections [S/cp, B, h * (2 K + 2 r V + 2 r)] to gated outputs [S/cp, B, h * r V]; h is this rank's."""
-        q, k, v, z, b, a = (
-            part.unflatten(-1, (self.num_heads, -1)) for part in mixed.split(self.sizes, dim=-1)
-        )
-        heads = torch.cat((q, k, v, b, a), dim=-1)
-        # all tokens of some heads; within, no other rank takes part
-        heads = tokens_to_heads(heads, token_layout)
+    def _read(self, mixed: Tensor, *, token_layout: TokenLayout, keep: Keep) -> Tensor:
+        """Map the projections of this rank's h heads to gated outputs [S/cp, B, h * r V].
+
+        Args:
+            mixed: Projections, [S/cp, B, h * (2 K + 2 r V + 2 r)].
+            token_layout: Layout of these tokens.
+            keep: Function that runs a part of it, with or without recomputation in backward.
+        """
         run = partial(self._run, token_layout=token_layout)
-        y = run(heads) if self.is_remade else checkpoint_output(run, heads, params=self._weights)
-        y = heads_to_tokens(y, token_layout)
-        # norm of each value head, then its gate
-        normal = self.norm(y.unflatten(-1, (self.ratio, -1)))
-        return (normal * silu(z.unflatten(-1, (self.ratio, -1)))).flatten(2)
+        z = mixed.split(self.sizes, dim=-1)[3]
+        if token_layout.context.degree == 1:
+            y = keep(lambda mixed: run(self._by_head(mixed)), mixed, params=self._weights)
+        else:
+            # all tokens of some heads; z is copied, or it would hold all projections a second time
+            z = z.contiguous()
+            heads = tokens_to_heads(self._by_head(mixed), token_layout)
+            y = heads_to_tokens(keep(run, heads, params=self._weights), token_layout)
+        return keep(self._gated, y, z, params=tuple(self.norm.parameters()))
+
+    def _by_head(self, mixed: Tensor) -> Tensor:
+        """Return what a state reads of the projections, by key head: [S/cp, B, h, 2 K + r V + 2 r]."""
+        q, k, v, _, b, a = mixed.split(self.sizes, dim=-1)
+        parts = (part.unflatten(-1, (self.num_heads, -1)) for part in (q, k, v, b, a))
+        return torch.cat(tuple(parts), dim=-1)
+
+    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """Normalise each value head of y [S/cp, B, h, r V], then multiply by the gates z: [S/cp, B, h * r V]."""
+        normal = self.norm(y.flatten(2).unflatten(-1, (self.num_heads * self.ratio, -1)))
+        return normal.flatten(2) * silu(z)
 
     def _run(self, heads: Tensor, *, token_layout: TokenLayout) -> Tensor:
         """Map heads [N, B, h/cp, 2 K + r V + 2 r] of whole rows to what they read, [N, B, h/cp, r V]."""
@@ -117,3 +136,8 @@ class GatedDeltaNet(nn.Module):
         by_head = [part.view(self.num_heads, -1, part.shape[-1])[own] for part in parts]
         vectors = (t.to(dtype).view(self.num_heads, -1)[own] for t in self._weights[1:])
         return torch.cat(by_head, dim=1), *vectors
+
+
+def _plainly(make: Callable[..., Tensor], *inputs: Tensor, params: tuple[Tensor, ...]) -> Tensor:  # noqa: ARG001
+    """Return ``make(*inputs)``, where the whole is recomputed already."""
+    return make(*inputs)

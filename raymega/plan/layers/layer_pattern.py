@@ -78,6 +78,11 @@ def linear_share(model: ModelSection) -> float:
     return sum(tensor_kind(model, layer)[0] for layer in layers) / model.num_layers
 
 
+def attention_layers(model: ModelSection) -> list[LayerParts]:
+    """Return the parts of the blocks with attention, in order."""
+    return [parts for parts in layer_pattern(model) if not parts.is_linear]
+
+
 def mean_keys(model: ModelSection, *, seq_len: float) -> float:
     """Return twice the number of keys that a token sees, as a mean over tokens and layers with attention.
 
@@ -88,7 +93,7 @@ def mean_keys(model: ModelSection, *, seq_len: float) -> float:
         return 2 * seq_len
     if not model.attention.sliding_window and not model.attention.chunk_size:
         return seq_len
-    seen = [_keys_seen(parts, seq_len) for parts in layer_pattern(model) if not parts.is_linear]
+    seen = [_keys_seen(parts, seq_len) for parts in attention_layers(model)]
     return sum(seen) / max(1, len(seen))
 
 
