@@ -26,7 +26,7 @@ from raymega.config.moe import MoeSection
 
 Family = Literal[
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
-    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "bert", "megatron_bert", "roberta",
+    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5", "bert", "megatron_bert", "roberta",
 ]  # fmt: skip
 
 

@@ -160,6 +160,7 @@ OWN_TYPES = {
         "roberta",
     ),
     "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
     "llama4": "llama4_text",
     "megatron_bert": "megatron-bert",
 }

@@ -81,6 +81,7 @@ _BERT = FamilyParts(
 _GEMMA2 = FamilyParts(
     activation="gelu_tanh", is_norm_offset=True, norms="both", scales_embedding=True
 )
+_QWEN3_NEXT = FamilyParts(is_norm_offset=True, qk_norm="heads", has_output_gate=True)
 FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "gpt2": FamilyParts(
         biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu_tanh", has_norm_bias=True
@@ -100,7 +101,8 @@ FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "glm4_moe": FamilyParts(biased=frozenset(_QKV), qk_norm="heads"),
     "minimax_m2": FamilyParts(qk_norm="whole"),
     "llama4": FamilyParts(qk_norm="l2", has_neighbour_rope=True),
-    "qwen3_next": FamilyParts(is_norm_offset=True, qk_norm="heads", has_output_gate=True),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": _QWEN3_NEXT,
     "gpt_oss": FamilyParts(biased=_EVERY_BIAS | _BIASED_EXPERTS, activation=CLAMPED),
     "bert": _BERT,
     "megatron_bert": replace(_BERT, norms="before", has_embedding_norm=False),

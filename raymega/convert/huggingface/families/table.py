@@ -17,6 +17,7 @@ from raymega.convert.huggingface.families import (
     mistral,
     olmo,
     phi3,
+    qwen3_5,
     qwen3_next,
 )
 from raymega.convert.huggingface.families.family import HfFamily
@@ -36,6 +37,7 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "gpt_oss": gpt_oss.GPT_OSS,
     "llama4_text": llama4.LLAMA4,
     "qwen3_next": qwen3_next.QWEN3_NEXT,
+    "qwen3_5_text": qwen3_5.QWEN3_5,
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,
