@@ -120,7 +120,7 @@ def _linear_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
         _weight(f"{at}.{name}", (width, model.hidden_size), tp_dim=0, std=std)
         for name, width in widths.items()
     ]
-    # torch's variance of a convolution with so many taps, 1 / (3 taps)
+    # variance of torch's own initial values of a convolution: 1 / (3 taps)
     taps = sizes.conv_kernel_dim
     table += [
         GlobalTensor(

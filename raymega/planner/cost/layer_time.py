@@ -243,9 +243,7 @@ def layer_time(
         remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
         tensor_parallel_s=traffic.forward_s,
         hidden_s=traffic.forward_s - traffic.backward_s,
-        context_parallel_s=state_exchange_s(shape, device)
-        if has_states
-        else context_parallel_s(shape, device),
+        context_parallel_s=(state_exchange_s if has_states else context_parallel_s)(shape, device),
         experts_s=max(0.0, experts.travel_s - beside_s),
         **_away(shape, device, has_experts=has_experts),
     )

@@ -5,7 +5,7 @@ from torch.nn.functional import conv1d, pad, silu, softplus
 
 
 def recurrence(q, k, v, decay, beta):
-    """What each token reads. q, k: [S, K], v: [S, V], decay and beta: [S] -> [S, V]."""
+    """Return what each token reads. q, k: [S, K], v: [S, V], decay and beta: [S] -> [S, V]."""
     state, found = q.new_zeros(q.shape[-1], v.shape[-1]), []
     for t in range(len(q)):
         state = decay[t].exp() * state
@@ -19,7 +19,7 @@ def _unit(heads):
 
 
 def document(sizes, weights, x, eps):
-    """One document: x [S, D] -> [S, D]; ``weights`` by the ends of their names."""
+    """Return a document's output: x [S, D] -> [S, D]; ``weights`` by the ends of their names."""
     num_keys, ratio = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
 
     def channels(name):
@@ -43,7 +43,7 @@ def document(sizes, weights, x, eps):
 
 
 def layer(model, weights, x, documents):
-    """x: [S, B, D] -> [S, B, D], with the lengths of each row's documents."""
+    """Return the layer's output: x [S, B, D] -> [S, B, D], with the lengths of each row's documents."""
     rows = documents if len(documents) > 1 else documents * x.shape[1]
     columns = []
     for row, lengths in enumerate(rows):
