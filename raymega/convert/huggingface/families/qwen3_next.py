@@ -35,7 +35,7 @@ DENSE_DEFAULTS = {
     "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-_DEFAULTS = {
+DEFAULTS = {
     **DENSE_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True, "num_experts": 512,
     "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
 }  # fmt: skip
@@ -65,7 +65,7 @@ def config_of(model: ModelSection) -> dict[str, Any]:
 
 
 QWEN3_NEXT = HfFamily(
-    architecture=Architecture("Qwen3NextForCausalLM", "qwen3_next", _DEFAULTS, {**SAME, **NO_BIAS}),
+    architecture=Architecture("Qwen3NextForCausalLM", "qwen3_next", DEFAULTS, {**SAME, **NO_BIAS}),
     modules={
         **MODULES,
         "linear_attn.in_proj_qkvz": tuple(f"linear_attention.{part}" for part in "qkvz"),

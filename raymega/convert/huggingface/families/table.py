@@ -38,6 +38,7 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "llama4_text": llama4.LLAMA4,
     "qwen3_next": qwen3_next.QWEN3_NEXT,
     "qwen3_5_text": qwen3_5.QWEN3_5,
+    "qwen3_5_moe_text": qwen3_5.QWEN3_5_MOE,
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,
