@@ -1,4 +1,4 @@
-"""The job file's model.attention and model.multipliers sections: attention by layer, and constant factors."""
+"""The job file's model.attention, model.linear_attention and model.multipliers sections."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from raymega.config.fields import NonNegative, NonNegativeFloat, PositiveFloat, Section
+from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
-LayerType = Literal["full", "sliding", "chunked", "no_positions"]
+LayerType = Literal["full", "sliding", "chunked", "no_positions", "gated_delta_net"]
 
 
 def _as_tuple(value: object) -> object:
@@ -26,7 +26,8 @@ class AttentionSection(Section):
     layer_types: LayerTypes = ("full",)
     """Kind of each layer's attention, repeated from layer 0 to the last. full: all earlier tokens of
     the document. sliding: the last sliding_window tokens. chunked: those of its own chunk of the
-    document. no_positions: full, without RoPE."""
+    document. no_positions: full, without RoPE. gated_delta_net: a state of fixed size in place of
+    attention, with the sizes of model.linear_attention."""
     sliding_window: NonNegative = 0
     """Number of tokens that a token of a sliding layer sees, itself included; 0 without such layers."""
     chunk_size: NonNegative = 0
@@ -52,6 +53,21 @@ class AttentionSection(Section):
     # Parts that only some models of a family have.
     qk_norm: Literal["family", "none"] = "family"
     """none: leave out the norms of queries and keys that the family has."""
+
+
+class LinearAttentionSection(Section):
+    """Gated delta net (Yang et al. 2024) of layers of that kind: heads, widths, convolution."""
+
+    num_key_heads: NonNegative = 0
+    """Query and key heads; parallel.tp and parallel.cp share them out. 0 without such layers."""
+    num_value_heads: NonNegative = 0
+    """Value heads, a multiple of num_key_heads; each has a state of key_head_dim x value_head_dim."""
+    key_head_dim: NonNegative = 0
+    """Features of a query or key head."""
+    value_head_dim: NonNegative = 0
+    """Features of a value head."""
+    conv_kernel_dim: Positive = 4
+    """Number of tokens that the convolution before the state sees, the token itself included."""
 
 
 class MultipliersSection(Section):

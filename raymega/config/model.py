@@ -6,7 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.attention import AttentionSection, MultipliersSection
+from raymega.config.attention import (
+    AttentionSection,
+    LinearAttentionSection,
+    MultipliersSection,
+)
 from raymega.config.encoder import EncoderSection
 from raymega.config.fields import (
     Decay,
@@ -22,7 +26,7 @@ from raymega.config.moe import MoeSection
 
 Family = Literal[
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
-    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "bert", "megatron_bert", "roberta",
+    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5", "bert", "megatron_bert", "roberta",
 ]  # fmt: skip
 
 
@@ -113,6 +117,8 @@ class ModelSection(Section):
     # Variants: attention by layer, constant factors, experts, latents, multi-token prediction.
     attention: AttentionSection = AttentionSection()
     """Attention of each layer: windows, scores, rotated features."""
+    linear_attention: LinearAttentionSection = LinearAttentionSection()
+    """Sizes of layers of kind gated_delta_net."""
     multipliers: MultipliersSection = MultipliersSection()
     """Constant factors of the model."""
     moe: MoeSection = MoeSection()

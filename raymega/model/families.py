@@ -21,6 +21,7 @@ from raymega.model.layers.lm_head import Head
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
 from raymega.model.layers.norms import Norm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
+from raymega.model.linear_attention.gated_delta_net import GatedDeltaNet
 from raymega.model.moe.layer import MoeLayer
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
@@ -115,6 +116,8 @@ def _make_attention(
 ) -> BlockPart:
     """Return the block's attention, with the rotation that its layer has."""
     name, parts = f"{block_name(model, layer)}.attention", layer_parts(model, layer)
+    if parts.is_linear:
+        return GatedDeltaNet(factory, f"{block_name(model, layer)}.linear_attention", model)
     if model.mla.kv_lora_rank:
         return LatentAttention(factory, name, model, positions)
     if parts.rope == "none":

@@ -47,6 +47,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.fp8_layers import fp8_blocks
+from raymega.plan.layers.layer_pattern import LINEAR
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import stage_tensors
 
@@ -114,6 +115,7 @@ class StageModule(nn.Module):
         self.seed, self.tp_stream = seed, sp
         self.has_random, self.has_experts = model.has_random, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
+        self.has_states = LINEAR in model.attention.layer_types
         # embedding, blocks, head
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         precision = precision or PrecisionSection()
@@ -324,7 +326,7 @@ class StageModule(nn.Module):
     def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
         """Return what all layers share of a micro-batch: positions, rotations, random keys, token ids."""
         context = rows.context or self.context
-        token_layout = make_token_layout(rows, context)
+        token_layout = make_token_layout(rows, context, has_whole_rows=self.has_states)
         keys = rotations = local_rotations = token_ids = None
         if isinstance(self.rope, Rope):
             rotations, local_rotations = self.rope.all_rotations(token_layout.positions)

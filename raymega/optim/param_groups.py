@@ -52,7 +52,7 @@ def _peak(role: Role, optimizer: OptimizerSection) -> float | str:
             return optimizer.embedding_lr
         case "head":
             return optimizer.head_lr
-        case "matrix":
+        case "matrix" | "filter":
             return "lr"
         case "norm" | "bias":
             return optimizer.norm_lr
@@ -63,7 +63,7 @@ def _peak(role: Role, optimizer: OptimizerSection) -> float | str:
 def _is_decayed(role: Role, optimizer: OptimizerSection) -> bool:
     if role == "embedding":
         return optimizer.is_embedding_decayed
-    return role in ("matrix", "head")
+    return role in ("matrix", "head", "filter")
 
 
 def _layers_above(tensor: GlobalTensor, num_layers: int) -> int:

@@ -18,7 +18,8 @@ LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 NO_LINEARS = (".router.weight", ".shared_gate.weight")
 """Ends of the names of matrices that no linear layer of a block multiplies."""
 FUSED = (
-    ("attention.q", "attention.k", "attention.v"),
+    ("attention.q", "attention.k", "attention.v", "attention.gate"),
+    tuple(f"linear_attention.{name}" for name in ("q", "k", "v", "z", "b", "a")),
     ("mlp.gate", "mlp.up"),
     ("moe.shared.gate", "moe.shared.up"),
     ("moe.experts.gate", "moe.experts.up"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.global_tensor import GlobalTensor
-from raymega.plan.layers.layer_pattern import mean_keys
+from raymega.plan.layers.layer_pattern import linear_share, mean_keys
 from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
@@ -25,7 +25,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not. Looking
     up an embedding costs nothing; norms and biases are not counted. Attention's two products cost 2
     * (S / 2) * H * (K + the width of a value head) a token and layer. A causal token sees half of
-    the sequence on average. Each depth of multi-token prediction costs a block, the matrix before
+    the sequence on average. A gated delta net's states cost 6 K V a value head. Each depth of multi-token prediction costs a block, the matrix before
     it and the head once more.
 
     Counting the whole [S, S] square, as Narayanan et al. 2021 and PaLM do, doubles attention's
@@ -84,7 +84,17 @@ def _transform_weights(model: ModelSection) -> int:
 
 
 def _attention_flops(model: ModelSection, seq_len: float) -> float:
-    """Return the FLOPs of attention's two products in a forward, for one token and a mean layer."""
-    return (
-        mean_keys(model, seq_len=seq_len) * model.num_heads * (model.head_width + model.value_width)
-    )
+    """Return the FLOPs of attention's two products, or of states, in a forward: one token, a mean layer."""
+    keys, share = mean_keys(model, seq_len=seq_len), linear_share(model)
+    products = keys * model.num_heads * (model.head_width + model.value_width)
+    return (1 - share) * products + share * state_flops(model)
+
+
+def state_flops(model: ModelSection) -> float:
+    """Return the FLOPs of a gated delta net's states in a forward, for one token and layer.
+
+    A value head multiplies its state of K V numbers by a key, adds a key times an update, and multiplies
+    it by a query. Chunked forms need more.
+    """
+    sizes = model.linear_attention
+    return 3 * 2 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim

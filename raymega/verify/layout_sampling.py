@@ -51,6 +51,10 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     (lambda job: not parts_of(job.model).is_causal, frozenset({"cp", "cp_method", "sequence_parallel", "pp", "dp"})),
     (lambda job: job.model.num_nextn_predict_layers, frozenset({"pp", "chunks", "stages", "cp", "schedule"})),
     (lambda job: job.model.mla.kv_lora_rank, frozenset({"tp", "cp", "cp_method", "sequence_parallel"})),
+    (
+        lambda job: job.model.linear_attention.num_key_heads,
+        frozenset({"tp", "cp", "cp_method", "sequence_parallel", "recompute", "pp"}),
+    ),
     (lambda job: job.optimizer.name == "muon", frozenset({"tp", "sharding", "dp", "pp"})),
     (
         lambda job: job.optimizer.state_dtype == "8bit",

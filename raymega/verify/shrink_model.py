@@ -19,6 +19,7 @@ MAX_LAYERS = 8
 MAX_TP = 8
 MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
 MOST_HEADS = 40
+STATE_WIDTH = 8
 HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
 
 
@@ -30,6 +31,7 @@ def shrink_model(draft: Draft, max_params: int) -> None:
         _cut_experts,
         _cut_depth,
         _cut_heads,
+        _cut_states,
         *(_cut_head_width(width) for width in HEAD_WIDTHS),
         _cut_depth_of_experts,
     )
@@ -147,6 +149,21 @@ def _head_degrees(kv_heads: int, ratio: int) -> list[int]:
         for tp in range(1, MAX_TP + 1)
         if kv_heads * ratio % tp == 0 and 0 in (kv_heads % tp, tp % kv_heads)
     ]
+
+
+def _cut_states(draft: Draft) -> None:
+    """Cut the heads of gated delta nets, with their ratio and the degrees that divide them, and their widths."""
+    sizes = draft.job().model.linear_attention
+    if not sizes.num_key_heads:
+        return
+    heads = _like(sizes.num_key_heads, min(sizes.num_key_heads, MAX_TP))
+    ratio = sizes.num_value_heads // sizes.num_key_heads
+    smaller = {
+        "num_key_heads": heads, "num_value_heads": heads * ratio,
+        "key_head_dim": min(sizes.key_head_dim, STATE_WIDTH), "value_head_dim": min(sizes.value_head_dim, STATE_WIDTH),
+    }  # fmt: skip
+    for name, number in smaller.items():
+        draft.set(f"model.linear_attention.{name}", number)
 
 
 def _cut_head_width(width: int) -> Callable[[Draft], None]:

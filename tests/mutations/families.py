@@ -20,7 +20,117 @@ MXFP4 = f"{CODES}::test_mxfp4_is_multiplied_out_as_transformers_does"
 FLOAT8 = f"{CODES}::test_float8_blocks_are_multiplied_out_as_transformers_does"
 CUT_EXPERTS = f"{WITNESS}::test_steps_with_experts_are_those_of_a_plain_loop"
 ROPE = "model/attention/rope.py"
+DELTA_TESTS = "tests/unit/model/linear_attention/test_delta_rule.py"
+CHUNKS = f"{DELTA_TESTS}::test_chunks_give_what_the_recurrence_gives_document_by_document"
+CONVOLUTION = f"{DELTA_TESTS}::test_convolution_begins_anew_with_each_document"
+GRIDS = "tests/dist/parallel/test_linear_attention.py::test_layer_is_the_recurrence_on_each_grid"
+ALONE = "tests/dist/model/test_packing.py::test_packed_rows_give_what_their_documents_give_alone"
+DELTA_RULE = "model/linear_attention/delta_rule.py"
+DELTA_NET = "model/linear_attention/gated_delta_net.py"
+EXCHANGE = "parallel/context_parallel/ulysses.py"
 FAMILIES: tuple[ProofMutation, ...] = (
+    ProofMutation(
+        name="a state goes on into the next document",
+        file=DELTA_RULE,
+        old="back[-1:].mT <= last, last >= CHUNK",
+        new="back[-1:].mT <= last, last >= 0",
+        tests=(CHUNKS,),
+    ),
+    ProofMutation(
+        name="tokens of a chunk see states of the document before",
+        file=DELTA_RULE,
+        old="(back >= 0) & (back <= at)",
+        new="(back >= 0) & (back <= CHUNK)",
+        tests=(CHUNKS, GRIDS, ALONE),
+    ),
+    ProofMutation(
+        name="a convolution sees the document before",
+        file=DELTA_RULE,
+        old="is_same = (positions >= back)",
+        new="is_same = (positions >= 0)",
+        tests=(CONVOLUTION, GRIDS, ALONE),
+    ),
+    ProofMutation(
+        name="a token replaces what its key holds whole, and not a share beta",
+        file=DELTA_RULE,
+        old="(v * beta, k * beta * read)",
+        new="(v * beta, k * read)",
+        tests=(CHUNKS,),
+    ),
+    ProofMutation(
+        name="a state reads beta twice inside a chunk",
+        file=DELTA_RULE,
+        old="system = k @ k.mT * between * beta",
+        new="system = k @ k.mT * between * beta * beta",
+        tests=(CHUNKS, GRIDS),
+    ),
+    ProofMutation(
+        name="states grow instead of decay",
+        file=DELTA_NET,
+        old="decay=-decay_log.exp()",
+        new="decay=decay_log.exp()",
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="what is read of a state is gated before its norm",
+        file=DELTA_NET,
+        old="""        normal = self.norm(y.flatten(2).unflatten(-1, (self.num_heads * self.ratio, -1)))
+        return normal.flatten(2) * silu(z)
+""",
+        new="""        gated = y.flatten(2) * silu(z)
+        return self.norm(gated.unflatten(-1, (self.num_heads * self.ratio, -1))).flatten(2)
+""",
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="a state takes the ranks' tokens end to end, not in the order of the row",
+        file=EXCHANGE,
+        old="return x if order is None else _reorder(x, *order)",
+        new="return x",
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="ranks that exchange heads use the first heads' decays and convolutions",
+        file=DELTA_NET,
+        old="own = slice(first, first + count)",
+        new="own = slice(0, count)",
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="tp ranks do not sum the gradients of the states' norm",
+        file="plan/tensor_table.py",
+        old='_scale(f"{at}.norm", sizes.value_head_dim, serves_heads=True)',
+        new='_scale(f"{at}.norm", sizes.value_head_dim)',
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="value heads have the decays of other key heads",
+        file=DELTA_NET,
+        old="(t.to(dtype).view(self.num_heads, -1)[own] for t in self._weights[1:])",
+        new="(t.to(dtype).view(-1, self.num_heads).mT[own] for t in self._weights[1:])",
+        tests=(GRIDS,),
+    ),
+    ProofMutation(
+        name="attention's output has no gate",
+        file="model/attention/self_attention.py",
+        old="return y if gate is None else y * gate.sigmoid()",
+        new="return y",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="rows of stacked projections alternate by value heads",
+        file="convert/huggingface/names.py",
+        old="family.key_head_wise: model.linear_attention.num_key_heads,",
+        new="family.key_head_wise: model.linear_attention.num_value_heads,",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="weights of a convolution do not decay",
+        file="optim/param_groups.py",
+        old='role in ("matrix", "head", "filter")',
+        new='role in ("matrix", "head")',
+        tests=(STEPS,),
+    ),
     ProofMutation(
         name="a window has one token more",
         file=BLOCKS,
@@ -158,8 +268,8 @@ FAMILIES: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="heads of stacked queries, keys and values do not alternate",
         file="convert/huggingface/names.py",
-        old="groups = rows.reshape(outer, inner, -1, *rows.shape[1:])",
-        new="return rows\n        groups = rows.reshape(outer, inner, -1, *rows.shape[1:])",
+        old="groups = rows.reshape(self.num_heads, -1, *rows.shape[1:])",
+        new="return rows\n        groups = rows.reshape(self.num_heads, -1, *rows.shape[1:])",
         tests=(LOGITS,),
     ),
     ProofMutation(

@@ -37,6 +37,7 @@ WEIGHTS = "model"
 FIELD, ADAPTER = "checkpoint.init_from", "checkpoint.init_adapter"
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
+    "linear_attention.num_key_heads": ("layers.*.linear_attention.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }
 """Fields of the model that give tensors of one shape another meaning, with patterns of these tensors.

@@ -155,14 +155,18 @@ OWN_TYPES = {
         "glm4_moe",
         "minimax_m2",
         "gpt_oss",
+        "qwen3_next",
         "bert",
         "roberta",
     ),
     "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
     "llama4": "llama4_text",
     "megatron_bert": "megatron-bert",
 }
 """Values of model_type by ``model.family``, of the families in ``families/``."""
+OWN_TYPES_WITH_EXPERTS = {"qwen3_5": "qwen3_5_moe_text"}
+"""The same where a model with experts has another one."""
 
 
 def architecture_of(model: ModelSection) -> str:
@@ -171,6 +175,8 @@ def architecture_of(model: ModelSection) -> str:
     if model.mla.kv_lora_rank:
         is_v2 = model.moe.num_experts and not model.moe.expert_bias
         return "deepseek_v2" if is_v2 else "deepseek_v3"
+    if model.moe.num_experts and model.family in OWN_TYPES_WITH_EXPERTS:
+        return OWN_TYPES_WITH_EXPERTS[model.family]
     if model.family in OWN_TYPES:
         return OWN_TYPES[model.family]
     if model.family == "llama" and not model.moe.num_experts and model.attention.sliding_window:

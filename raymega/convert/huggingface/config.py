@@ -164,7 +164,7 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 def _function_of(model: ModelSection) -> dict[str, Any]:
     """Return the fields that determine what the model computes, by dotted path, in comparable form."""
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
-    parts_apart = {"moe", "mla", "attention", "multipliers", "encoder"}
+    parts_apart = {"moe", "mla", "attention", "linear_attention", "multipliers", "encoder"}
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
@@ -180,6 +180,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     parts = {
         "moe": experts, "mla": model.mla.model_dump(), "attention": attention,
         "multipliers": model.multipliers.model_dump(),
+        "linear_attention": model.linear_attention.model_dump(),
     }  # fmt: skip
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})

@@ -106,6 +106,8 @@ _KINDS = {
     **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size"),
     **_all(_DIVISOR, "num_attention_heads head_dim sliding_window_pattern _sliding_window_pattern"),
     **_all(_DIVISOR, "no_rope_layer_interval interleave_moe_layer_step floor_scale"),
+    **_all(_DIVISOR, "linear_num_key_heads linear_num_value_heads linear_key_head_dim"),
+    **_all(_DIVISOR, "linear_value_head_dim linear_conv_kernel_dim full_attention_interval"),
     **_all(_NUMBER, "initializer_range layer_norm_epsilon rms_norm_eps rope_theta"),
     **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor attn_scale"),
     **_all(_NUMBER, "attn_logit_softcapping final_logit_softcapping embedding_multiplier"),

@@ -67,13 +67,13 @@ def _qwen_values(config: Config) -> dict[str, Any]:
     has_none = config["num_experts"] == 0 or dense >= num_layers
     if has_none or config["decoder_sparse_step"] > num_layers:
         return {}
-    is_qwen2 = config["model_type"] == "qwen2_moe"
+    has_shared = config["model_type"] != "qwen3_moe"
     return {
         **ours(_QWEN, config),
         "first_k_dense_replace": dense,
         "shared_expert_intermediate_size": config.get("shared_expert_intermediate_size", 0)
-        * is_qwen2,
-        "shared_expert_gate": is_qwen2,
+        * has_shared,
+        "shared_expert_gate": has_shared,
     }
 
 
@@ -165,6 +165,8 @@ _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "mixtral": partial(ours, _MIXTRAL),
     "qwen2_moe": _qwen_values,
     "qwen3_moe": _qwen_values,
+    "qwen3_next": _qwen_values,
+    "qwen3_5_moe_text": _qwen_values,
     "deepseek_v2": _deepseek_values,
     "deepseek_v3": _deepseek_values,
     "glm4_moe": _deepseek_values,
@@ -176,6 +178,8 @@ _WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "mixtral": lambda model: theirs(_MIXTRAL, model.moe),
     "qwen2_moe": _qwen2_config,
     "qwen3_moe": _qwen3_config,
+    "qwen3_next": _qwen2_config,
+    "qwen3_5_moe_text": _qwen2_config,
     "deepseek_v2": _deepseek_v2_config,
     "deepseek_v3": _deepseek_v3_config,
     "glm4_moe": _deepseek_v3_config,

@@ -84,11 +84,14 @@ _LLAMA = {
 }
 _SHARED = {f"{name}_proj": f"moe.shared.{name}" for name in ("gate", "up", "down")}
 _DEEPSEEK_SHARED = {f"mlp.shared_experts.{theirs}": ours for theirs, ours in _SHARED.items()}
+_QWEN_SHARED = {
+    "mlp.shared_expert_gate": "moe.shared_gate",
+    **{f"mlp.shared_expert.{theirs}": ours for theirs, ours in _SHARED.items()},
+}
 _SHARED_EXPERTS = {
-    "qwen2_moe": {
-        "mlp.shared_expert_gate": "moe.shared_gate",
-        **{f"mlp.shared_expert.{theirs}": ours for theirs, ours in _SHARED.items()},
-    },
+    "qwen2_moe": _QWEN_SHARED,
+    "qwen3_next": _QWEN_SHARED,
+    "qwen3_5_moe_text": _QWEN_SHARED,
     "deepseek_v2": _DEEPSEEK_SHARED,
     "deepseek_v3": _DEEPSEEK_SHARED,
 }
@@ -116,6 +119,7 @@ class HfTensor:
             that follow one another.
         is_of_all_experts: Whether theirs holds all experts, [E, in, out], with the parts side by side
             along out; biases are [E, out].
+        is_out_first: Whether such a tensor is [E, out, in].
         is_interleaved: Whether the outputs of its parts alternate one by one.
         divisor: Divisor of our values; the last norm includes muP's factor of the logits, which their
             models cannot express.
@@ -128,6 +132,7 @@ class HfTensor:
     expert: int = -1
     num_heads: int = 0
     is_of_all_experts: bool = False
+    is_out_first: bool = False
     is_interleaved: bool = False
     divisor: float = 1.0
 
@@ -138,7 +143,8 @@ class HfTensor:
             return self.parts[0].shape[1:]
         if self.is_of_all_experts:
             experts, _, *inner = self.parts[0].shape
-            return (experts, *inner, sum(part.shape[1] for part in self.parts))
+            out = sum(part.shape[1] for part in self.parts)
+            return (experts, out, *inner) if self.is_out_first else (experts, *inner, out)
         stacked = (self.num_rows, *self.parts[0].shape[1:])
         return stacked[::-1] if self.is_transposed else stacked
 
@@ -147,27 +153,33 @@ class HfTensor:
         joined = np.concatenate(parts, 1)
         if self.is_interleaved:
             joined = np.stack(parts, 2).reshape(joined.shape)
-        return joined.swapaxes(1, -1)
+        return joined if self.is_out_first else joined.swapaxes(1, -1)
 
     def part_of_experts(self, values: Array, name: str) -> Array:
         """Return the values of our tensor ``name`` of all experts, of those of theirs."""
         number = [part.name for part in self.parts].index(name)
-        rows, count = values.swapaxes(1, -1), len(self.parts)
+        rows = values if self.is_out_first else values.swapaxes(1, -1)
+        count = len(self.parts)
         return rows[:, number::count] if self.is_interleaved else np.split(rows, count, 1)[number]
 
     def by_head(self, stack: Array) -> Array:
         """Return the parts' rows, one part after another, in the order that they have there."""
-        return self._turned(stack, len(self.parts), self.num_heads)
+        if not self.num_heads:
+            return stack
+        ends = np.cumsum([part.shape[0] for part in self.parts])[:-1]
+        groups = [
+            rows.reshape(self.num_heads, -1, *rows.shape[1:]) for rows in np.split(stack, ends)
+        ]
+        return np.concatenate(groups, 1).reshape(stack.shape)
 
     def by_part(self, rows: Array) -> Array:
         """Return their rows in the order of the parts, one after another."""
-        return self._turned(rows, self.num_heads, len(self.parts))
-
-    def _turned(self, rows: Array, outer: int, inner: int) -> Array:
         if not self.num_heads:
             return rows
-        groups = rows.reshape(outer, inner, -1, *rows.shape[1:])
-        return groups.swapaxes(0, 1).reshape(rows.shape)
+        ends = np.cumsum([part.shape[0] // self.num_heads for part in self.parts])[:-1]
+        groups = rows.reshape(self.num_heads, -1, *rows.shape[1:])
+        parts = [part.reshape(-1, *rows.shape[1:]) for part in np.split(groups, ends, 1)]
+        return np.concatenate(parts)
 
 
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
@@ -264,6 +276,7 @@ def _stacked_experts(
             num_rows=ours[f"{at}.moe.experts.{parts[0]}.{kind}"].shape[0],
             is_of_all_experts=True,
             is_interleaved=layout.is_interleaved,
+            is_out_first=layout.is_out_first,
         )
         for name, parts in groups.items()
         for kind, end in (("weight", ""), ("bias", "_bias"))
@@ -284,16 +297,21 @@ def _hf_tensor(
         parts=tensors,
         is_transposed=model.family == "gpt2" and is_linear and name.endswith(".weight"),
         num_rows=model.vocab_size if parts[0] in TABLES else sum(t.shape[0] for t in tensors),
-        num_heads=model.num_heads if _is_head_wise(name, model) else 0,
+        num_heads=_heads_of(name, model),
         divisor=model.width_ratio if is_last_norm else 1.0,
     )
 
 
-def _is_head_wise(name: str, model: ModelSection) -> bool:
-    """Return whether the rows of their tensor alternate between ours head by head."""
-    family = hf_family(architecture_of(model))
-    module = name.rpartition(".")[0]
-    return family is not None and any(module.endswith(end) for end in family.head_wise)
+def _heads_of(name: str, model: ModelSection) -> int:
+    """Return the number of heads by which the rows of their tensor alternate between ours, or 0."""
+    family, module = hf_family(architecture_of(model)), name.rpartition(".")[0]
+    if family is None:
+        return 0
+    counts = {
+        family.head_wise: model.num_heads,
+        family.key_head_wise: model.linear_attention.num_key_heads,
+    }
+    return next((count for ends, count in counts.items() if module.endswith(ends)), 0)
 
 
 def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:

@@ -68,7 +68,10 @@ class Attention(nn.Module):
         # Kernels divide scores by sqrt(K): another scale is a factor on the queries.
         scale = model.attention.score_scale
         self.q_factor = scale * model.head_width**0.5 if scale else 1.0
-        self.qkv = ColumnParallelLinear(factory, f"{name}.q", f"{name}.k", f"{name}.v")
+        # features of the output gate, which follow q, k and v
+        self.gate_width = self.num_heads * model.head_width * parts.family.has_output_gate
+        gate = (f"{name}.gate",) if self.gate_width else ()
+        self.qkv = ColumnParallelLinear(factory, f"{name}.q", f"{name}.k", f"{name}.v", *gate)
         self.out = RowParallelLinear(factory, f"{name}.out")
         rules = ScoreRules(
             window=parts.window,
@@ -93,13 +96,17 @@ class Attention(nn.Module):
         return recompute_input(self.out, checkpoint_output(inside, qkv, params=params))
 
     def _attend(self, qkv: Tensor, token_layout: TokenLayout) -> Tensor:
-        """Map qkv [S/cp, B, (H + 2 G)/tp * K] to attention outputs [S/cp, B, H/tp * K]."""
+        """Map qkv [S/cp, B, (H + 2 G)/tp * K] to attention outputs [S/cp, B, H/tp * K]; a gate is [..., H/tp * K] more."""
+        gate = None
+        if self.gate_width:
+            qkv, gate = qkv.split((qkv.shape[-1] - self.gate_width, self.gate_width), dim=-1)
         q_SBHK, k_SBGK, v_SBGK = self._heads(qkv, token_layout)
         if self.q_factor != 1.0:
             q_SBHK = q_SBHK * self.q_factor
         if self.temperature[0]:
             q_SBHK = q_SBHK * self._temperatures(token_layout, q_SBHK)
-        return self.core(q_SBHK, k_SBGK, v_SBGK, token_layout)
+        y = self.core(q_SBHK, k_SBGK, v_SBGK, token_layout)
+        return y if gate is None else y * gate.sigmoid()
 
     def _temperatures(self, token_layout: TokenLayout, q: Tensor) -> Tensor:
         """Return the factors on queries by their positions, [S/cp, B or 1, 1, 1], in the format of q."""

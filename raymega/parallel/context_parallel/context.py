@@ -190,6 +190,9 @@ class TokenLayout:
         rotations: Cosines and sines of RoPE; None is positions 0 to S - 1.
         local_rotations: The same of sliding layers, where these have a base of their own.
         token_ids: Numbers of these tokens in the micro-batch, and which count; None where no layer asks.
+        row_order: Permutation from the tokens of all context-parallel ranks, end to end, to the order of the
+            rows, and its inverse: [S, B] or [S, 1] int64. None where no layer asks, or this rank has all.
+        whole_positions: Position of each of the rows' tokens in its document, as ``row_order``.
     """
 
     positions: Tensor
@@ -201,6 +204,16 @@ class TokenLayout:
     rotations: tuple[Tensor, Tensor] | None = None
     local_rotations: tuple[Tensor, Tensor] | None = None
     token_ids: TokenIds | None = None
+    row_order: tuple[Tensor, Tensor] | None = None
+    whole_positions: Tensor | None = None
+
+    @property
+    def row_positions(self) -> Tensor:
+        """Position of each token of the whole rows in its document, [S, B] or [S, 1] int64."""
+        if self.whole_positions is not None:
+            return self.whole_positions
+        assert self.context.degree == 1, "a layer that reads whole rows has asked for their order"
+        return self.positions
 
     @property
     def is_whole(self) -> bool:
@@ -208,10 +221,22 @@ class TokenLayout:
         return self.context.degree == 1 and len(self.segments) == 1
 
 
-def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
-    """Return the TokenLayout of ``rows``, cut over ``context``, without dropout keys and rotations."""
+def make_token_layout(rows: Rows, context: Context, *, has_whole_rows: bool = False) -> TokenLayout:
+    """Return the TokenLayout of ``rows``, cut over ``context``, without dropout keys and rotations.
+
+    ``has_whole_rows`` says that some layer exchanges tokens for heads over all of ``context``.
+    """
     rows = complete_rows(rows, context)
+    row_order = whole = None
+    if has_whole_rows and context.degree > 1:
+        device, documents = rows.positions.device, rows.documents
+        there = _order(documents, range(context.degree), context.degree).to(device)
+        row_order = there, there.argsort(0)
+        columns = [torch.cat([torch.arange(n) for n in lengths]) for lengths in documents]
+        whole = torch.stack(columns, 1).to(device)
     return TokenLayout(
+        row_order=row_order,
+        whole_positions=whole,
         positions=rows.positions.t(),
         context=context,
         segments=segments(rows.documents, cp=context.outer.size),
@@ -227,7 +252,8 @@ def complete_rows(rows: Rows, context: Context) -> Rows:
     if ends is None and is_packed and context.outer.size == 1:
         ends = _ends(rows.documents).to(device)
     if order is None and context.inner.size > 1:
-        there = _order(rows.documents, context).to(device)
+        first, inner = context.outer.index * context.inner.size, context.inner.size
+        there = _order(rows.documents, range(first, first + inner), context.degree).to(device)
         order = there, there.argsort(0)
     return rows._replace(ends=ends, order=order)
 
@@ -280,14 +306,10 @@ def _held(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
     return torch.cat([torch.arange(part.start, part.stop) for part in ranges])
 
 
-def _order(rows: Documents, context: Context) -> Tensor:
-    """Return the permutation that sorts the inner ranks' tokens by position.
+def _order(rows: Documents, ranks: Sequence[int], cp: int) -> Tensor:
+    """Return the permutation that sorts the tokens of ``ranks``, of ``cp`` ones, by position.
 
-    Together the inner ranks hold the chunks of one outer rank, which has them by position.
+    Together inner ranks hold the chunks of one outer rank, which has them by position.
     """
-    first, degree = context.outer.index * context.inner.size, context.degree
-    neighbours = range(first, first + context.inner.size)
-    columns = [
-        torch.cat([_held(lengths, degree, cp_rank) for cp_rank in neighbours]) for lengths in rows
-    ]
+    columns = [torch.cat([_held(lengths, cp, cp_rank) for cp_rank in ranks]) for lengths in rows]
     return torch.stack(columns, 1).argsort(0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.context import TokenLayout
 from raymega.parallel.context_parallel.transfers import exchange
 from raymega.parallel.core.linear_map import apply_linear
 
@@ -54,6 +55,32 @@ def ulysses(  # noqa: PLR0913  # three tensors and what is done with them
     # attention over all tokens, then the way back
     y = attend(*mixed.split([share.shape[3] for share in shares], dim=2))
     return _to_tokens(_reorder(y, back, there), ranks, log)
+
+
+def tokens_to_heads(x: Tensor, token_layout: TokenLayout) -> Tensor:
+    """Exchange this rank's tokens for all tokens of some heads, in the order of the rows.
+
+    Args:
+        x: Heads of this rank's tokens, [S, B, h, K].
+        token_layout: Layout of these tokens; its context's n ranks divide h.
+
+    Returns:
+        [n S, B, h/n, K]: the share of heads that is this rank's on ``inner``, of it that on ``outer``.
+    """
+    context = token_layout.context
+    for ranks in (context.inner, context.outer):
+        x = _to_heads(x, ranks, context.log) if ranks.size > 1 else x
+    order = token_layout.row_order
+    return x if order is None else _reorder(x, *order)
+
+
+def heads_to_tokens(y: Tensor, token_layout: TokenLayout) -> Tensor:
+    """Return what :func:`tokens_to_heads` exchanged, [n S, B, h/n, K], to its ranks: [S, B, h, K]."""
+    context, order = token_layout.context, token_layout.row_order
+    y = y if order is None else _reorder(y, *reversed(order))
+    for ranks in (context.outer, context.inner):
+        y = _to_tokens(y, ranks, context.log) if ranks.size > 1 else y
+    return y
 
 
 def _to_heads(x: Tensor, ranks: Group, log: CommLog) -> Tensor:

@@ -19,6 +19,7 @@ from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.flat_boxes import boxes_of_range, linear_index
+from raymega.plan.layers.global_tensor import VECTOR_ROLES
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel, full_bucket_bytes
 
 Item = TypeVar("Item")
@@ -177,8 +178,8 @@ class _Kind(NamedTuple):
     dtype: str
 
 
-SMALL_ROLES = ("norm", "bias", "state")
-"""Roles of vectors and untrained tensors. From level ``gradients`` on, a rank keeps their weights and
+SMALL_ROLES = (*VECTOR_ROLES, "state")
+"""Roles of vectors, convolutions and untrained tensors. From level ``gradients`` on, a rank keeps their weights and
 sums whole, and also those of tensors wider than the compute dtype (a router's). They are too small to
 be worth collectives of their own."""
 

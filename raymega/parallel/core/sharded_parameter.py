@@ -20,6 +20,8 @@ from raymega.plan.layers.global_tensor import GlobalTensor
 
 DRAWN_AT_ONCE = 2**20
 """Initial values that exist in float64 at a time, unless one row or one expert has more."""
+LEAST_DECAY, MOST_DECAY = 0.01, 16.0
+"""Bounds of the numbers whose logarithms ``log_uniform`` draws; 0 would have none."""
 
 
 class GradientIntake(Protocol):
@@ -78,6 +80,12 @@ def initial_values(
         # padding rows of the vocabulary start at zero and stay there
         values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
         return values.mul_(tensor.initializer_range)
+    if (
+        tensor.init == "log_uniform"
+    ):  # decays of a state, as in Mamba-2: by the normal distribution's share
+        stream = rng.key(seed, "init", tensor.name)
+        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
+        return torch.special.ndtr(values).mul_(MOST_DECAY - LEAST_DECAY).add_(LEAST_DECAY).log_()
     constants = {"zeros": 0.0, "ones": 1.0}
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 

@@ -32,6 +32,7 @@ class FamilyParts:
             their sum with the residual stream (BERT's post-norm), which then has no final norm.
         qk_norm: Norms of queries and keys: none, one weight for all heads, or one over all features.
             l2 has no weight, and follows RoPE in layers that have it.
+        has_output_gate: Whether attention's output is multiplied by the sigmoid of a further projection.
         has_neighbour_rope: Whether RoPE pairs features 2i and 2i + 1, instead of i and i + K/2.
         is_parallel: Whether attention and feed-forward layer read the same residual stream.
         scales_embedding: Whether embedded tokens are multiplied by sqrt(D).
@@ -48,6 +49,7 @@ class FamilyParts:
     norm: str = "rms_norm"
     norms: Literal["before", "after", "both", "sum"] = "before"
     qk_norm: Literal["none", "heads", "whole", "l2"] = "none"
+    has_output_gate: bool = False
     has_neighbour_rope: bool = False
     is_parallel: bool = False
     scales_embedding: bool = False
@@ -100,6 +102,7 @@ _BERT = FamilyParts(
 _GEMMA2 = FamilyParts(
     activation="gelu_tanh", norm="offset_rms_norm", norms="both", scales_embedding=True
 )
+_QWEN3_NEXT = FamilyParts(norm="offset_rms_norm", qk_norm="heads", has_output_gate=True)
 FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "gpt2": FamilyParts(
         biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu_tanh", norm="layer_norm"
@@ -119,6 +122,8 @@ FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "glm4_moe": FamilyParts(biased=frozenset(_QKV), qk_norm="heads"),
     "minimax_m2": FamilyParts(qk_norm="whole"),
     "llama4": FamilyParts(qk_norm="l2", has_neighbour_rope=True),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": _QWEN3_NEXT,
     "gpt_oss": FamilyParts(biased=_EVERY_BIAS | _BIASED_EXPERTS, activation=CLAMPED),
     "bert": _BERT,
     "megatron_bert": replace(_BERT, norms="before", has_embedding_norm=False),

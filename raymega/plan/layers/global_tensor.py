@@ -12,7 +12,9 @@ from typing import Literal
 from raymega.messages import Box
 from raymega.plan.grid import ExpertPlace
 
-Role = Literal["embedding", "head", "matrix", "norm", "bias", "state"]
+Role = Literal["embedding", "head", "matrix", "filter", "norm", "bias", "state"]
+VECTOR_ROLES = ("filter", "norm", "bias")
+"""Roles of small weights: sharding of gradients and of weights leaves them whole."""
 
 WHOLE_EXPERTS = ExpertPlace()
 """Place of a rank that holds all experts whole."""
@@ -26,10 +28,12 @@ class GlobalTensor:
         name: Name of the tensor, such as ``layers.3.attention.q.weight``.
         shape: Global shape; a linear weight is [out, in].
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
-        init: Kind of initial values: ``normal``, ``zeros`` or ``ones``.
+        init: Kind of initial values: ``normal``, ``zeros``, ``ones``, or ``log_uniform``, the logarithm of
+            numbers between 0.01 and 16.
         initializer_range: Standard deviation when ``init`` is ``normal``.
         role: Role for the optimizer; ``matrix`` is every weight inside a block, ``embedding`` a
-            table, a tied head's included; ``state`` is no weight: it has no gradient, and is saved
+            table, a tied head's included; ``filter`` is a convolution's, of which each channel is apart;
+            ``state`` is no weight: it has no gradient, and is saved
             and restored with the weights.
         tp_units: Most blocks into which tp may cut it, 0 for no limit; with more ranks, neighbours
             share a block. Key and value heads have such a limit.

@@ -13,6 +13,8 @@ from raymega.config.attention import LayerType
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.family_parts import FamilyParts, parts_of
 
+LINEAR: LayerType = "gated_delta_net"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerParts:
@@ -34,13 +36,18 @@ class LayerParts:
     has_experts: bool
     family: FamilyParts
 
+    @property
+    def is_linear(self) -> bool:
+        """Return whether a state of fixed size takes the place of attention."""
+        return self.attention == LINEAR
+
 
 def layer_parts(model: ModelSection, layer: int) -> LayerParts:
     """Return the parts of block ``layer``; blocks of multi-token prediction continue the pattern."""
     attention, family = model.attention, parts_of(model)
     kind = attention.layer_types[layer % len(attention.layer_types)]
     rope: Literal["none", "global", "local"] = "global"
-    if family.has_positions or kind == "no_positions":
+    if family.has_positions or kind in ("no_positions", LINEAR):
         rope = "none"
     elif kind == "sliding" and attention.sliding_rope_theta:
         rope = "local"
@@ -59,8 +66,25 @@ def layer_pattern(model: ModelSection) -> list[LayerParts]:
     return [layer_parts(model, layer) for layer in range(model.num_layers)]
 
 
+def tensor_kind(model: ModelSection, layer: int) -> tuple[bool, bool]:
+    """Return what of a layer's number decides its tensors: a state in place of attention, and experts."""
+    kinds = model.attention.layer_types
+    return kinds[layer % len(kinds)] == LINEAR, model.moe.holds_experts(layer)
+
+
+def linear_share(model: ModelSection) -> float:
+    """Return the share of layers with a state in place of attention."""
+    layers = range(model.num_layers)
+    return sum(tensor_kind(model, layer)[0] for layer in layers) / model.num_layers
+
+
+def attention_layers(model: ModelSection) -> list[LayerParts]:
+    """Return the parts of the blocks with attention, in order."""
+    return [parts for parts in layer_pattern(model) if not parts.is_linear]
+
+
 def mean_keys(model: ModelSection, *, seq_len: float) -> float:
-    """Return twice the number of keys that a token sees, as a mean over tokens and layers.
+    """Return twice the number of keys that a token sees, as a mean over tokens and layers with attention.
 
     It is seq_len without windows and chunks: a causal token sees half of the sequence on average. A token
     of an encoder sees all.
@@ -69,8 +93,8 @@ def mean_keys(model: ModelSection, *, seq_len: float) -> float:
         return 2 * seq_len
     if not model.attention.sliding_window and not model.attention.chunk_size:
         return seq_len
-    seen = [_keys_seen(parts, seq_len) for parts in layer_pattern(model)]
-    return sum(seen) / len(seen)
+    seen = [_keys_seen(parts, seq_len) for parts in attention_layers(model)]
+    return sum(seen) / max(1, len(seen))
 
 
 def _keys_seen(parts: LayerParts, seq_len: float) -> float:

@@ -16,9 +16,10 @@ from math import ceil
 from raymega.config.schema import ModelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.layers.layer_pattern import layer_pattern
+from raymega.plan.layers.layer_pattern import attention_layers, linear_share
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
+from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import embedding_tensors
@@ -146,7 +147,7 @@ def embedding_bytes(shape: ActivationShape) -> int:
     cut = shape.tokens * (is_elsewhere + row) if is_read else 0
     has_norm = shape.family.has_embedding_norm
     norm = (shape.stream_bytes + _statistics_bytes(shape)) * has_norm
-    return _residual_mask_bytes(shape) + cut + norm
+    return residual_mask_bytes(shape) + cut + norm
 
 
 def head_bytes(shape: ActivationShape) -> int:
@@ -205,17 +206,27 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 
 
 def _attention_bytes(shape: ActivationShape) -> int:
-    """Return the bytes that attention keeps.
+    """Return the bytes that attention keeps, or a state in its place, as a mean over layers."""
+    if shape.model.mla.kv_lora_rank:
+        return _latent_attention_bytes(shape)
+    share = linear_share(shape.model)
+    full = _full_attention_bytes(shape) if share < 1 else 0
+    return round((1 - share) * full + share * linear_bytes(shape)) if share else full
+
+
+def _full_attention_bytes(shape: ActivationShape) -> int:
+    """Return the bytes that a layer with attention keeps.
 
     They are q, k and v; the weights or, fused, a number a row; the output, which is the next input.
     """
-    if shape.model.mla.kv_lora_rank:
-        return _latent_attention_bytes(shape)
     model, tp = shape.model, shape.parallel.tp
     heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
     qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
+    # an output gate, which is a part of the projection's result, and beside it its sigmoid and the product
+    gate = shape.tokens * heads * model.head_width * shape.element * shape.family.has_output_gate
     if shape.remakes("attention"):
-        return qkv + _residual_mask_bytes(shape)
+        return qkv + gate + residual_mask_bytes(shape)
+    qkv += gate * (3 if shape.parallel.cp == 1 else 2)
     qkv += _head_norm_bytes(shape, heads=heads, kv_heads=kv_heads)
     qkv += _tempered_bytes(shape, heads)
     output = shape.tokens * heads * model.head_width * shape.element
@@ -227,7 +238,7 @@ def _attention_bytes(shape: ActivationShape) -> int:
     # Fused attention keeps the log-sum-exp of each row.
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
-    return qkv + output + weights + _residual_mask_bytes(shape)
+    return qkv + output + weights + residual_mask_bytes(shape)
 
 
 def _head_norm_bytes(shape: ActivationShape, *, heads: int, kv_heads: int) -> int:
@@ -262,13 +273,13 @@ def _late_norm_bytes(shape: ActivationShape, num_heads: int) -> int:
 
     Attention's v views the projection's result and keeps q and k there too, unless it is copied.
     """
-    model = shape.model
-    turned = [parts for parts in layer_pattern(model) if parts.rope != "none"]
+    model, layers = shape.model, attention_layers(shape.model)
+    turned = [parts for parts in layers if parts.rope != "none"]
     has_views = shape.parallel.cp == 1 and not (model.attention.softcap or model.attention.sinks)
     viewing = [parts for parts in turned if has_views and not (parts.window or parts.chunk)]
     features = (len(turned) + len(viewing)) * num_heads * model.head_width * shape.element
     numbers = len(turned) * num_heads * shape.wide
-    return round(shape.tokens * (features + numbers) / model.num_layers)
+    return round(shape.tokens * (features + numbers) / len(layers))
 
 
 def _tempered_bytes(shape: ActivationShape, heads: int) -> int:
@@ -276,9 +287,8 @@ def _tempered_bytes(shape: ActivationShape, heads: int) -> int:
     model = shape.model
     if not model.attention.temperature_floor or shape.parallel.cp > 1:
         return 0
-    share = (
-        sum(parts.attention == "no_positions" for parts in layer_pattern(model)) / model.num_layers
-    )
+    layers = attention_layers(model)
+    share = sum(parts.attention == "no_positions" for parts in layers) / len(layers)
     return round(shape.tokens * share * heads * model.head_width * shape.element)
 
 
@@ -287,7 +297,8 @@ def _copied_share(model: ModelSection) -> float:
     attention = model.attention
     if attention.softcap or attention.sinks:
         return 1.0
-    return sum(parts.window + parts.chunk > 0 for parts in layer_pattern(model)) / model.num_layers
+    layers = attention_layers(model)
+    return sum(parts.window + parts.chunk > 0 for parts in layers) / len(layers)
 
 
 def _latent_attention_bytes(shape: ActivationShape) -> int:
@@ -301,7 +312,7 @@ def _latent_attention_bytes(shape: ActivationShape) -> int:
     latents = (2 * ranks + mla.qk_rope_head_dim) * element + (
         2 if mla.q_lora_rank else 1
     ) * shape.wide
-    kept = shape.stream_tokens * latents + _residual_mask_bytes(shape)
+    kept = shape.stream_tokens * latents + residual_mask_bytes(shape)
     rows = shape.tokens * shape.model.num_heads // parallel.tp
     width, values = shape.model.head_width, mla.v_head_dim
     # With recompute the projections' results are kept, not q, k and v.
@@ -326,7 +337,7 @@ def _mlp_bytes(shape: ActivationShape) -> int:
         family.has_gate and "silu" not in family.activation and not shape.remakes("activation")
     )
     gate = shape.tokens * width // shape.parallel.tp * shape.element if is_kept else 0
-    return _inner_bytes(shape, width) + gate + _residual_mask_bytes(shape)
+    return _inner_bytes(shape, width) + gate + residual_mask_bytes(shape)
 
 
 def _inner_bytes(shape: ActivationShape, width: int) -> int:
@@ -378,7 +389,7 @@ def expert_bytes(shape: ActivationShape) -> int:
         if moe.shared_expert_intermediate_size
         else 0
     )
-    return router + inner + returned + places + shared + _residual_mask_bytes(shape)
+    return router + inner + returned + places + shared + residual_mask_bytes(shape)
 
 
 def _router_input_bytes(shape: ActivationShape) -> int:
@@ -387,9 +398,3 @@ def _router_input_bytes(shape: ActivationShape) -> int:
     if own <= shape.element or not shape.has_working_memory:
         return 0
     return shape.tokens // shape.parallel.tp * shape.model.hidden_size * own
-
-
-def _residual_mask_bytes(shape: ActivationShape) -> int:
-    if not shape.model.hidden_dropout:
-        return 0
-    return shape.stream_tokens * shape.model.hidden_size * MASK_BYTES

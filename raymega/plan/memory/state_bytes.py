@@ -16,7 +16,8 @@ from raymega.plan.adapters import tuned_kind
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.layers.family_parts import parts_of
-from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.layers.global_tensor import VECTOR_ROLES, GlobalTensor, Role
+from raymega.plan.layers.layer_pattern import tensor_kind
 from raymega.plan.memory import optimizer_state as states
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
@@ -234,7 +235,7 @@ class _ElementCounts:
         return self._known[key]
 
     def _block(self, layer: int, grid: Grid, tp_rank: int, *, is_in_fp8: bool) -> Elements:
-        kind = self._model.moe.holds_experts(layer), tuned_kind(self._model, layer), is_in_fp8
+        kind = tensor_kind(self._model, layer), tuned_kind(self._model, layer), is_in_fp8
         key = ("block", *kind, grid.tp, grid.ep, grid.etp, tp_rank)
         if key not in self._known:
             block = _elements(layer_tensors(self._model, layer), grid, tp_rank)
@@ -251,11 +252,11 @@ class _ElementCounts:
 def block_kinds(
     model: ModelSection, stages: Sequence[Stage], in_fp8: range = range(0)
 ) -> dict[tuple[int, bool], int]:
-    """Return one layer of each kind (with experts, trained alike, in fp8) in ``stages``, and their number."""
+    """Return one layer of each kind (of tensors, trained alike, in fp8) in ``stages``, and their number."""
     first: dict[tuple[object, bool], int] = {}
     counts: Counter[tuple[int, bool]] = Counter()
     for layer in (layer for stage in stages for layer in stage.layers):
-        kind = (model.moe.holds_experts(layer), tuned_kind(model, layer)), layer in in_fp8
+        kind = (tensor_kind(model, layer), tuned_kind(model, layer)), layer in in_fp8
         counts[first.setdefault(kind, layer), kind[1]] += 1
     return dict(counts)
 
@@ -268,14 +269,16 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
         box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
         count = box.num_elements
         if tensor.is_frozen:
-            is_whole = tensor.is_wide or tensor.role in ("norm", "bias")
+            is_whole = tensor.is_wide or tensor.role in VECTOR_ROLES
             frozen = "frozen_experts" if tensor.is_expert else "frozen"
             found["frozen_small" if is_whole else frozen] += count
             continue
         found[kind] += count
         # Every matrix and table counts in blocks, whether or not its state is in 8 bits.
-        found["blocks"] += scale_boxes(box).all.num_elements if len(box.shape) > 1 else 0
-        found["small"] += count if kind == "dense" and tensor.role in ("norm", "bias") else 0
+        is_small = tensor.role in VECTOR_ROLES
+        has_blocks = len(box.shape) > 1 and tensor.role != "filter"
+        found["blocks"] += scale_boxes(box).all.num_elements if has_blocks else 0
+        found["small"] += count if kind == "dense" and is_small else 0
         found["tables"] += count if tensor.role in ("embedding", "head") else 0
     return Elements(**found)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt
 
+from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
+from raymega.plan.layers.layer_pattern import LINEAR
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
-from raymega.plan.validation.rule import broken_rows, reads
+from raymega.plan.validation.rule import broken_rows, divisors, reads
 
 MAX_ATTENTION_BYTES = 2 << 30
 """Most bytes of one layer's attention weights under dropout: a few such layers fill a GPU."""
@@ -200,3 +202,88 @@ def weight_faults(
         remedy="set model.attention_dropout=0, which needs none, or take more parallel.tp, a "
         f"smaller schedule.micro_batch_size or data.seq_len of at most {shorter}",
     )
+
+
+@reads("model.attention linear_attention num_layers family, precision.fp8")
+def linear_faults(
+    attention: AttentionSection,
+    linear: LinearAttentionSection,
+    num_layers: int,
+    family: str,
+    fp8: str,
+) -> Iterator[Fault]:
+    """Check that gated delta nets have sizes, that sizes have layers, and what such layers run with."""
+    has_layers, plain = LINEAR in attention.layer_types[:num_layers], LinearAttentionSection()
+    sizes = {name: size for name, size in linear if name != "conv_kernel_dim"}
+    missing = [name for name, size in sizes.items() if not size]
+    changed = [name for name, size in linear if size != getattr(plain, name)]
+    asked = f"model.attention.layer_types has {LINEAR}"
+    yield from broken_rows(
+        (
+            (
+                has_layers and bool(missing),
+                f"{asked} and model.linear_attention.{missing[0]}=0" if missing else "",
+                "heads and their features are at least 1",
+                "set model.linear_attention, such as {num_key_heads: 4, num_value_heads: 8, "
+                "key_head_dim: 16, value_head_dim: 16}",
+            ),
+            (
+                bool(changed) and not has_layers,
+                f"model.linear_attention.{changed[0]}={getattr(linear, changed[0])}"
+                if changed
+                else "",
+                f"model.attention.layer_types has no {LINEAR} among the model's "
+                f"num_layers={num_layers}, so it has no effect",
+                f"set model.attention.layer_types to [{LINEAR}, full], or leave the section out",
+            ),
+            (
+                not missing and linear.num_value_heads % max(1, linear.num_key_heads) > 0,
+                f"model.linear_attention.num_value_heads={linear.num_value_heads}",
+                f"as many value heads read each of num_key_heads={linear.num_key_heads} "
+                f"(remainder {linear.num_value_heads % max(1, linear.num_key_heads)})",
+                f"use {max(1, linear.num_value_heads // max(1, linear.num_key_heads)) * linear.num_key_heads}",
+            ),
+            (
+                has_layers and not family_parts(family).is_causal,
+                f"{asked} with model.family={family}",
+                "a state holds earlier tokens, and an encoder sees later ones too",
+                f"leave {LINEAR} out of model.attention.layer_types, or take another family",
+            ),
+            (
+                has_layers and fp8 != "none",
+                f"{asked} with precision.fp8={fp8}",
+                "its projections hold decays, which add up over a document, and are not run in 8 bits",
+                "set precision.fp8=none",
+            ),
+        )
+    )
+
+
+@reads("model.attention linear_attention, parallel.tp cp dp dynamic_cp")
+def linear_head_faults(  # axes of one rule
+    attention: AttentionSection,
+    linear: LinearAttentionSection,
+    tp: int,
+    cp: int,
+    dp: int,
+    is_dynamic: bool,
+) -> Iterator[Fault]:
+    """Check that ranks have whole key heads of gated delta nets: tp by cutting, cp by exchange."""
+    heads = linear.num_key_heads
+    if LINEAR not in attention.layer_types or not heads:
+        return
+    ranks, field = (dp * cp, "dp * cp") if is_dynamic else (cp, "cp")
+    if heads % tp:
+        yield Fault(
+            fact=f"parallel.tp={tp}",
+            rule=f"it must divide model.linear_attention.num_key_heads={heads} (remainder {heads % tp})",
+            remedy=f"use one of {divisors(heads)}",
+        )
+    elif heads // tp % ranks:
+        yield Fault(
+            fact=f"parallel.{field}={ranks} with {LINEAR} layers",
+            rule="ranks exchange whole key heads there, so it must divide "
+            f"model.linear_attention.num_key_heads={heads} / parallel.tp={tp} = {heads // tp} "
+            f"(remainder {heads // tp % ranks})",
+            remedy=f"use one of {divisors(heads // tp)}, or a smaller parallel.tp",
+        )

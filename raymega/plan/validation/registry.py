@@ -79,6 +79,8 @@ RULES: tuple[Rule, ...] = (
     attention.score_scale_faults,
     attention.mtp_faults,
     layers.window_faults,
+    attention.linear_faults,
+    attention.linear_head_faults,
     layers.layer_rope_faults,
     layers.score_rule_faults,
     layers.family_faults,

@@ -14,6 +14,7 @@ from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.validation.context_parallel import exchange_faults
+from raymega.planner.kernels.kernel_time import memory_s
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 FORWARD_AND_BACKWARD = 3.5
@@ -109,3 +110,16 @@ def shape_cost(shape: ActivationShape, method: str) -> ContextCost:
         added_bytes=hops * kv * 3 * wide,
         passing_bytes=copies * kv * (element + wide),
     )
+
+
+def context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
+    """Return the exposed seconds of traffic over cp in one pass.
+
+    They include sums of gradients. Each pass takes half of the total.
+    """
+    parallel = shape.parallel
+    if parallel.cp == 1:
+        return 0.0
+    cost = shape_cost(shape, parallel.cp_method)
+    exposed = cost.exposed_s(device, span=parallel.tp * parallel.cp)
+    return (exposed + memory_s(device, cost.added_bytes)) / 2

@@ -8,18 +8,23 @@ stages to a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from raymega.config.schema import MemorySection
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.layers.layer_pattern import mean_keys
+from raymega.plan.layers.layer_pattern import linear_share, mean_keys
 from raymega.plan.memory.activation_bytes import layer_bytes
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.stages import Stage
-from raymega.planner.cost.context_cost import shape_cost
+from raymega.planner.cost.context_cost import context_parallel_s
 from raymega.planner.cost.expert_time import ExpertTime, expert_time
+from raymega.planner.cost.linear_attention_time import (
+    projections,
+    state_exchange_s,
+    states_s,
+)
 from raymega.planner.cost.tensor_parallel_time import (
     ProductPair,
     ProductTime,
@@ -149,8 +154,17 @@ def block_times(shape: ActivationShape, device: Accelerator, software: Software)
         wide = block_times(
             replace(shape, fp8_coverage=NONE_IN_EIGHT, fp8_blocks=None), device, software
         )
-    dense = times()
-    experts = times(has_experts=True) if shape.model.moe.num_experts else dense
+    share = linear_share(shape.model)
+
+    def mean(**kind: bool) -> LayerTime:
+        """Return the mean over layers with attention and layers with states."""
+        if not share:
+            return times(**kind)
+        full, state = (asdict(times(**kind, has_states=is_state)) for is_state in (False, True))
+        return LayerTime(**{name: (1 - share) * full[name] + share * state[name] for name in full})
+
+    dense = mean()
+    experts = mean(has_experts=True) if shape.model.moe.num_experts else dense
     return BlockTimes(dense=dense, experts=experts, wide=wide)
 
 
@@ -160,8 +174,9 @@ def layer_time(
     software: Software,
     *,
     has_experts: bool = False,
+    has_states: bool = False,
 ) -> LayerTime:
-    """Return the seconds of one block as ``shape`` cuts it."""
+    """Return the seconds of one block as ``shape`` cuts it; ``has_states`` says that it is no attention."""
     is_counted = counts_traffic(shape, device, software)
     if not (software.has_newest_attention or _has_whole_rows(shape, software)):
         device = device.with_older_attention()
@@ -177,12 +192,15 @@ def layer_time(
         matmul_s, device, is_8_bit=fp8_coverage.weight_gradients, element=shape.element
     )
     inner = _inner_products(shape, inner_width)
-    products = [*_attention_products(shape), *inner]
+    around = projections(shape) if has_states else _attention_products(shape)
+    products = [*around, *inner]
     forward = sum(product_s(*sizes) for sizes in products)
     time_of = partial(_product_time, product_s=product_s, weights_s=weights_s)
     backward = sum(each.input_s + each.weight_s for each in map(time_of, products))
     # Attention, and kernels that memory traffic bounds.
-    attention, attention_backward = _attention(shape, device, software)
+    attention, attention_backward = (
+        states_s(shape, device) if has_states else _attention(shape, device, software)
+    )
     least_s = stream_s if is_counted else memory_s
     norms, activation, rest = (
         least_s(device, least) + stream_s(device, more)
@@ -209,7 +227,7 @@ def layer_time(
         (forward_s + backward_s) / 2 if shape.parallel.overlap_moe_expert_parallel_comm else 0.0
     )
     # Traffic over tp: of each pair of products the first reads all positions, the second is summed.
-    pairs = [_attention_products(shape)[-2:], *([inner] if inner else [])]
+    pairs = [around[-2:], *([inner] if inner else [])]
     traffic = tensor_parallel_traffic(
         shape,
         device,
@@ -225,7 +243,7 @@ def layer_time(
         remade_s=sum(product_s(*sizes) for sizes in _remade(shape, software, inner_width)),
         tensor_parallel_s=traffic.forward_s,
         hidden_s=traffic.forward_s - traffic.backward_s,
-        context_parallel_s=_context_parallel_s(shape, device),
+        context_parallel_s=(state_exchange_s if has_states else context_parallel_s)(shape, device),
         experts_s=max(0.0, experts.travel_s - beside_s),
         **_away(shape, device, has_experts=has_experts),
     )
@@ -377,16 +395,3 @@ def counts_traffic(shape: ActivationShape, device: Accelerator, software: Softwa
 def _has_whole_rows(shape: ActivationShape, software: Software) -> bool:
     """Return whether torch gives raymega the newest attention: to rows that a rank has whole."""
     return software.makes_steps and shape.parallel.cp == 1
-
-
-def _context_parallel_s(shape: ActivationShape, device: Accelerator) -> float:
-    """Return the exposed seconds of traffic over cp in one pass.
-
-    They include sums of gradients. Each pass takes half of the total.
-    """
-    parallel = shape.parallel
-    if parallel.cp == 1:
-        return 0.0
-    cost = shape_cost(shape, parallel.cp_method)
-    exposed = cost.exposed_s(device, span=parallel.tp * parallel.cp)
-    return (exposed + memory_s(device, cost.added_bytes)) / 2

@@ -40,6 +40,7 @@ MLA = {
     "v_head_dim": 12,
 }
 ADAPTED = {"r": 4, "lora_dropout": 0.05}
+STATES = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 12}
 SLIDING = {"layer_types": ("sliding", "full"), "sliding_window": 16}
 DROPPED = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CORE = MemorySection(recompute="selective", recompute_parts=("attention",))
@@ -92,6 +93,13 @@ MODELS = {
         },
     ),
     "llama4-full": plain_models.make_model("llama4", **SIZES, num_kv_heads=2),
+    "qwen3_next": plain_models.make_model(
+        "qwen3_next",
+        **SIZES,
+        num_kv_heads=2,
+        attention={"layer_types": ("gated_delta_net", "full")},
+        linear_attention=STATES,
+    ),
     "phi3": plain_models.make_model("phi3", **SIZES, num_kv_heads=2),
     "olmo2": plain_models.make_model("olmo2", **SIZES, num_kv_heads=2),
     "gpt_neox": plain_models.make_model("gpt_neox", **SIZES),
@@ -108,6 +116,7 @@ SLOW = (
     "gpt_oss",
     "llama4",
     "llama4-full",
+    "qwen3_next",
 )
 WIDE = pytest.mark.wide
 
@@ -228,7 +237,8 @@ def _measure_middle(env, model, method, inner, memory):
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )
 def test_plan_predicts_a_context_parallel_rank(method, inner):
-    names, memories = ("gpt2", "llama", "qwen3", "mla", "olmo2"), (MemorySection(), CORE, ALL, FULL)
+    names = ("gpt2", "llama", "qwen3", "mla", "olmo2", "qwen3_next")
+    memories = (MemorySection(), CORE, ALL, FULL)
     cases = [(MODELS[name], memory) for name in names for memory in memories]
     parallel = ParallelSection(cp=4, cp_method=method, hierarchical_cp_size=max(inner, 2))
     totals = run_grid(_measure_cp, Grid(cp=4), cases, method, inner, hierarchical_cp_size=inner)

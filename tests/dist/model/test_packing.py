@@ -23,10 +23,21 @@ SIZES = {
     "num_layers": 2, "hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 24, "vocab_size": 50,
     "max_positions": 64,
 }  # fmt: skip
+LINEAR = {"layer_types": ("gated_delta_net", "full")}
+STATES = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 6, "value_head_dim": 5}
 MODELS = {
     "llama": ModelSection(family="llama", num_kv_heads=2, **SIZES),
     "gpt2": ModelSection(family="gpt2", **SIZES),
     "qwen3": ModelSection(family="qwen3", num_kv_heads=1, **SIZES),
+    "qwen3_next": ModelSection.model_validate(
+        {
+            "family": "qwen3_next",
+            "num_kv_heads": 2,
+            "attention": LINEAR,
+            "linear_attention": STATES,
+            **SIZES,
+        }
+    ),
 }
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 UNPADDED = (*PACKED[:2], "data.document_multiple=1")
@@ -38,7 +49,13 @@ ROUTED = (
     "model.moe.router_aux_loss_coef=0.1", "model.moe.router_jitter_noise=0.1",
 )  # fmt: skip
 DYNAMIC = ("parallel.dynamic_cp=true", "schedule.micro_batch_size=1")
+NEXT = (
+    "model.family=qwen3_next", "model.attention={layer_types: [gated_delta_net, full]}",
+    "model.linear_attention={num_key_heads: 4, num_value_heads: 8, key_head_dim: 6, value_head_dim: 5}",
+)  # fmt: skip
 CASES = [
+    ((*UNPADDED, *NEXT), "cp2-dp2", (*DYNAMIC, *SHARDED)),
+    ((*PACKED, *NEXT), "cp4-pp2", ("parallel.cp_method=hybrid", "memory.recompute=selective")),
     (UNPADDED, "dp2", ()),
     (UNPADDED, "tp2-pp2-dp2-sp", SHARDED),
     (PACKED, "cp2", ()),
@@ -109,13 +126,14 @@ def test_packed_rows_give_what_their_documents_give_alone(name, first, second):
         assert difference <= LIMIT * scale, parameter
 
 
-def test_a_document_does_not_see_the_one_before():
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_document_does_not_see_the_one_before(name):
     tensors = _draw(0, 1, 32)
     changed = (tensors[0].clone(), *tensors[1:])
     changed[0][0, :11] = (changed[0][0, :11] + 1) % SIZES["vocab_size"]
     only_second = (torch.arange(32) >= 11).double()[None]
     losses = [
-        _loss_and_gradients(MODELS["llama"], [(tokens, labels, only_second, _rows(((11, 21),)))])[0]
+        _loss_and_gradients(MODELS[name], [(tokens, labels, only_second, _rows(((11, 21),)))])[0]
         for tokens, labels, _ in (tensors, changed)
     ]
     assert losses[0] == losses[1]

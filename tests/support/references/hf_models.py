@@ -176,13 +176,42 @@ FAMILIES = {
             "rope_parameters": LLAMA3_ROPE,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **SIZES, **WITHOUT_TOKENS, **ROUTED, "num_hidden_layers": 4, "head_dim": 12, "num_experts": 4,
+            "shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "full_attention_interval": 2,
+            "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        {
+            **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "head_dim": 12, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **SIZES, **WITHOUT_TOKENS, **ROUTED, "num_hidden_layers": 4, "head_dim": 12, "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 40, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+            "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+            "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }  # fmt: skip
 """Small models by name: a family of convert/huggingface/families each, with all its parts in use."""
-HAVE_EXPERTS = ("glm4_moe", "minimax_m2", "gpt_oss", "llama4")
+HAVE_EXPERTS = ("glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5_moe")
 FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2",
            "DeepseekV3": "deepseek_v3", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
            "Glm4Moe": "glm4_moe", "MiniMaxM2": "minimax_m2", "GptOss": "gpt_oss",
-           "Llama4Text": "llama4"}  # fmt: skip
+           "Llama4Text": "llama4", "Qwen3Next": "qwen3_next", "Qwen3_5Text": "qwen3_5",
+           "Qwen3_5MoeText": "qwen3_5_moe"}  # fmt: skip
 
 
 def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):

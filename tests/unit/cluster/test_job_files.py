@@ -80,6 +80,7 @@ def test_job_with_experts_has_the_published_size_and_its_state_fits(
     [
         ("qwen2-57b-a14b-64gpu", 57_408_658_944, 64),
         ("qwen3-30b-a3b-64gpu", 30_532_122_624, 64),
+        ("qwen3-next-80b-a3b-64gpu", 79_674_391_296, 64),
         ("deepseek-v2-lite-32gpu", 15_706_484_224, 32),
     ],
 )

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from raymega.config.attention import AttentionSection
 from raymega.config.load import parse_job
 from raymega.config.mla import MlaSection
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.lookup import ROUND_H100, nvlink_bytes_per_s, peak_flops
+from raymega.plan.memory.state_bytes import count_parameters
 
 JOBS = Path(__file__).parents[3] / "jobs"
 LLAMA_3_8B = ModelSection(
@@ -38,6 +40,34 @@ def test_formula_of_a_gpt_without_grouped_heads():
     )  # fmt: skip
     expected = 72 * layers * width**2 * (1 + seq_len / (12 * width) + vocab / (12 * layers * width))
     assert flops_per_token(gpt, seq_len=seq_len) == pytest.approx(expected, rel=1e-12)
+
+
+NEXT = ModelSection.model_validate(
+    {
+        "family": "qwen3_next", "num_layers": 48, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 2,
+        "head_dim": 256, "ffn_hidden_size": 5120, "vocab_size": 151936, "tie_word_embeddings": False,
+        "attention": {"layer_types": ["gated_delta_net"] * 3 + ["full"], "partial_rotary_factor": 0.25},
+        "linear_attention": {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128},
+        "moe": {
+            "num_experts": 512, "top_k": 10, "intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "shared_expert_gate": True,
+        },
+    }
+)  # fmt: skip
+
+
+def test_qwen3_next_has_the_parameters_of_transformers_and_states_cost_no_more_in_longer_rows():
+    """79,674,391,296 parameters has Qwen3NextForCausalLM of the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct."""
+    assert count_parameters(NEXT) == 79_674_391_296
+    longer, shorter = (flops_per_token(NEXT, seq_len=length) for length in (8192, 4096))
+    # 12 of 48 layers attend; three products of two sums each, forward and backward
+    assert longer - shorter == 3 * 4096 * 12 * 16 * 2 * 256
+    without = NEXT.model_copy(update={"attention": AttentionSection()})
+    states = 3 * 36 * 6 * 32 * 128 * 128
+    matrices = 2048 * (2 * 2048 + 2 * 4096 + 64) + 4096 * 2048 + 4 * 8192
+    attention = 2048 * (2 * 16 + 2 * 2) * 256 + 16 * 256 * 2048
+    more = states + 3 * 36 * (2 * (matrices - attention) - 4096 * 16 * 2 * 256)
+    assert shorter - flops_per_token(without, seq_len=4096) == pytest.approx(more, rel=1e-9)
 
 
 def test_a_tied_head_costs_what_an_own_one_does():

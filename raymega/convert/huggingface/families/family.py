@@ -27,15 +27,17 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedExperts:
-    """Tensors there that hold all experts: [E, in, out], and biases [E, out].
+    """Tensors there that hold all experts: [E, in, out] or [E, out, in], and biases [E, out].
 
     Attributes:
         module: Begin of their names inside a block.
         is_interleaved: Whether outputs of gate and up alternate; else up follows gate.
+        is_out_first: Whether they are [E, out, in].
     """
 
     module: str
     is_interleaved: bool = False
+    is_out_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,7 @@ class HfFamily:
         outer: Names of the modules outside of blocks; empty for Llama's.
         prefix: Begin of the names of all blocks.
         head_wise: Modules of theirs whose rows alternate between ours head by head.
+        key_head_wise: The same by key heads of linear attention.
         tensors: Names of a block's tensors whose last parts differ too.
         experts: Layout of their experts' tensors, if each holds those of all experts.
         renames: Settings that Llama has under another name.
@@ -69,6 +72,7 @@ class HfFamily:
     outer: Names = field(default_factory=dict)
     prefix: str = "model.layers"
     head_wise: tuple[str, ...] = ()
+    key_head_wise: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     experts: StackedExperts | None = None
     renames: Renames = field(default_factory=dict)

@@ -17,6 +17,8 @@ from raymega.convert.huggingface.families import (
     mistral,
     olmo,
     phi3,
+    qwen3_5,
+    qwen3_next,
 )
 from raymega.convert.huggingface.families.family import HfFamily
 from raymega.plugins import code_of, known_names
@@ -34,6 +36,9 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "minimax_m2": minimax_m2.MINIMAX_M2,
     "gpt_oss": gpt_oss.GPT_OSS,
     "llama4_text": llama4.LLAMA4,
+    "qwen3_next": qwen3_next.QWEN3_NEXT,
+    "qwen3_5_text": qwen3_5.QWEN3_5,
+    "qwen3_5_moe_text": qwen3_5.QWEN3_5_MOE,
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,

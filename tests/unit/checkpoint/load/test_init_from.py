@@ -11,7 +11,11 @@ from raymega.checkpoint.format.keys import ROOT
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.load.init_from import resume_faults, start_faults, starting_manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.attention import AttentionSection, MultipliersSection
+from raymega.config.attention import (
+    AttentionSection,
+    LinearAttentionSection,
+    MultipliersSection,
+)
 from raymega.config.encoder import EncoderSection
 from raymega.config.schema import (
     CheckpointSection,
@@ -84,6 +88,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               "moe.num_experts", "moe.intermediate_size", "moe.layer_freq", "moe.first_k_dense_replace",
               "num_nextn_predict_layers", *(f"mla.{field}" for field in MlaSection.model_fields),
               "moe.shared_expert_intermediate_size", "moe.shared_expert_gate", "moe.expert_bias",
+              *(f"linear_attention.{field}" for field in LinearAttentionSection.model_fields),
               "attention.sinks", *(f"encoder.{field}" for field in EncoderSection.model_fields)}  # fmt: skip
     training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
                 "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
@@ -92,6 +97,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
                 "moe.pad_expert_input_to_capacity"}  # fmt: skip
     sections = {"moe": MoeSection, "mla": MlaSection, "attention": AttentionSection}
     sections |= {"multipliers": MultipliersSection, "encoder": EncoderSection}
+    sections["linear_attention"] = LinearAttentionSection
     # what starts has no adapter yet
     fields = set(ModelSection.model_fields) - sections.keys() - {"lora"}
     for name, section in sections.items():

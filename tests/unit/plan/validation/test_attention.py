@@ -2,9 +2,12 @@
 
 import pytest
 
+from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
 from raymega.plan.validation.attention import (
     head_width_faults,
+    linear_faults,
+    linear_head_faults,
     mla_faults,
     mtp_faults,
     rope_scaling_faults,
@@ -85,3 +88,40 @@ def test_the_furthest_token_lies_in_the_row():
         "model.num_nextn_predict_layers=8; a row of data.seq_len=8 has no token so far ahead; use at most 7"
         in _one(mtp_faults(8, 8))
     )
+
+
+DELTA = AttentionSection(layer_types=("gated_delta_net", "full"))
+STATES = LinearAttentionSection(
+    num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5
+)
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "others", "told"),
+    [
+        (DELTA, {"key_head_dim": 0}, {}, "model.linear_attention.key_head_dim=0"),
+        (AttentionSection(), {}, {}, "model.linear_attention.num_key_heads=4; model.attention"),
+        (DELTA, {}, {"num_layers": 0}, "num_layers=0, so it has no effect"),
+        (DELTA, {"num_value_heads": 10}, {}, "num_key_heads=4 (remainder 2); use 8"),
+        (DELTA, {}, {"family": "bert"}, "a state holds earlier tokens"),
+        (DELTA, {}, {"fp8": "rowwise"}, "set precision.fp8=none"),
+    ],
+)
+def test_states_have_sizes_and_layers(attention, changes, others, told):
+    rest = {"num_layers": 4, "family": "qwen3_next", "fp8": "none"} | others
+    linear = STATES.model_copy(update=changes)
+    assert told in _one(linear_faults(attention, linear, *rest.values()))
+    assert linear_faults(DELTA, STATES, 4, "qwen3_next", "none") == []
+    assert linear_faults(AttentionSection(), LinearAttentionSection(), 4, "llama", "none") == []
+
+
+def test_ranks_have_whole_key_heads():
+    assert linear_head_faults(DELTA, STATES, 2, 2, 1, False) == []
+    assert "(remainder 1); use one of 1, 2, 4" in _one(
+        linear_head_faults(DELTA, STATES, 3, 1, 1, False)
+    )
+    assert "parallel.cp=4 with gated_delta_net layers" in _one(
+        linear_head_faults(DELTA, STATES, 2, 4, 1, False)
+    )
+    assert "parallel.dp * cp=4" in _one(linear_head_faults(DELTA, STATES, 2, 2, 2, True))
+    assert linear_head_faults(AttentionSection(), STATES, 3, 1, 1, False) == []
