@@ -1,6 +1,7 @@
 """Set before torch and ray are imported, for every test and the processes that it starts."""
 
 import atexit
+import gc
 import os
 import sys
 
@@ -25,6 +26,12 @@ class Session:
     """The session of this process, unless it is a worker of xdist."""
 
     current: pytest.Session | None = None
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: no later collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session):

@@ -1,6 +1,6 @@
 """Planted mistakes in which tokens of a conversation are learned, and the labels that then count.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

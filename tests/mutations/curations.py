@@ -1,6 +1,6 @@
 """Planted mistakes in the curation of text, and what the corpus then is not.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package. What is expected is computed from
+`tests.mutations.outcomes` calls `outcome` with each of them planted. What is expected is computed from
 the texts, by sets of words, without the package.
 """
 

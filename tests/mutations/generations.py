@@ -1,6 +1,6 @@
 """Planted mistakes in generated text, and the property of the text that then does not hold.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Planted mistakes in the guards of a run, and what each of them then lets pass or accuses.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Planted mistakes in the lease and its fence, and the story of two drivers that shows each of them.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Planted mistakes in what a planner expects of schedules and ranks, and what each of them then gets wrong.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

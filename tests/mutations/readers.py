@@ -1,6 +1,6 @@
 """Planted mistakes in how a corpus is read, cut and joined, and the form that then gives another dataset.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

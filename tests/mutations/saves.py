@@ -1,6 +1,6 @@
 """Planted mistakes in how checkpoints are saved, and the save and load that must not take them for whole.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

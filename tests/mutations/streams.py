@@ -1,6 +1,6 @@
 """Planted mistakes in the order of shards and rows, and in how shards come from a store to a node.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

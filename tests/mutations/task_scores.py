@@ -1,6 +1,6 @@
 """Planted mistakes that make a number of an evaluation silently wrong, and which number each of them changes.
 
-`tests.mutations.outcomes` calls `outcome` in copies of the package.
+`tests.mutations.outcomes` calls `outcome` with each of them planted.
 """
 
 from __future__ import annotations

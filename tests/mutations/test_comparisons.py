@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from raymega.verify.compare import LIMIT, Deviation, compare, make_reference
-from raymega.verify.launch import ForkServer, open_fork_server
+from raymega.verify.launch import ForkServer
 from raymega.verify.legal_layouts import is_legal, reference_layout
 from raymega.verify.resume import run_resumed
 from raymega.verify.rounding import compare_with_spread, in_precision, measure_spread
 from tests.mutations.comparisons import COMPARISONS, ComparedMutation
-from tests.mutations.tree import ROOT, planted_package
+from tests.mutations.tree import ROOT, fork_server_of
 from tests.unit.verify.jobs import make_job
 
 pytestmark = pytest.mark.dist
@@ -30,7 +30,7 @@ def test_every_row_still_fits_the_package():
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[ForkServer]:
     """The fork server of the package as it is."""
-    with open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+    with fork_server_of(None, timeout_s=TIMEOUT_S) as fork_server:
         yield fork_server
 
 
@@ -63,9 +63,9 @@ def _rows():
 
 
 @pytest.mark.parametrize("row", list(_rows()))
-def test_planted_mistake_is_found_by_its_own_comparison(row, healthy, tmp_path):
+def test_planted_mistake_is_found_by_its_own_comparison(row, healthy):
     assert is_legal(make_job(*SMALL, *row.job), row.layout)
     assert _found(healthy, row) is None
-    with planted_package(row, tmp_path), open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+    with fork_server_of(row, timeout_s=TIMEOUT_S) as fork_server:
         found = _found(fork_server, row)
     assert found is not None and re.fullmatch(row.quantity, found.quantity), found

@@ -9,12 +9,11 @@ import torch
 from raymega.errors import NumericsError
 from raymega.parallel.core.compile import can_fuse
 from raymega.verify.compare import LIMIT, Reference, compare, make_reference
-from raymega.verify.launch import open_fork_server
 from raymega.verify.layout import Layout
 from raymega.verify.legal_layouts import is_legal, reference_layout
 from raymega.verify.shares import LayoutFailedError
 from tests.mutations.table import KINDS
-from tests.mutations.tree import planted_package
+from tests.mutations.tree import fork_server_of
 from tests.unit.verify.jobs import make_job
 
 pytestmark = pytest.mark.dist
@@ -32,7 +31,7 @@ def _job(overrides: tuple[str, ...]):
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[dict]:
     """The nursery of the package as it is, and the references it has trained by overrides."""
-    with open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+    with fork_server_of(None, timeout_s=TIMEOUT_S) as fork_server:
         yield {"fork_server": fork_server}
 
 
@@ -68,11 +67,11 @@ def _rows():
 
 
 @pytest.mark.parametrize("mutation", list(_rows()))
-def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy, tmp_path):
+def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy):
     if mutation.layout.kernels == "compile" and not can_fuse(torch.device("cpu")):
         pytest.skip("torch.compile finds no C++ compiler on this machine")
     assert is_legal(_job(mutation.job), mutation.layout)
     reference = _reference(healthy, mutation.job)
     assert _is_same_run(healthy["fork_server"], mutation.job, mutation.layout, reference)
-    with planted_package(mutation, tmp_path), open_fork_server(timeout_s=TIMEOUT_S) as fork_server:
+    with fork_server_of(mutation, timeout_s=TIMEOUT_S) as fork_server:
         assert not _is_same_run(fork_server, mutation.job, mutation.layout, reference)

@@ -1,10 +1,6 @@
 """Every planted mistake in saves, leases, guards, plans, readers and text is caught before it does harm."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,17 +16,19 @@ from tests.mutations.readers import READER_MUTATIONS
 from tests.mutations.saves import SAVE_MUTATIONS
 from tests.mutations.streams import STREAM_MUTATIONS
 from tests.mutations.task_scores import TASK_MUTATIONS
+from tests.support.preloaded import nursery
 
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
-
-
-def _copy(folder: Path) -> Path:
-    shutil.copytree(
-        ROOT / "raymega", folder / "raymega", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return folder
+TIMEOUT_S = 500.0
+CODE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tests.mutations.outcomes import main
+with open(sys.argv[3]) as planted:
+    main(sys.argv[2], json.load(planted))
+"""
 
 
 @pytest.mark.parametrize(
@@ -61,17 +59,14 @@ def _copy(folder: Path) -> Path:
     ],
 )
 def test_every_planted_mistake_is_caught(script, rows, sound, tmp_path):
-    folders = [_copy(tmp_path / "healthy")]
-    for number, row in enumerate(rows):
-        folders.append(_copy(tmp_path / str(number)))
-        (folders[-1] / "raymega" / row.file).write_text(planted_text(row))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mutations.outcomes", script, *map(str, folders)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=500,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    healthy, *found = map(json.loads, done.stdout.splitlines())
+    planted = [("", ""), *((row.file, planted_text(row)) for row in rows)]
+    (tmp_path / "planted").write_text(json.dumps(planted))
+    with (tmp_path / "log").open("w") as log:
+        process = nursery().start(CODE, [str(ROOT), script, str(tmp_path / "planted")], stderr=log)
+        process.stdin.close()
+        said = process.stdout.read()
+    assert process.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
+    healthy, *found = map(json.loads, said.splitlines())
     assert healthy == sound
     assert dict(zip([row.name for row in rows], found, strict=True)) == {
         row.name: row.caught for row in rows

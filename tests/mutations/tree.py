@@ -14,9 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+from unittest.mock import patch
 
+from raymega.verify import launch
+from raymega.verify.launch import ForkServer
 from tests.mutations.mutation import Mutation
 from tests.mutations.planted import PACKAGE, planted_text
+from tests.support.preloaded import Forked, nursery
 
 ROOT = Path(__file__).parents[2]
 COPIED = (
@@ -96,15 +102,23 @@ class Tree:
 
 
 @contextmanager
-def planted_package(mutation: Mutation, folder: Path) -> Iterator[None]:
-    """Put a copy of the package with the mistake in ``folder``, first on the path of what starts in the body."""
-    shutil.copytree(PACKAGE, folder / "raymega", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "raymega" / mutation.file).write_text(planted_text(mutation))
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+def fork_server_of(mutation: Mutation | None, *, timeout_s: float) -> Iterator[ForkServer]:
+    """Start the fork server of `raymega verify` in a process that has torch, on the package with the mistake."""
+    begin = "from tests.mutations.planting import plant; plant(*sys.argv[2:]); "
+    planted = [str(PACKAGE), mutation.file, planted_text(mutation)] if mutation else []
+
+    def start(command: Sequence[str], *, stderr: IO[str], **_pipes: object) -> Forked:
+        _, _, code, folder = command
+        first, rest = code.split("; from raymega", 1)
+        code = f"{first}; {begin if planted else ''}from raymega{rest}"
+        return nursery().start(code, [folder, *planted], stderr=stderr)
+
+    # pipes, text and a session of its own are what it starts with
+    with (
+        patch.object(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start})),
+        launch.open_fork_server(timeout_s=timeout_s) as fork_server,
+    ):
+        yield fork_server
 
 
 def _kill_session(pid: int) -> None:

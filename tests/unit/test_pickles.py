@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
-SOURCES = {_module(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+@cache
+def _sources() -> dict[str, ast.Module]:
+    """Return the package's modules; not at import, as that takes 3 s of each process that collects tests."""
+    return {_module(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def _imports(tree: ast.AST) -> set[str]:
@@ -42,21 +46,21 @@ def _reachable(module: str) -> set[str]:
     seen, rest = set(), [module]
     while rest:
         at = rest.pop()
-        if at not in seen and at in SOURCES:
+        if at not in seen and at in _sources():
             seen.add(at)
-            rest += _imports(SOURCES[at])
+            rest += _imports(_sources()[at])
     return seen
 
 
 def test_one_module_reads_pickles():
-    users = {name for name, tree in SOURCES.items() if _imports(tree) & PICKLING}
+    users = {name for name, tree in _sources().items() if _imports(tree) & PICKLING}
     assert users == ALLOWED
 
 
 def test_nothing_calls_a_loader_that_unpickles():
     calls = [
         (name, ast.unparse(node))
-        for name, tree in SOURCES.items()
+        for name, tree in _sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -65,7 +69,7 @@ def test_nothing_calls_a_loader_that_unpickles():
     assert calls == []
     told = [
         (name, keyword.arg)
-        for name, tree in SOURCES.items()
+        for name, tree in _sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
@@ -84,7 +88,7 @@ def test_nothing_calls_a_loader_that_unpickles():
     ],
 )  # fmt: skip
 def test_native_ways_never_reach_it(entry):
-    assert entry in SOURCES
+    assert entry in _sources()
     assert not _reachable(entry) & ALLOWED
 
 
