@@ -85,10 +85,16 @@ def test_table_of_benchmarks_has_the_command_of_every_script():
     assert [each for each in options if f'"{each[1]}"' not in scripts[each[0]]] == []
 
 
+def _report(faults):
+    """Fail with all that the commands printed, which pytest would cut out of a comparison of lists."""
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)
+
+
 @_cases([page for page in REST if any(_is_run(block, QUICK) for block in blocks(page))])
 def test_quick_commands_run(page):
     with page_folder() as folder:
-        assert faults_of_page(blocks(page), folder, only_quick=True) == []
+        _report(faults_of_page(blocks(page), folder, only_quick=True))
 
 
 @pytest.mark.wide
@@ -96,7 +102,7 @@ def test_quick_commands_run(page):
 @_cases([p for p in REST if any(_is_run(b, RUNNABLE) or is_program(b) for b in blocks(p))])
 def test_all_commands_run(page):
     with page_folder() as folder:
-        assert faults_of_page(blocks(page), folder, only_quick=False) == []
+        _report(faults_of_page(blocks(page), folder, only_quick=False))
 
 
 @pytest.mark.parametrize("page", GENERATED)
