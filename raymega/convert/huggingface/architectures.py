@@ -157,10 +157,12 @@ OWN_TYPES = {
         "gpt_oss",
         "bert",
         "roberta",
+        "t5",
     ),
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "megatron_bert": "megatron-bert",
+    "t5_v1_1": "t5",
 }
 """Values of model_type by ``model.family``, of the families in ``families/``."""
 

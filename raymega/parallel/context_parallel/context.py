@@ -16,6 +16,7 @@ from torch import Tensor
 from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm.process_groups import Group, Groups, alone
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.expert_parallel.token_ids import TokenIds
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -92,6 +93,7 @@ class Rows(NamedTuple):
             have the same documents.
         ends: See TokenLayout.
         order: See TokenLayout.
+        streams: See TokenLayout.
 
     What depends on documents and rank alone is None where :func:`make_token_layout` and others are to
     compute it. A loader computes it ahead, because a forward that did would wait for a copy to the device.
@@ -103,6 +105,7 @@ class Rows(NamedTuple):
     row_positions: Tensor | None = None
     ends: Tensor | None = None
     order: tuple[Tensor, Tensor] | None = None
+    streams: tuple[Places, Places] | None = None
 
 
 class EncoderInput(NamedTuple):
@@ -190,6 +193,7 @@ class TokenLayout:
         rotations: Cosines and sines of RoPE; None is positions 0 to S - 1.
         local_rotations: The same of sliding layers, where these have a base of their own.
         token_ids: Numbers of these tokens in the micro-batch, and which count; None where no layer asks.
+        streams: Places of the encoder's tokens, which come first, and of the decoder's; None in other families.
     """
 
     positions: Tensor
@@ -201,6 +205,7 @@ class TokenLayout:
     rotations: tuple[Tensor, Tensor] | None = None
     local_rotations: tuple[Tensor, Tensor] | None = None
     token_ids: TokenIds | None = None
+    streams: tuple[Places, Places] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -217,6 +222,7 @@ def make_token_layout(rows: Rows, context: Context) -> TokenLayout:
         segments=segments(rows.documents, cp=context.outer.size),
         order=rows.order,
         ends=rows.ends,
+        streams=rows.streams,
     )
 
 

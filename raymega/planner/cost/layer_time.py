@@ -347,7 +347,7 @@ def _step_bytes(
         return (
             0.0,
             hidden * GATE_PASSES * steps * shape.family.has_gate,
-            turned * TURN_PASSES * steps * (not shape.family.has_positions),
+            turned * TURN_PASSES * steps * shape.family.has_rope,
         )
     return norms * NORM_STEPS_BYTES, hidden * GATE_STEPS_BYTES, turned * ROTATION_STEPS_BYTES
 
