@@ -68,6 +68,9 @@ class Samples:
         real = [(float(share) * source.efficiency, source) for share, source in shared]
         self.efficiency = sum(tokens for tokens, _ in real)
         self.context = sum(tokens * source.context for tokens, source in real) / self.efficiency
+        if rules.spans:  # a row is not the text that it is made of
+            self.efficiency *= rules.spans.filled(self.context)
+            self.context = float(self.seq_len)
         self.num_samples = min(int(source.num_windows / share) for share, source in shared)
 
     def row(self, sample: int) -> Row:

@@ -17,6 +17,7 @@ from raymega.model.attention.relative_attention import document_mask, position_b
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.stream_block import StreamBlock, StreamEmbedding, Streams
 from raymega.parallel.context_parallel.context import (
+    Context,
     MicroBatch,
     Rows,
     TokenLayout,
@@ -65,22 +66,29 @@ class EncoderDecoderStage(StageModule):
         behind = slice(self._num_encoder(layout), None)
         return self._used(self.head, self.head.loss_sum(x, labels[:, behind], mask[:, behind]))
 
+    def document_logits(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, [T, 1, V/tp], of one document on one stage and one cp rank.
+
+        Args:
+            source: Tokens that the encoder reads, [E] int64.
+            target: Tokens that the decoder reads, [T] int64.
+        """
+        assert self.head is not None, "only the last stage makes logits"
+        tokens = torch.cat((source, target))[None]
+        rows = whole_rows(tokens.shape[1], tokens.device)
+        places = _plain_places((len(source), len(target)), self.context, tokens.device)
+        layout = self._token_layout(rows._replace(streams=places), torch.ones_like(tokens), None)
+        x = self._residual_stream(tokens, None, layout)
+        self.before_use(self.head)
+        return self.head(x)
+
     def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
         if rows.streams is None:
-            rows = rows._replace(streams=self._plain_places(rows.positions))
+            length = rows.positions.shape[1] * self.context.degree
+            lengths = (length - self.decoder_seq_len, self.decoder_seq_len)
+            places = _plain_places(lengths, self.context, rows.positions.device)
+            rows = rows._replace(streams=places)
         return super()._token_layout(rows, mask, samples)
-
-    def _plain_places(self, positions: Tensor) -> tuple[Places, Places]:
-        """Return the places of rows that are one document without padding."""
-        cp, index = self.context.degree, self.context.index
-        length = positions.shape[1] * cp
-        lengths = (length - self.decoder_seq_len, self.decoder_seq_len)
-        numbers = torch.cat([torch.arange(n) for n in lengths])[None]
-        encoder, decoder = stream_places(
-            torch.zeros_like(numbers), numbers, lengths, cp=cp, cp_rank=index
-        )
-        device = positions.device
-        return Places(*(t.to(device) for t in encoder)), Places(*(t.to(device) for t in decoder))
 
     def _num_encoder(self, layout: TokenLayout) -> int:
         assert layout.streams is not None, "the layout is of an encoder-decoder model"
@@ -143,6 +151,18 @@ class EncoderDecoderStage(StageModule):
         changed = output.decoder if cast(StreamBlock, unit).cross_attention else output.encoder
         super()._used(unit, changed)
         return output
+
+
+def _plain_places(
+    lengths: tuple[int, int], context: Context, device: torch.device
+) -> tuple[Places, Places]:
+    """Return the places of rows that are one document without padding."""
+    numbers = torch.cat([torch.arange(length) for length in lengths])[None]
+    cp, cp_rank = context.degree, context.index
+    encoder, decoder = stream_places(
+        torch.zeros_like(numbers), numbers, lengths, cp=cp, cp_rank=cp_rank
+    )
+    return Places(*(t.to(device) for t in encoder)), Places(*(t.to(device) for t in decoder))
 
 
 def stage_type(model: ModelSection) -> type[StageModule]:

@@ -41,6 +41,10 @@ class SpanCorruption:
     lengths: tuple[int, int]
     name: str
 
+    def filled(self, text_len: float) -> float:
+        """Return the share of a row that a text of ``text_len`` tokens fills."""
+        return sum(corrupted_lengths(self.section, max(LEAST_TOKENS, round(text_len)))) / sum(self.lengths)
+
     def row(self, texts: Sequence[Ints], sample: int) -> Row:
         """Return the row of a sample's documents.
 
