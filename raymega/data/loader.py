@@ -134,7 +134,9 @@ class Loader(Generic[R]):
         if places[0][0] is None:
             return None
         # rows with equal documents share one entry
-        documents, positions = (torch.from_numpy(np.stack(part)) for part in zip(*places, strict=True))
+        documents, positions = (
+            torch.from_numpy(np.stack(part)) for part in zip(*places, strict=True)
+        )
         if (documents == documents[:1]).all() and (positions == positions[:1]).all():
             documents, positions = documents[:1], positions[:1]
         cp, cp_rank = self._context.degree, self._context.index

@@ -99,7 +99,7 @@ class EncoderDecoderStage(StageModule):
         tokens: Tensor,
         hidden: Tensor | None,
         token_layout: TokenLayout,
-        token_types: Tensor | None = None,
+        token_types: Tensor | None = None,  # noqa: ARG002  # of the class above
     ) -> Tensor:
         """Return both streams and the tables for the next stage, or on the last one the decoder's stream."""
         assert token_layout.streams is not None, "the layout is of an encoder-decoder model"
@@ -110,7 +110,9 @@ class EncoderDecoderStage(StageModule):
             encoder, decoder = map(self.embedding, (tokens[:, :count], tokens[:, count:]))
             tables = self.embedding.tables()
         else:
-            assert hidden is not None, "a stage that is not the first needs the hidden state before it"
+            assert hidden is not None, (
+                "a stage that is not the first needs the hidden state before it"
+            )
             encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
         biases = self._biases(tables, token_layout.streams)
         streams = self._run_layers(Streams(encoder, decoder, *biases), token_layout)  # type: ignore[arg-type]

@@ -17,7 +17,14 @@ Transform = Callable[[Row, int], Row]
 """Function of a row and the number of its sample to a row of the same length."""
 
 
-KEPT = ("num_pairs", "reference", "token_types", "segment_pairs", "stream_documents", "stream_positions")
+KEPT = (
+    "num_pairs",
+    "reference",
+    "token_types",
+    "segment_pairs",
+    "stream_documents",
+    "stream_positions",
+)
 """Fields of a row that a transform keeps: those of pairs of answers, of an encoder's segments, and of streams."""
 
 

@@ -43,7 +43,9 @@ class SpanCorruption:
 
     def filled(self, text_len: float) -> float:
         """Return the share of a row that a text of ``text_len`` tokens fills."""
-        return sum(corrupted_lengths(self.section, max(LEAST_TOKENS, round(text_len)))) / sum(self.lengths)
+        return sum(corrupted_lengths(self.section, max(LEAST_TOKENS, round(text_len)))) / sum(
+            self.lengths
+        )
 
     def row(self, texts: Sequence[Ints], sample: int) -> Row:
         """Return the row of a sample's documents.
@@ -60,7 +62,11 @@ class SpanCorruption:
         # next free place of each side, and the end of its room
         at, ends = [0, self.lengths[0]], [self.lengths[0], size]
         for number, text in enumerate(texts):
-            parts = self._fitting(text, [end - place for place, end in zip(at, ends, strict=True)], self._random(sample, number))
+            parts = self._fitting(
+                text,
+                [end - place for place, end in zip(at, ends, strict=True)],
+                self._random(sample, number),
+            )
             if parts is None:
                 continue
             source, target = parts
@@ -90,9 +96,7 @@ class SpanCorruption:
             length -= 1
         return None
 
-    def _corrupt(
-        self, text: Ints, room: int, random: np.random.Generator
-    ) -> tuple[Ints, Ints]:
+    def _corrupt(self, text: Ints, room: int, random: np.random.Generator) -> tuple[Ints, Ints]:
         """Return what the encoder reads of a text, and what the decoder predicts, of ``room`` tokens at most."""
         if self.section.span_lengths == "segments":
             spans = self.segments(len(text), random)

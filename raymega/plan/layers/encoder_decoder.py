@@ -40,7 +40,9 @@ def position_tables(model: ModelSection) -> list[GlobalTensor]:
     """Return the tables of relative positions, [buckets, H] each, which tp cuts by heads."""
     shape = (model.encoder_decoder.relative_attention_num_buckets, model.num_heads)
     std = model.hidden_size**-0.5
-    return [_matrix(f"embedding.{side}_positions", shape, 1, std, role="embedding") for side in SIDES]
+    return [
+        _matrix(f"embedding.{side}_positions", shape, 1, std, role="embedding") for side in SIDES
+    ]
 
 
 def block_tensors(model: ModelSection, layer: int) -> Iterator[GlobalTensor]:
@@ -80,7 +82,12 @@ def _matrix(
     name: str, shape: tuple[int, int], tp_dim: int, std: float, role: Role = "matrix"
 ) -> GlobalTensor:
     return GlobalTensor(
-        name=f"{name}.weight", shape=shape, tp_dim=tp_dim, init="normal", initializer_range=std, role=role
+        name=f"{name}.weight",
+        shape=shape,
+        tp_dim=tp_dim,
+        init="normal",
+        initializer_range=std,
+        role=role,
     )
 
 
@@ -107,7 +114,9 @@ def raw_length(section: SpanCorruptionSection, encoder: int, decoder: int) -> in
     length = 1
     while all(
         size <= room
-        for size, room in zip(corrupted_lengths(section, length + 1), (encoder, decoder), strict=True)
+        for size, room in zip(
+            corrupted_lengths(section, length + 1), (encoder, decoder), strict=True
+        )
     ):
         length += 1
     return length if length > 1 else 0

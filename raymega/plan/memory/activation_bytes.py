@@ -150,7 +150,13 @@ def stream_layer_bytes(shape: ActivationShape, layer: int) -> int:
     heads += 2 * rows * encoder.tokens
     fused = shape.model.num_heads // shape.parallel.tp * decoder.tokens * shape.wide
     is_remade = shape.remakes("attention")
-    return kept + _norm_bytes(decoder) + heads + (0 if is_remade else fused) + _score_bytes(decoder, encoder)
+    return (
+        kept
+        + _norm_bytes(decoder)
+        + heads
+        + (0 if is_remade else fused)
+        + _score_bytes(decoder, encoder)
+    )
 
 
 def _shared_bytes(shape: ActivationShape, stage: Stage) -> int:

@@ -136,9 +136,7 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     assert torch.equal(ours, original)
 
 
-SPANS = (
-    "{text_seq_len: 34, first_sentinel_id: 258, num_sentinels: 50, eos_token_id: 1, decoder_start_token_id: 0}"
-)
+SPANS = "{text_seq_len: 34, first_sentinel_id: 258, num_sentinels: 50, eos_token_id: 1, decoder_start_token_id: 0}"
 
 
 def _plan(done, layout, *options):
@@ -248,4 +246,6 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
     wanted = load_file(tmp_path / "trained" / "model.safetensors")
     for at in hf_tensors(done.model):
         rows_of = np.concatenate([whole[part.name] for part in at.parts])[: at.num_rows]
-        assert plain_models.difference(torch.from_numpy(rows_of), wanted[at.name]) < TRAINING_LIMIT, at.name
+        assert (
+            plain_models.difference(torch.from_numpy(rows_of), wanted[at.name]) < TRAINING_LIMIT
+        ), at.name

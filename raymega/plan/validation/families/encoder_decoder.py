@@ -37,7 +37,9 @@ def other_family_faults(
                 )
 
 
-@reads("model.family encoder_decoder num_layers num_heads num_kv_heads initializer_range, data.seq_len")
+@reads(
+    "model.family encoder_decoder num_layers num_heads num_kv_heads initializer_range, data.seq_len"
+)
 def side_faults(  # fields of one rule
     family: str,
     sides: EncoderDecoderSection,
@@ -91,7 +93,9 @@ def side_faults(  # fields of one rule
     )
 
 
-@reads("model.family encoder_decoder vocab_size, data.span_corruption seq_len packing document_multiple path")
+@reads(
+    "model.family encoder_decoder vocab_size, data.span_corruption seq_len packing document_multiple path"
+)
 def span_faults(  # fields of one rule
     family: str,
     sides: EncoderDecoderSection,
@@ -184,7 +188,7 @@ def cut_faults(  # fields of one rule
     "model.family hidden_dropout attention_dropout attention multipliers moe mla lora mup_base_width "
     "num_nextn_predict_layers neftune_noise_alpha"
 )
-def model_option_faults(  # noqa: PLR0913  # one an option
+def model_option_faults(  # one an option
     family: str,
     hidden: float,
     dropped: float,
@@ -225,7 +229,7 @@ def model_option_faults(  # noqa: PLR0913  # one an option
     "model.family, data.loss_on, parallel.dynamic_cp, run.eval_tasks samples_every, preference.loss_type, "
     "memory.offload, precision.fp8"
 )
-def run_option_faults(  # noqa: PLR0913  # one an option
+def run_option_faults(  # one an option
     family: str,
     loss_on: str,
     is_dynamic: bool,

@@ -28,7 +28,11 @@ def _text(length, seed=0, least=10):
 def _sides(row, number):
     """Source, target, and what the decoder reads, of one document."""
     here, size = row.stream_documents == number, row.documents[0]
-    return row.tokens[:size][here[:size]], row.labels[size:][here[size:]], row.tokens[size:][here[size:]]
+    return (
+        row.tokens[:size][here[:size]],
+        row.labels[size:][here[size:]],
+        row.tokens[size:][here[size:]],
+    )
 
 
 def _joined(source, target):
@@ -53,7 +57,9 @@ def test_source_and_target_are_the_text(kind):
         source, target, read = _sides(row, 0)
         joined, spans = _joined(source, target)
         assert joined == text.tolist()
-        assert [token for token in target.tolist() if token > 150] == list(range(FIRST, FIRST - len(spans), -1))
+        assert [token for token in target.tolist() if token > 150] == list(
+            range(FIRST, FIRST - len(spans), -1)
+        )
         assert source[-1] == target[-1] == EOS
         assert read[0] == START
         assert np.array_equal(read[1:], target[:-1])
@@ -142,7 +148,9 @@ def test_spans_have_the_distributions_of_megatron_core():
     for sample in range(4000):
         found = kind._create_masked_lm_predictions(theirs, text.tolist(), LENGTH, state)[4]
         mine = rule.geometric(LENGTH, 40, rule._random(sample, 0))
-        for side, spans in enumerate(([range(*span) for span in mine], [each[0] for each in found])):
+        for side, spans in enumerate(
+            ([range(*span) for span in mine], [each[0] for each in found])
+        ):
             counts[side, len(spans)] += 1
             for span in spans:
                 lengths[side, len(span)] += 1

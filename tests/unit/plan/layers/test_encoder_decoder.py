@@ -88,7 +88,9 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     sizes = SIZES["uneven"][0]
     model = _model(sizes, 16).model_copy(update={"family": family})
     stages = even_stages(num_layers=model.num_layers, num_stages=2)
-    module = EncoderDecoderStage(model, stages[stage], sp=make_stream(), dtype=torch.bfloat16, device=CPU, seed=1)
+    module = EncoderDecoderStage(
+        model, stages[stage], sp=make_stream(), dtype=torch.bfloat16, device=CPU, seed=1
+    )
     tokens, mask, hidden = torch.zeros(2, 80, dtype=torch.int64), torch.ones(2, 80), None
     if stage:
         hidden = torch.randn(80 + module.carried_rows(2), 2, 96).bfloat16().requires_grad_()
@@ -97,7 +99,9 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     shape = ActivationShape(
         model=model, parallel=ParallelSection(), memory=MemorySection(), seq_len=80, micro_batch_size=2, dtype="bfloat16"
     )  # fmt: skip
-    assert kept.total == pytest.approx(stage_activations(shape, stages[stage]).micro_batch_bytes, rel=0.03)
+    assert kept.total == pytest.approx(
+        stage_activations(shape, stages[stage]).micro_batch_bytes, rel=0.03
+    )
 
 
 RULES = {
