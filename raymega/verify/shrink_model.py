@@ -16,6 +16,7 @@ from raymega.verify.job_draft import Draft
 
 MAX_SEQ_LEN = 32
 MAX_VOCAB = 512
+SHORT_TEXT_DENSITY = 0.4
 MAX_LAYERS = 8
 MAX_TP = 8
 MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
@@ -48,11 +49,14 @@ def shrink_model(draft: Draft, max_params: int) -> None:
 
 
 def cut_streams(draft: Draft) -> None:
-    """Give the decoder a quarter of the shrunk row, and a row the text that fits."""
+    """Give each side half of the shrunk row, and a row the text that fits and has several spans."""
     job = draft.job()
-    decoder = job.data.seq_len // 4
-    text = raw_length(job.data.span_corruption, job.data.seq_len - decoder, decoder)
+    decoder = job.data.seq_len // 2
+    density = max(job.data.span_corruption.noise_density, SHORT_TEXT_DENSITY)
+    spans = job.data.span_corruption.model_copy(update={"noise_density": density})
     draft.set("model.encoder_decoder.decoder_seq_len", decoder)
+    draft.set("data.span_corruption.noise_density", density, "a short text has several spans then")
+    text = raw_length(spans, job.data.seq_len - decoder, decoder)
     draft.set("data.span_corruption.text_seq_len", text, "it is what becomes a row")
 
 

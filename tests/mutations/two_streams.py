@@ -7,9 +7,9 @@ from tests.mutations.mutation import Mutation
 from tests.mutations.proofs import ProofMutation
 
 T5 = (
-    "model.family=t5_v1_1", "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "data.seq_len=32",
-    "model.encoder_decoder={num_encoder_layers: 1, decoder_seq_len: 8}",
-    "data.span_corruption={text_seq_len: 26, first_sentinel_id: 255, eos_token_id: 64, decoder_start_token_id: 65}",
+    "model.family=t5_v1_1", "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "data.seq_len=64",
+    "model.encoder_decoder={num_encoder_layers: 1, decoder_seq_len: 16}",
+    "data.span_corruption={text_seq_len: 50, first_sentinel_id: 255, eos_token_id: 64, decoder_start_token_id: 65}",
 )  # fmt: skip
 STAGE = "model/encoder_decoder.py"
 ATTENTION = "model/attention/relative_attention.py"

@@ -119,6 +119,15 @@ def span_faults(  # fields of one rule
                 + (f": num_sentinels={spans.num_sentinels} ids end with it" if least else ""),
                 remedy=f"set data.span_corruption.{field} to the id that the tokenizer has for it",
             )
+    # the number of the other kind of spans
+    idle = "max_span_length" if spans.span_lengths == "segments" else "mean_span_length"
+    plain = getattr(SpanCorruptionSection(), idle)
+    if getattr(spans, idle) != plain:
+        yield Fault(
+            fact=f"data.span_corruption.{idle}={getattr(spans, idle):g}",
+            rule=f"it has no effect with data.span_corruption.span_lengths={spans.span_lengths}",
+            remedy=f"leave data.span_corruption.{idle} out",
+        )
     # text of a row
     most, text = raw_length(spans, *room), spans.text_seq_len
     made = corrupted_lengths(spans, max(2, text))
