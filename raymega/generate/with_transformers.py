@@ -105,6 +105,9 @@ def _generate_batch(
     settings = GenerationConfig(max_new_tokens=limit, do_sample=False, pad_token_id=0)
     if is_two_sided:
         settings.decoder_start_token_id = config.decoder_start_token_id
+        # transformers 5 makes a cache of as many layers as the encoder has
+        layers = config.num_hidden_layers
+        settings.use_cache = getattr(config, "num_decoder_layers", layers) <= layers
     model.generation_config = settings
     start = 1 if is_two_sided else longest
     ends = _Ends(numbers, start, partial(task.is_done, codec))

@@ -1,6 +1,7 @@
 """Transformers' T5 as the outside witness of encoder-decoder models: logits, training steps, and the way back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.samples import open_samples
+from raymega.errors import ConfigError
+from raymega.generate.prompts import Prompts
+from raymega.generate.run import GenerateOptions, prepare_generation
 from raymega.messages import Requests
 from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.trace import CommLog
@@ -28,6 +32,8 @@ from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.run_plan import read_plan
+from raymega.plan.sampling import Sampling
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from raymega.train.build import build_parts
 from raymega.train.entry import init_from
 from raymega.train.state import TrainState
@@ -249,3 +255,21 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
         assert (
             plain_models.difference(torch.from_numpy(rows_of), wanted[at.name]) < TRAINING_LIMIT
         ), at.name
+
+
+def test_generation_is_that_of_transformers(tmp_path, kind):
+    """The same greedy text from a prompt and its end; a grid reads one stream, and is refused."""
+    theirs = hf_t5.make_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text(byte_tokenizer())
+    done = hf_import(tmp_path / "theirs", str(tmp_path / "ours"), created=NOW)
+    texts, options = ("the cat", "a"), GenerateOptions(sampling=Sampling(max_tokens=6))
+    found = prepare_generation(done.uri, Prompts(texts=texts), options).run("", lambda *_: None)
+    for text, answer in zip(texts, found, strict=True):
+        source = torch.tensor([[*text.encode(), theirs.config.eos_token_id]])
+        wanted = theirs.generate(source, max_new_tokens=6, do_sample=False, use_cache=False)[
+            0, 1:
+        ].tolist()
+        assert list(answer.tokens) == wanted
+    with pytest.raises(ConfigError, match="is an encoder-decoder"):
+        prepare_generation(done.uri, Prompts(texts=texts), replace(options, grid="tp=2"))
