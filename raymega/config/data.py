@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raymega.config.encoder import MaskingSection
+from raymega.config.encoder import MaskingSection, SpanCorruptionSection
 from raymega.config.fields import (
     PLUGIN_NAME,
     NonNegativeFloat,
@@ -151,6 +151,11 @@ class DataSection(Section):
         default=MaskingSection(),
         description="Masks of encoders, drawn anew for each sample of the run and the same on every layout.",
     )
+    span_corruption: SpanCorruptionSection = Field(
+        default=SpanCorruptionSection(),
+        description="Spans that encoder-decoder models predict, drawn anew for each sample of the run and the same on "
+        "every layout.",
+    )
     # Packing of documents into sequences.
     packing: Literal["none", "best_fit"] = Field(
         default="none",
@@ -169,6 +174,11 @@ class DataSection(Section):
         "whatever the layout is; it must divide seq_len. Context parallelism cuts documents, so 2 * "
         "parallel.cp must divide it.",
     )
+
+    @property
+    def text_len(self) -> int:
+        """Tokens of text that are read for a row: more than S where spans are replaced by sentinels."""
+        return self.span_corruption.text_seq_len or self.seq_len
 
     @property
     def blends(self) -> tuple[tuple[int, tuple[DataSource, ...]], ...]:

@@ -11,7 +11,7 @@ from raymega.config.attention import (
     LinearAttentionSection,
     MultipliersSection,
 )
-from raymega.config.encoder import EncoderSection
+from raymega.config.encoder import EncoderDecoderSection, EncoderSection
 from raymega.config.fields import (
     Decay,
     NonNegative,
@@ -27,6 +27,7 @@ from raymega.config.moe import MoeSection
 Family = Literal[
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
     "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5", "bert", "megatron_bert", "roberta",
+    "t5", "t5_v1_1",
 ]  # fmt: skip
 
 
@@ -126,6 +127,8 @@ class ModelSection(Section):
 
     encoder: EncoderSection = EncoderSection()
     """Token types of encoders, and their head that classifies pairs of segments."""
+    encoder_decoder: EncoderDecoderSection = EncoderDecoderSection()
+    """Division of blocks and tokens between encoder and decoder, and their relative positions."""
     mla: MlaSection = MlaSection()
     """Multi-head latent attention; without it heads are projected from the residual stream."""
     num_nextn_predict_layers: NonNegative = 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raymega.parallel.context_parallel.context import EncoderInput, MicroBatch, PairBatch
+from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.pinned_memory import recycled
 
 ALIGNMENT_BYTES = 256
@@ -108,6 +109,7 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
             row_positions=None if rows.row_positions is None else change(rows.row_positions),
             ends=None if rows.ends is None else change(rows.ends),
             order=_both(rows.order, change),
+            streams=None if rows.streams is None else _both_places(rows.streams, change),
         ),
     )
 
@@ -120,6 +122,11 @@ def _change_pairs(pairs: PairBatch, change: Change) -> PairBatch:
         is_counted=change(pairs.is_counted),
         reference=None if pairs.reference is None else change(pairs.reference),
     )
+
+
+def _both_places(streams: tuple[Places, Places], change: Change) -> tuple[Places, Places]:
+    encoder, decoder = (Places(*map(change, each)) for each in streams)
+    return encoder, decoder
 
 
 def _both(pair: tuple[Tensor, Tensor] | None, change: Change) -> tuple[Tensor, Tensor] | None:

@@ -263,7 +263,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     vocab_size = values.get("model.vocab_size", 0)
     named = section.validation if is_evaluating else ()
     check = partial(
-        data_faults, seq_len=section.seq_len, vocab_size=vocab_size, is_packed=is_packed
+        data_faults, seq_len=section.text_len, vocab_size=vocab_size, is_packed=is_packed
     )
     first = [source.path for source in section.blends[0][1]]
     faults = [

@@ -25,6 +25,7 @@ from raymega.parallel.context_parallel.context import (
     held_positions,
     no_context,
 )
+from raymega.parallel.context_parallel.stream_places import Places, stream_places
 from raymega.plan.batch import BatchPlan
 
 R = TypeVar("R", bound=NumberedRows)
@@ -46,6 +47,7 @@ class Loader(Generic[R]):
         depth: int = 0,
         is_guessing: bool = False,
         is_encoder: bool = False,
+        empty: Callable[[int], Row] = empty_row,
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -57,12 +59,13 @@ class Loader(Generic[R]):
             context: Context-parallel context of this rank; None for whole rows.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
             is_encoder: True where rows have masks, so that micro-batches have an encoder's input.
+            empty: Function from S to the row of a slot without a sample.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
-        self._is_encoder = is_encoder
+        self._is_encoder, self._empty = is_encoder, empty
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -116,16 +119,33 @@ class Loader(Generic[R]):
             mask=mask,
             num_counted=int(mask.sum()),
             samples=torch.tensor(samples),
-            rows=complete_rows(Rows(positions, documents, row_positions=held), self._context),
+            rows=complete_rows(
+                Rows(positions, documents, row_positions=held, streams=self._places(rows)),
+                self._context,
+            ),
             later=take_later() if self._depth else None,
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
             pairs=pair_batch(rows, held, self._context) if any(r.num_pairs for r in rows) else None,
         )
 
+    def _places(self, rows: Sequence[Row]) -> tuple[Places, Places] | None:
+        """Return the places of both streams of an encoder-decoder model on this rank; None in other families."""
+        places = [(row.stream_documents, row.stream_positions) for row in rows]
+        if places[0][0] is None:
+            return None
+        # rows with equal documents share one entry
+        documents, positions = (
+            torch.from_numpy(np.stack(part)) for part in zip(*places, strict=True)
+        )
+        if (documents == documents[:1]).all() and (positions == positions[:1]).all():
+            documents, positions = documents[:1], positions[:1]
+        cp, cp_rank = self._context.degree, self._context.index
+        return stream_places(documents, positions, rows[0].documents, cp=cp, cp_rank=cp_rank)
+
     def _row(self, sample: int) -> Row:
         """Return the row of a global sample; a masked slot gets an empty row, without labels."""
         if sample < 0:
-            return empty_row(self.source.seq_len)
+            return self._empty(self.source.seq_len)
         return self.source.row(sample)
 
 

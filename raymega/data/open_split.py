@@ -60,7 +60,7 @@ def answer_cut(shape: Shape) -> dict[str, object]:
 def shape_of(section: DataSection, preference: PreferenceSection | None = None) -> Shape:
     """Return the shape that a job's data section sets, for texts or for pairs."""
     return Shape(
-        seq_len=section.seq_len,
+        seq_len=section.text_len,
         packing=section.packing,
         window=section.packing_window,
         multiple=section.document_multiple,

@@ -27,6 +27,9 @@ class Row:
         segment_pairs: Class of the pair of segments that begins at each token, [S] int64, -1 where none does.
         num_pairs: Number of pairs of a chosen and a rejected answer: they are the first documents, the chosen one
             of each pair first. 0 in a row of texts.
+        stream_documents: Document of each token, [S] int64, -1 of padding, in a row of an encoder-decoder model; its
+            ``documents`` are the tokens of the encoder and those of the decoder. Else None.
+        stream_positions: Position of each token in its document's part of its stream, [S] int64; likewise.
         reference: Reference log-probability of each answer, [2 * num_pairs] float64; None where none is stored.
     """
 
@@ -36,6 +39,8 @@ class Row:
     documents: tuple[int, ...]
     token_types: Ints | None = None
     segment_pairs: Ints | None = None
+    stream_documents: Ints | None = None
+    stream_positions: Ints | None = None
     num_pairs: int = 0
     reference: npt.NDArray[np.float64] | None = None
 

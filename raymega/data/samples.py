@@ -62,18 +62,26 @@ class Samples:
         self._orders = [
             RowOrder(source.shards, seed=seed, block_bytes=block_bytes) for source in sources
         ]
-        self.seq_len = sources[0].seq_len
+        self.seq_len = sum(rules.spans.lengths) if rules.spans else sources[0].seq_len
         # means of the first blend, by samples and by tokens
         shared = [pair for pair in zip(mixture.shares(), sources, strict=True) if pair[0]]
         real = [(float(share) * source.efficiency, source) for share, source in shared]
         self.efficiency = sum(tokens for tokens, _ in real)
         self.context = sum(tokens * source.context for tokens, source in real) / self.efficiency
+        if rules.spans:  # a row is not the text that it is made of
+            self.efficiency *= rules.spans.filled(self.context)
+            self.context = float(self.seq_len)
         self.num_samples = min(int(source.num_windows / share) for share, source in shared)
 
     def row(self, sample: int) -> Row:
         """Return the row of a sample; called a few times per step, may read from disk."""
-        masks = self._rules.masks
-        row = self._masked_row(masks, sample) if masks else self._plain_row(sample)
+        if self._rules.spans:
+            texts = [text for text, _ in self._texts(sample)]
+            row = self._rules.spans.row(texts, sample)
+        elif self._rules.masks:
+            row = self._masked_row(self._rules.masks, sample)
+        else:
+            row = self._plain_row(sample)
         for transform in self._rules.transforms:
             row = transform(row, sample)
         return row
@@ -108,7 +116,7 @@ class Samples:
         if isinstance(source, PackedSource):
             held = source.held(window)
             return [(source.read(each)[0][: each.length], each.padded) for each in held]
-        return [(source.row(window).tokens, self.seq_len)]
+        return [(source.row(window).tokens, source.seq_len)]
 
     def _find(self, sample: int) -> tuple[Source, int]:
         dataset, number = self.mixture.place(sample)

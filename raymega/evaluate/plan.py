@@ -36,6 +36,7 @@ class EvalOptions:
         stride: Number of tokens by which a window moves on; 0 is the task's own.
         limit: Number of documents, or windows, to evaluate; 0 is all.
         mlflow: Place of the metrics: ``run`` is the run's own MLflow, ``off`` none; else a tracking URI.
+        is_for_export: Whether the plan is of an exported model alone, of which no grid reads a row.
     """
 
     grid: str = ""
@@ -45,6 +46,7 @@ class EvalOptions:
     stride: int = 0
     limit: int = 0
     mlflow: str = OF_RUN
+    is_for_export: bool = False
 
 
 def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
@@ -83,7 +85,7 @@ def plan_on(
     Raises:
         ConfigError: The grid is not legal for the model.
     """
-    raise_faults(ConfigError, encoder_faults(model))
+    raise_faults(ConfigError, encoder_faults(model, is_for_export=options.is_for_export))
     grid, degrees = grid_overrides(options.grid), degrees_of(options.grid)
     cpus = values.get("cpus") or (os.cpu_count() or 1) // prod(degrees.values()) or CPUS_OF_MANY
     raw: dict[str, Any] = {
@@ -113,9 +115,18 @@ def plan_on(
     return make_plan(parsed.job())
 
 
-def encoder_faults(model: ModelSection) -> list[Fault]:
-    """Return the fault of a model that scores no next token."""
-    if parts_of(model).is_causal:
+def encoder_faults(model: ModelSection, *, is_for_export: bool = False) -> list[Fault]:
+    """Return the fault of a model that scores no next token of a row, as its export may."""
+    parts = parts_of(model)
+    if parts.is_encoder_decoder and not is_for_export:
+        return [
+            Fault(
+                fact=f"the checkpoint's model.family={model.family} is an encoder-decoder",
+                rule="tasks and grids read one stream of tokens, and it has two",
+                remedy="train with run.eval_samples above 0, and generate without --grid",
+            )
+        ]
+    if parts.is_causal:
         return []
     return [
         Fault(

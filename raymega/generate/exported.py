@@ -11,14 +11,22 @@ from pathlib import Path
 
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.convert.huggingface.exporter import hf_export
+from raymega.convert.native import model_of
 from raymega.errors import ConfigError
 from raymega.evaluate.run import EvalOptions, plan_of
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.run_plan import RunPlan
 
 MARK = "raymega_export.json"
 """File that says which checkpoint a folder holds."""
 SHORTEST_ROW = 2
 """Tokens of the shortest legal row, where no row is read."""
+
+STREAMS = (
+    "model.encoder_decoder.decoder_seq_len=8", "data.seq_len=32", "data.packing=none", "data.document_multiple=1",
+    "data.span_corruption.text_seq_len=26", "data.span_corruption.num_sentinels=1", "data.span_corruption.eos_token_id=0",
+)  # fmt: skip
+"""A legal row of two streams, where no row is read."""
 
 
 @contextmanager
@@ -70,7 +78,12 @@ def one_device_plan(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunPlan
     Raises:
         ConfigError: A text of ``overrides`` is wrong.
     """
-    options = EvalOptions(overrides=tuple(overrides), seq_len=SHORTEST_ROW)
+    model = model_of(checkpoint.manifest)
+    rows = STREAMS if parts_of(model).is_encoder_decoder else ()
+    last = [f"data.span_corruption.first_sentinel_id={model.vocab_size - 1}"] if rows else []
+    options = EvalOptions(
+        overrides=(*rows, *last, *overrides), seq_len=SHORTEST_ROW, is_for_export=True
+    )
     return plan_of(checkpoint.manifest, options)
 
 

@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
@@ -43,7 +45,9 @@ class Engine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         their_logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        is_two_sided = AutoConfig.from_pretrained(folder).is_encoder_decoder
+        kind: Any = AutoModelForSeq2SeqLM if is_two_sided else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(folder, dtype="auto")
         self.model = model.to(device).eval()
         if model.dtype == torch.float64:
             model.config._experts_implementation = "eager"  # their grouped product has no float64
@@ -85,8 +89,12 @@ def _generate_batch(
     model: Any, task: Task, numbers: Sequence[int], codec: TextCodec
 ) -> dict[int, Tokens]:
     """Return the answers to the prompts ``numbers``, which have the same limit, by number."""
-    # ragged prompts: padding on the left, which neither attention nor positions count
     prompts, limit = [task.prompts[number] for number in numbers], task.limits[numbers[0]]
+    # an encoder reads the end of a text as in training; the answer is the decoder's, behind its first token
+    config, is_two_sided = model.config, model.config.is_encoder_decoder
+    if is_two_sided:
+        prompts = [[*prompt, config.eos_token_id] for prompt in prompts]
+    # ragged prompts: padding on the left, which neither attention nor positions count
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(tokens)
@@ -95,17 +103,23 @@ def _generate_batch(
         mask[row, longest - len(prompt) :] = 1
     # neither the end of a text nor the sampling is left to the settings in the folder
     settings = GenerationConfig(max_new_tokens=limit, do_sample=False, pad_token_id=0)
+    if is_two_sided:
+        settings.decoder_start_token_id = config.decoder_start_token_id
+        # transformers 5 makes a cache of as many layers as the encoder has
+        layers = config.num_hidden_layers
+        settings.use_cache = getattr(config, "num_decoder_layers", layers) <= layers
     model.generation_config = settings
-    ends = _Ends(numbers, longest, partial(task.is_done, codec))
+    start = 1 if is_two_sided else longest
+    ends = _Ends(numbers, start, partial(task.is_done, codec))
     with torch.inference_mode():
         output = model.generate(
             input_ids=tokens.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=settings,
-            logits_processor=[_Choice(numbers, longest, task.sampling)],
+            logits_processor=[_Choice(numbers, start, task.sampling)],
             stopping_criteria=[ends],
         )
-    answers = output[:, longest:].tolist()
+    answers = output[:, start:].tolist()
     return {
         number: answer[: ends.lengths.get(number, limit)]
         for number, answer in zip(numbers, answers, strict=True)

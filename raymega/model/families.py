@@ -13,6 +13,7 @@ from torch import nn
 
 from raymega.config.schema import ModelSection
 from raymega.model.attention.latent_attention import LatentAttention
+from raymega.model.attention.relative_attention import RelativeAttention
 from raymega.model.attention.rope import Rope
 from raymega.model.attention.self_attention import Attention
 from raymega.model.layers.embedding import Embedding
@@ -23,6 +24,7 @@ from raymega.model.layers.norms import Norm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.linear_attention.gated_delta_net import GatedDeltaNet
 from raymega.model.moe.layer import MoeLayer
+from raymega.model.stream_block import StreamBlock, StreamEmbedding
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
@@ -43,7 +45,7 @@ def make_positions(
     model: ModelSection, *, dtype: torch.dtype, device: torch.device, is_fused: bool = False
 ) -> nn.Module:
     """Return the layer that rotates queries and keys, [S, B, heads, K]; the identity without RoPE."""
-    if parts_of(model).has_positions:
+    if not parts_of(model).has_rope:
         return nn.Identity()
     return Rope(model, dtype=dtype, device=device, is_fused=is_fused)
 
@@ -51,6 +53,8 @@ def make_positions(
 def make_embedding(factory: ParameterFactory, model: ModelSection) -> Embedding:
     """Return the family's embedding."""
     parts = parts_of(model)
+    if parts.is_encoder_decoder:
+        return StreamEmbedding(factory)
     width = model.hidden_size**0.5 if parts.scales_embedding else 1.0
     return Embedding(
         factory,
@@ -70,7 +74,10 @@ def make_head(
     weight = own if own is not None else table
     assert weight is not None, "a tied head has a table"
     if parts.is_causal:
-        return Head(norm, weight, model, factory)
+        head = Head(norm, weight, model, factory)
+        if parts.is_encoder_decoder and model.tie_word_embeddings:
+            head.logit_scale *= model.hidden_size**-0.5
+        return head
     transform = HeadTransform(factory, make_norm(factory, "head.transform_norm", model))
     head = Head(norm, weight, model, factory, transform)
     head.segment_pairs = PairHead(factory) if model.encoder.has_pairs else None
@@ -95,6 +102,20 @@ def make_block(
         is_there = part in parts.family.norm_places
         return make_norm(factory, f"{name}.{part}", model) if is_there else None
 
+    if parts.family.is_encoder_decoder:
+        cross_norm, inside = norm("cross_attention_norm"), f"{name}.cross_attention"
+        return StreamBlock(
+            cross=None
+            if cross_norm is None
+            else (cross_norm, RelativeAttention(factory, inside, model, is_cross=True)),
+            end_norm=norm("encoder_norm"),
+            attention_norm=norm("attention_norm"),
+            attention=RelativeAttention(factory, f"{name}.attention", model),
+            attention_dropout=drop(f"{name}.attention"),
+            mlp_norm=norm("mlp_norm"),
+            mlp=_make_mlp(factory, layer, model, experts),
+            mlp_dropout=drop(f"{name}.mlp"),
+        )
     after = norm("attention_post_norm"), norm("mlp_post_norm")
     of_sums = norm("attention_sum_norm"), norm("mlp_sum_norm")
     return TransformerBlock(

@@ -318,6 +318,10 @@ class StageModule(nn.Module):
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
 
+    def carried_length(self, micro_batch: MicroBatch) -> int:
+        """Return the length S/(cp*sp) of a micro-batch's activations between stages."""
+        return micro_batch.tokens.shape[1] // self.tp_stream.degree
+
     def take_mtp_loss_sum(self) -> Tensor | float:
         """Return and reset the unweighted sum of multi-token prediction losses."""
         taken, self.mtp_loss_sum = self.mtp_loss_sum, 0.0

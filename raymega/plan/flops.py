@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raymega.config.schema import ModelSection
+from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.layers.layer_pattern import linear_share, mean_keys
 from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
@@ -32,6 +34,11 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     part. With the half, Llama 3 8B at S=8192 needs 51.5 GFLOP a token, the figure of NVIDIA's
     tables.
     """
+    if parts_of(model).is_encoder_decoder:
+        # each side has tokens of its own, and only the decoder's meet the head
+        _, decoder = side_lengths(model, seq_len)
+        forward = sum(layer_flops(model, seq_len)) + decoder * _head_flops(model)
+        return FORWARD_AND_BACKWARD * forward / seq_len
     # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
     head = model.vocab_size * model.hidden_size + _transform_weights(model)
@@ -40,6 +47,46 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     return float(FORWARD_AND_BACKWARD * forward)
+
+
+def layer_flops(model: ModelSection, seq_len: float) -> list[float]:
+    """Return the forward FLOPs of each block of an encoder-decoder model on one row.
+
+    An encoder's token sees all tokens of its side. A decoder's sees half of its own on average, and all of the
+    encoder's, of which attention to them makes keys and values.
+    """
+    encoder, decoder = side_lengths(model, seq_len)
+    product = 2 * model.num_heads * model.head_width  # of one pair of tokens
+    found = []
+    for layer in range(model.num_layers):
+        weights = active_weights(layer_tensors(model, layer), model)
+        if not is_decoder_layer(model, layer):
+            found.append(2 * encoder * weights + 2 * product * encoder**2)
+            continue
+        read = 2 * model.hidden_size * model.num_heads * model.head_width
+        matrices = 2 * decoder * (weights - read) + 2 * encoder * read
+        found.append(matrices + product * decoder**2 + 2 * product * decoder * encoder)
+    return found
+
+
+def plain_layers(model: ModelSection, layers: Iterable[int], *, seq_len: float) -> float:
+    """Return how many plain blocks on whole rows cost what ``layers`` of an encoder-decoder model cost."""
+    flops = layer_flops(model, seq_len)
+    weights = active_weights(layer_tensors(model, 0), model)
+    plain = seq_len * (2 * weights + _attention_flops(model, seq_len))
+    return sum(flops[layer] for layer in layers) / plain
+
+
+def layer_costs(model: ModelSection, seq_len: float) -> tuple[float, ...]:
+    """Return the cost of each block in units of the last one; empty where all blocks cost the same."""
+    if not parts_of(model).is_encoder_decoder:
+        return ()
+    flops = layer_flops(model, seq_len)
+    return tuple(each / flops[-1] for each in flops)
+
+
+def _head_flops(model: ModelSection) -> float:
+    return 2.0 * model.vocab_size * model.hidden_size
 
 
 def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
@@ -69,8 +116,11 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
     return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))
 
 
-def loss_cost(model: ModelSection) -> float:
+def loss_cost(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
+    if parts_of(model).is_encoder_decoder:
+        _, decoder = side_lengths(model, seq_len)
+        return decoder * _head_flops(model) / layer_flops(model, seq_len)[-1]
     layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
     further = active_weights(mtp_tensors(model), model)
     head = embedding_tensors(model)[0].num_elements + _transform_weights(model)

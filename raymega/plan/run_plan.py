@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
-from raymega.plan.flops import loss_cost, pass_times
+from raymega.plan.flops import layer_costs, loss_cost, pass_times
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.stages import Stage, layer_counts, make_stages
 from raymega.plan.validation.registry import job_faults
@@ -109,7 +109,8 @@ def make_plan(job: Job) -> RunPlan:
                 job.parallel,
                 num_layers=job.model.num_layers,
                 num_stages=placement.num_stages,
-                loss_cost=loss_cost(job.model),
+                loss_cost=loss_cost(job.model, job.data.seq_len),
+                costs=layer_costs(job.model, job.data.seq_len),
             ),
             are_ends_together=placement.are_ends_together,
         ),

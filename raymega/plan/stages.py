@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import Fault
@@ -94,7 +95,12 @@ def even_counts(total: int, num_stages: int) -> list[int]:
 
 
 def layer_counts(
-    parallel: ParallelSection, *, num_layers: int, num_stages: int, loss_cost: float
+    parallel: ParallelSection,
+    *,
+    num_layers: int,
+    num_stages: int,
+    loss_cost: float,
+    costs: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Return the layers of each stage, after :func:`placement_faults` found nothing.
 
@@ -102,10 +108,13 @@ def layer_counts(
         parallel: Section ``parallel`` of the job, which states the kind of split.
         num_layers: Number of layers of the model.
         num_stages: Number of stages of the whole pipeline.
-        loss_cost: Cost of head and loss in units of a layer, for ``auto``.
+        loss_cost: Cost of head and loss in units of the last layer, for ``auto``.
+        costs: Cost of each layer in the same unit, for ``auto``; empty where all are 1.
     """
     # by cost, or by a layout text
     if parallel.stages == "auto":
+        if costs:
+            return _cheapest_of(costs, num_stages, loss_cost)
         return _cheapest(num_layers, num_stages, loss_cost)
     if parallel.stages != "even":
         return tuple(stage.count(LAYER) for stage in _expand(parallel.stages).split(CUT))
@@ -188,6 +197,24 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 
     num_last = min(range(num_layers + 1), key=cost)
     return (*even_counts(num_layers - num_last, num_stages - 1), num_last)
+
+
+def _cheapest_of(costs: Sequence[float], num_stages: int, loss_cost: float) -> tuple[int, ...]:
+    """Return the split of layers of different costs whose most expensive stage is cheapest, the loss on the last."""
+    total = [0.0, *accumulate(costs)]
+    # best[n]: cost of the dearest stage, and counts, of the first n layers on the stages so far
+    best = {n: (total[n], (n,)) for n in range(len(costs) + 1)}
+    for stage in range(1, num_stages):
+        more = loss_cost if stage + 1 == num_stages else 0.0
+        best = {
+            n: min(
+                (max(dearest, total[n] - total[first] + more), (*counts, n - first))
+                for first, (dearest, counts) in best.items()
+                if first <= n
+            )
+            for n in best
+        }
+    return best[len(costs)][1]
 
 
 def _expand(text: str) -> str:

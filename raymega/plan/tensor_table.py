@@ -10,6 +10,7 @@ from math import sqrt
 
 from raymega.config.schema import ModelSection
 from raymega.plan.adapters import with_tuning
+from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import tensor_kind
@@ -80,6 +81,9 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
             table.append(_weight(f"embedding.{name}", shape, tp_dim=-1, std=std, role="embedding"))
     if family.has_embedding_norm:
         table += _norm("embedding.norm", model)
+    if family.is_encoder_decoder:
+        # T5's tables start wide: a tied head divides by sqrt(D)
+        table = [replace(each, initializer_range=1.0) for each in table] + position_tables(model)
     return with_tuning(table, model)
 
 
@@ -263,6 +267,8 @@ def block_name(model: ModelSection, layer: int) -> str:
 
 def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Return the tensors of one transformer block."""
+    if parts_of(model).is_encoder_decoder:
+        return with_tuning([replace(t, layer=layer) for t in block_tensors(model, layer)], model)
     at = block_name(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     places = parts_of(model).norm_places
@@ -293,7 +299,9 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     family = parts_of(model)
     table = _norm("final_norm", model) if family.norms != "sum" else []
     if not model.tie_word_embeddings:
-        table.append(_table("head", model, role="head"))
+        head = _table("head", model, role="head")
+        is_t5, std = family.is_encoder_decoder, model.hidden_size**-0.5
+        table.append(replace(head, initializer_range=std) if is_t5 else head)
     if not family.is_causal:
         table += _encoder_head_tensors(model)
     return with_tuning(table, model)

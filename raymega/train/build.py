@@ -16,6 +16,7 @@ import torch
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader
+from raymega.data.row_rules.span_corruption import empty_row_of
 from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
@@ -97,9 +98,8 @@ class TrainingComponents:
             )
 
     def lengths(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """Return S/sp of each micro-batch; lengths differ only under dynamic context parallelism."""
-        degree = self.modules[0].tp_stream.degree
-        return [batch.tokens.shape[1] // degree for batch in micro_batches]
+        """Return the length of each micro-batch's activations; it differs only under dynamic context parallelism."""
+        return [*map(self.modules[0].carried_length, micro_batches)]
 
 
 def build_parts(
@@ -278,6 +278,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             depth=depth,
             is_guessing=is_training,
             is_encoder=not parts_of(job.model).is_causal,
+            empty=empty_row_of(job.model),
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.

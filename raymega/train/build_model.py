@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
+from raymega.model.encoder_decoder import stage_type
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import Context
@@ -168,7 +169,7 @@ def _build_modules(
     for stage in stages:
         first = modules[0].embedding if modules else None
         modules.append(
-            StageModule(
+            stage_type(job.model)(
                 job.model,
                 stage,
                 sp=experts.sp,

@@ -76,8 +76,7 @@ class ForwardOnly:
         # run the forward passes; the last stage's results gather in _found
         executor = self._executor_for(len(micro_batches))
         self._before_pass(executor)
-        degree = self.modules[0].tp_stream.degree
-        lengths = [batch.tokens.shape[1] // degree for batch in micro_batches]
+        lengths = [*map(self.modules[0].carried_length, micro_batches)]
         executor.run(micro_batches, is_recording=False, lengths=lengths)
         return cast(list[T], self._found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,6 +23,7 @@ from raymega.data.row_rules.rules import row_rules
 from raymega.data.rows import Row
 from raymega.data.samples import Samples
 from raymega.evaluate.requests import Request
+from raymega.model.encoder_decoder import EncoderDecoderStage
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference_losses import LOSSES, Answers
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
@@ -97,6 +99,9 @@ def _loss(module: StageModule, samples: Samples, job: Job) -> float:
 
 def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
     """Yield the losses of each document's labels that count, of one document at a time."""
+    if row.stream_documents is not None:
+        yield from _target_losses(module, row)
+        return
     for start, stop in pairwise(accumulate(row.documents, initial=0)):
         tokens = torch.from_numpy(row.tokens[start:stop].copy())
         labels = torch.from_numpy(row.labels[start:stop].copy())
@@ -106,6 +111,23 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
             types = torch.from_numpy(row.token_types[None, start:stop].copy())
         logits = module.logits(tokens[None], None, types)[:, 0].double()  # [length, V]
         yield cross_entropy(logits, labels, reduction="none")[counted]
+
+
+def _target_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
+    """Yield the losses of each document's target in a row of two streams, without padding and other documents."""
+    assert isinstance(module, EncoderDecoderStage), "the row is of such a model"
+    assert row.stream_documents is not None, "the row has two streams"
+    size = row.documents[0]
+    for number in np.unique(row.stream_documents[row.stream_documents >= 0]):
+        here = row.stream_documents == number
+        here[size:] &= row.mask[size:]
+        source, target = (
+            torch.from_numpy(row.tokens[side][here[side]])
+            for side in (slice(size), slice(size, None))
+        )
+        logits = module.document_logits(source, target)[:, 0].double()  # [length, V]
+        labels = torch.from_numpy(row.labels[size:][here[size:]])
+        yield cross_entropy(logits, labels, reduction="none")
 
 
 def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:

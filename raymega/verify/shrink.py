@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from math import gcd
 
 from raymega.config.schema import Job
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.stages import KINDS
 from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.shrink_model import MAX_SEQ_LEN, shrink_model
+from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_streams, shrink_model
 from raymega.verify.small_data import (
     drawn_blend,
     drawn_blocks,
@@ -83,6 +84,8 @@ def _shorten(draft: Draft, steps: int) -> None:
     job = draft.job()
     draft.set("precision.dtype", "float64", "so that rounding is far below any mistake")
     draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
+    if parts_of(job.model).is_encoder_decoder and job.data.seq_len > MAX_SEQ_LEN:
+        cut_streams(draft)
     multiple = gcd(job.data.document_multiple, draft.values["data"]["seq_len"])
     draft.set("data.document_multiple", multiple, "it must divide the sequence")
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))

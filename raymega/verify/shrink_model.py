@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 from raymega.config.schema import MlaSection
 from raymega.errors import ConfigError
+from raymega.plan.layers.encoder_decoder import raw_length
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.verify.job_draft import Draft
 
 MAX_SEQ_LEN = 32
 MAX_VOCAB = 512
+SHORT_TEXT_DENSITY = 0.4
 MAX_LAYERS = 8
 MAX_TP = 8
 MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
@@ -48,6 +50,18 @@ def shrink_model(draft: Draft, max_params: int) -> None:
         )
 
 
+def cut_streams(draft: Draft) -> None:
+    """Give each side half of the shrunk row, and a row the text that fits and has several spans."""
+    job = draft.job()
+    decoder = job.data.seq_len // 2
+    density = max(job.data.span_corruption.noise_density, SHORT_TEXT_DENSITY)
+    spans = job.data.span_corruption.model_copy(update={"noise_density": density})
+    draft.set("model.encoder_decoder.decoder_seq_len", decoder)
+    draft.set("data.span_corruption.noise_density", density, "a short text has several spans then")
+    text = raw_length(spans, job.data.seq_len - decoder, decoder)
+    draft.set("data.span_corruption.text_seq_len", text, "it is what becomes a row")
+
+
 def _cut_positions(draft: Draft) -> None:
     draft.set("model.max_positions", min(draft.job().model.max_positions, 2 * MAX_SEQ_LEN))
 
@@ -70,6 +84,9 @@ def _cut_vocabulary(draft: Draft) -> None:
     for place, name in enumerate(("mask_token_id", "cls_token_id", "sep_token_id")):
         if getattr(masking, name) >= rows - padding:
             draft.set(f"data.masking.{name}", rows - padding - 1 - place)
+    spans = draft.job().data.span_corruption
+    if spans.first_sentinel_id >= rows - padding:
+        draft.set("data.span_corruption.first_sentinel_id", rows - padding - 1)
 
 
 def _cut_experts(draft: Draft) -> None:
@@ -123,6 +140,10 @@ def _keep_layers(draft: Draft, most: int) -> None:
     model = draft.job().model
     layers = min(model.num_layers, most - model.num_layers % 2)
     draft.set("model.num_layers", layers)
+    own = model.encoder_decoder.num_encoder_layers
+    if own and layers < model.num_layers:
+        kept = max(1, min(layers - 1, own * layers // model.num_layers))
+        draft.set("model.encoder_decoder.num_encoder_layers", kept)
     if draft.job().precision.fp8 != "none":
         end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
         draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")

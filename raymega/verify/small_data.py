@@ -88,7 +88,9 @@ def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
     yield "data.sources", blend(range(number)), why
     yield "data.stages", (stage,), why
     yield "data.path", NO_PATH, why
-    has_labels_of_answers = parts_of(job.model).is_causal and not job.preference.is_on
+    family = parts_of(job.model)
+    is_decoder = family.is_causal and not family.is_encoder_decoder
+    has_labels_of_answers = is_decoder and not job.preference.is_on
     if job.data.loss_on == "auto" and has_labels_of_answers:
         loss_on = random.choice(("all", "assistant", "completion"))
         yield "data.loss_on", loss_on, "drawn, so that labels that do not count are tested"

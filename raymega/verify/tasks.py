@@ -40,7 +40,8 @@ def tasks_of(job: Job) -> tuple[dict[str, str], ...]:
     its dtype, so they have other scores by design.
     """
     has_none = depends_on_micro_batch_size(job) or job.precision.fp8 != "none"
-    has_none |= not parts_of(job.model).is_causal
+    family = parts_of(job.model)
+    has_none |= not family.is_causal or family.is_encoder_decoder
     return () if has_none else (DRAWN,)
 
 

@@ -17,6 +17,7 @@ from tests.mutations.preference import PREFERENCE
 from tests.mutations.sharding import SHARDING
 from tests.mutations.sums import SUMS
 from tests.mutations.tuning import TUNING
+from tests.mutations.two_streams import TWO_STREAMS
 from tests.mutations.updates import UPDATES
 
 KINDS: dict[str, tuple[Mutation, ...]] = {
@@ -31,6 +32,7 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "evaluations": EVALUATIONS,
     "tuning": TUNING,
     "encoders": ENCODERS,
+    "two streams": TWO_STREAMS,
     "preference": PREFERENCE,
 }
 MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

@@ -66,7 +66,9 @@ class Nursery:
         """Run ``code`` as `python -c` does, in this process's folder and environment."""
         (stdin, to_child), (from_child, stdout) = os.pipe(), os.pipe()
         request = {"code": code, "args": args, "environ": dict(os.environ), "cwd": os.getcwd()}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [stdin, stdout, stderr.fileno()])
+        socket.send_fds(
+            self._socket, [json.dumps(request).encode()], [stdin, stdout, stderr.fileno()]
+        )
         os.close(stdin)
         os.close(stdout)
         while "started" not in (said := self._hear()):

@@ -10,14 +10,21 @@ from typing import Any
 
 from raymega.cli.init.job_text import job_text
 from raymega.cli.init.recipes import RECIPES, SCALES, Recipe, Scale
-from raymega.cli.init.starting_model import StartingModel, special_tokens, starting_model
+from raymega.cli.init.starting_model import (
+    StartingModel,
+    span_tokens,
+    special_tokens,
+    starting_model,
+)
 from raymega.config.data import SYNTHETIC_PATH
+from raymega.config.encoder import SpanCorruptionSection
 from raymega.config.load import ParsedJob, parse_mapping
 from raymega.config.schema import ModelSection
 from raymega.data.format import META_FILE, read_meta
 from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, raise_faults
 from raymega.plan.hardware.catalog_file import find_accelerator
+from raymega.plan.layers.encoder_decoder import raw_length
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.validation.registry import job_faults
 from raymega.planner.search.selection import Choice, best_grid
@@ -86,6 +93,8 @@ def new_job(answers: Answers) -> NewJob:
     values["data"]["seq_len"] = min(scale.seq_len, model.max_positions - parts.first_position)
     if not parts.is_causal:
         values["data"]["masking"] = special_tokens(start.tokenizer if start else "")
+    if parts.is_encoder_decoder:
+        _set_streams(values, model, start.tokenizer if start else "")
     values["data"]["global_batch_size"] = num_workers * -(-scale.least_sequences // num_workers)
     if device.name != CPU:
         values["cluster"]["accelerator"] = answers.gpu or GPU
@@ -100,6 +109,20 @@ def new_job(answers: Answers) -> NewJob:
     )
     text = job_text(whole.raw, head=_head(answers, recipe, before), notes=notes)
     return NewJob(text=text, choice=choice, before=before)
+
+
+def _set_streams(values: dict[str, dict[str, Any]], model: ModelSection, tokenizer: str) -> None:
+    """Divide a row between encoder and decoder, and state the text that becomes a row."""
+    seq_len = values["data"]["seq_len"]
+    spans = SpanCorruptionSection(**span_tokens(tokenizer, model.vocab_size))
+    decoder = seq_len // 4
+    sides = values["model"].get("encoder_decoder", {})
+    values["model"]["encoder_decoder"] = {**sides, "decoder_seq_len": decoder}
+    text = raw_length(spans, seq_len - decoder, decoder)
+    values["data"]["span_corruption"] = {
+        "text_seq_len": text,
+        **spans.model_dump(exclude_defaults=True),
+    }
 
 
 def _own_model(scale: Scale, data: str) -> ModelSection:

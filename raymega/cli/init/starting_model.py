@@ -73,6 +73,21 @@ def starting_model(place: str) -> StartingModel:
     return StartingModel(model=model, init_from=place, import_line="", tokenizer="")
 
 
+def span_tokens(folder: str, vocab_size: int) -> dict[str, int]:
+    """Return the ids of an encoder-decoder's special tokens by field of ``data.span_corruption``.
+
+    They are those of the tokenizer in ``folder``; without one, the last tokens, and ids behind the built-in ones.
+    """
+    file = Path(folder) / TOKENIZER_FILE
+    added = []
+    if folder and file.is_file():
+        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    ids = {token["content"]: int(token["id"]) for token in added}
+    if "<extra_id_0>" in ids and "</s>" in ids:
+        return {"first_sentinel_id": ids["<extra_id_0>"], "eos_token_id": ids["</s>"]}
+    return {"first_sentinel_id": vocab_size - 1, "eos_token_id": SYNTHETIC_VOCAB_SIZE}
+
+
 def special_tokens(folder: str) -> dict[str, int]:
     """Return the ids of an encoder's special tokens by field of ``data.masking``.
 

@@ -158,11 +158,13 @@ OWN_TYPES = {
         "qwen3_next",
         "bert",
         "roberta",
+        "t5",
     ),
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "llama4": "llama4_text",
     "megatron_bert": "megatron-bert",
+    "t5_v1_1": "t5",
 }
 """Values of model_type by ``model.family``, of the families in ``families/``."""
 OWN_TYPES_WITH_EXPERTS = {"qwen3_5": "qwen3_5_moe_text"}

@@ -125,7 +125,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
     settings = own if family and family.owns_settings else {**write(model), **own}
     kept = {key: value for key, value in carried.items() if key not in replaced}
     return {
-        **({"pad_token_id": None} if family else {}),  # their default may be beyond the vocabulary
+        **(family.tokens if family else {}),  # their default may be beyond the vocabulary
         **kept,
         "architectures": [known.name],
         "model_type": kind,
@@ -164,7 +164,9 @@ def _unsaid(model: ModelSection, config: Config) -> list[Fault]:
 def _function_of(model: ModelSection) -> dict[str, Any]:
     """Return the fields that determine what the model computes, by dotted path, in comparable form."""
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
-    parts_apart = {"moe", "mla", "attention", "linear_attention", "multipliers", "encoder"}
+    parts_apart = {
+        "moe", "mla", "attention", "linear_attention", "multipliers", "encoder", "encoder_decoder",
+    }  # fmt: skip
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
@@ -185,6 +187,8 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})
         parts["encoder"]["has_pairs"] = model.encoder.has_pairs
+    if parts_of(model).is_encoder_decoder:  # nor how long the texts are
+        parts["encoder_decoder"] = model.encoder_decoder.model_dump(exclude={"decoder_seq_len"})
     inner = {f"{part}.{name}": v for part, fields in parts.items() for name, v in fields.items()}
     return plain | inner
 

@@ -28,6 +28,7 @@ from raymega.convert.huggingface.extra_files import (
     find_tokenizer,
     generation_files,
     has_tokenizer,
+    trained_tokens,
 )
 from raymega.convert.huggingface.names import HfTensor, hf_tensors
 from raymega.convert.native import model_of
@@ -93,7 +94,8 @@ def hf_export(
     model = model_of(manifest)
     carried = find_carried(store, manifest)
     # Before the weights are looked up: names of tensors exist only for a model with a config.json.
-    config = config_from(model, dtype=dtype, carried=carried_config(carried))
+    told = carried_config(carried) | trained_tokens(manifest)
+    config = config_from(model, dtype=dtype, carried=told)
     saved = _weights_of(manifest, model)
     # A model that was converted has its own files; a run from scratch has its dataset's tokenizer.
     beside = dict(carried)

@@ -15,6 +15,7 @@ from typing import Any
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH
+from raymega.config.encoder import NO_TOKEN
 from raymega.data import tokenizer_files
 from raymega.data.format import TOKENIZER_PATTERNS
 from raymega.data.tokenizer_files import kept_tokenizer, special_ids, tokenizer_of_dataset
@@ -115,6 +116,20 @@ def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the config.json among ``files``, parsed; an empty dict without one."""
     config: dict[str, Any] = json.loads(files.get(CONFIG, b"{}"))
     return config
+
+
+def trained_tokens(manifest: Manifest) -> dict[str, int]:
+    """Return the special tokens with which an encoder-decoder model was trained, as config.json has them; else none."""
+    data = manifest.job.get("data")
+    spans = data.get("span_corruption") if isinstance(data, dict) else None
+    if not spans or spans.get("eos_token_id", NO_TOKEN) == NO_TOKEN:
+        return {}
+    start = spans.get("decoder_start_token_id", 0)
+    return {
+        "eos_token_id": spans["eos_token_id"],
+        "decoder_start_token_id": start,
+        "pad_token_id": start,
+    }
 
 
 def _start_of(manifest: Manifest) -> str:

@@ -17,6 +17,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.families.bert import COPIES
 from raymega.convert.huggingface.families.family import StackedExperts
+from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
 from raymega.convert.number_formats import Array
 from raymega.plan.layers.family_parts import parts_of
@@ -28,7 +29,7 @@ TABLES = ("embedding.tokens.weight", "head.weight", "head.bias")
 
 # Buffers in old files: causal masks, RoPE's angles, numbers of positions.
 _BUFFER = re.compile(
-    r".*\.((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)"
+    r".*\.(EncDecAttention\.relative_attention_bias\.weight|(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)"
 )
 HEAD = "lm_head.weight"
 HEADS = (HEAD, "embed_out.weight")
@@ -220,8 +221,8 @@ def num_further(names: Iterable[str], num_layers: int) -> int:
 
 def original_of(name: str, model: ModelSection) -> str | None:
     """Return the tensor that their ``name`` is a copy of, in an encoder's head or a further block; or None."""
-    if name in COPIES:
-        return COPIES[name]
+    if name in COPIES or name in T5_COPIES:
+        return {**COPIES, **T5_COPIES}[name]
     found = FURTHER_COPY.fullmatch(name)
     if found is None or int(found[1]) < model.num_layers:
         return None
@@ -324,6 +325,9 @@ def _gpt2_layer(layer: int) -> dict[str, tuple[str, ...]]:
 def _llama_layer(layer: int, model: ModelSection) -> dict[str, tuple[str, ...]]:
     """Return their names and ours of the modules of one block."""
     at, kind = block_name(model, layer), architecture_of(model)
+    own_family = hf_family(kind)
+    if own_family is not None and own_family.blocks is not None:
+        return dict(own_family.blocks(model, layer))
     names = _LLAMA | _SHARED_EXPERTS.get(kind, {})
     if layer >= model.num_layers:
         names |= _FURTHER

@@ -72,7 +72,7 @@ def num_rows(
     if is_computed(path) or is_megatron(path) or (is_packed and not is_remote(path)):
         shape = replace(shape_of(section), pairs="alone" if has_pairs else "none")
         return open_split(path, "train", shape, seed=seed, plugins=plugins).num_windows
-    shards, seq_len = meta_at(path).splits["train"].shards, section.seq_len
+    shards, seq_len = meta_at(path).splits["train"].shards, section.text_len
     if is_packed:
         return sum(-(-shard.num_tokens // seq_len) for shard in shards)
     return sum((shard.num_tokens - 1) // seq_len for shard in shards)

@@ -19,8 +19,15 @@ Transform = Callable[[Row, int], Row]
 """Function of a row and the number of its sample to a row of the same length."""
 
 
-KEPT = ("num_pairs", "reference", "token_types", "segment_pairs")
-"""Fields of a row that a transform keeps: those of pairs of answers, and of an encoder's segments."""
+KEPT = (
+    "num_pairs",
+    "reference",
+    "token_types",
+    "segment_pairs",
+    "stream_documents",
+    "stream_positions",
+)
+"""Fields of a row that a transform keeps: those of pairs of answers, of an encoder's segments, and of streams."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

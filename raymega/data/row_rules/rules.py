@@ -1,4 +1,4 @@
-"""Rules by which a sample's row is made of the documents that are read: an encoder's masks, then transforms."""
+"""Rules by which a sample's row is made of the documents that are read: masks or spans, then transforms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raymega.config.schema import Job
 from raymega.data.row_rules.masking import Masks, masks_of
 from raymega.data.row_rules.plugin_rows import Transform, transforms_of
+from raymega.data.row_rules.span_corruption import SpanCorruption, span_corruption_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,10 +17,12 @@ class RowRules:
 
     Attributes:
         masks: Rule of an encoder's rows; None for rows that predict the next token.
+        spans: Rule of an encoder-decoder model's rows; None for others.
         transforms: Functions of a row and its sample's number to a row, applied in order.
     """
 
     masks: Masks | None = None
+    spans: SpanCorruption | None = None
     transforms: Sequence[Transform] = ()
 
 
@@ -33,4 +36,8 @@ def row_rules(job: Job, split: str) -> RowRules:
         ConfigError: The code of a plug-in failed; the error has its line.
         DataError: Whole words are asked for, and the dataset has no tokenizer.
     """
-    return RowRules(masks=masks_of(job, split), transforms=transforms_of(job, split))
+    return RowRules(
+        masks=masks_of(job, split),
+        spans=span_corruption_of(job, split),
+        transforms=transforms_of(job, split),
+    )

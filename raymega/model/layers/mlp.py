@@ -138,6 +138,7 @@ def _named(row: Plugin, code: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "relu": relu,
     "relu2": relu2,
     "silu": silu,
 }

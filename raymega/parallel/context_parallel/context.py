@@ -16,6 +16,7 @@ from torch import Tensor
 from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm.process_groups import Group, Groups, alone
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.expert_parallel.token_ids import TokenIds
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -92,6 +93,7 @@ class Rows(NamedTuple):
             have the same documents.
         ends: See TokenLayout.
         order: See TokenLayout.
+        streams: See TokenLayout.
 
     What depends on documents and rank alone is None where :func:`make_token_layout` and others are to
     compute it. A loader computes it ahead, because a forward that did would wait for a copy to the device.
@@ -103,6 +105,7 @@ class Rows(NamedTuple):
     row_positions: Tensor | None = None
     ends: Tensor | None = None
     order: tuple[Tensor, Tensor] | None = None
+    streams: tuple[Places, Places] | None = None
 
 
 class EncoderInput(NamedTuple):
@@ -193,6 +196,7 @@ class TokenLayout:
         row_order: Permutation from the tokens of all context-parallel ranks, end to end, to the order of the
             rows, and its inverse: [S, B] or [S, 1] int64. None where no layer asks, or this rank has all.
         whole_positions: Position of each of the rows' tokens in its document, as ``row_order``.
+        streams: Places of the encoder's tokens, which come first, and of the decoder's; None in other families.
     """
 
     positions: Tensor
@@ -206,6 +210,7 @@ class TokenLayout:
     token_ids: TokenIds | None = None
     row_order: tuple[Tensor, Tensor] | None = None
     whole_positions: Tensor | None = None
+    streams: tuple[Places, Places] | None = None
 
     @property
     def row_positions(self) -> Tensor:
@@ -242,6 +247,7 @@ def make_token_layout(rows: Rows, context: Context, *, has_whole_rows: bool = Fa
         segments=segments(rows.documents, cp=context.outer.size),
         order=rows.order,
         ends=rows.ends,
+        streams=rows.streams,
     )
 
 

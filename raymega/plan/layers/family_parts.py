@@ -24,7 +24,7 @@ class FamilyParts:
         has_positions: Whether it has a table of learned positions, and no RoPE.
         has_gate: Whether the feed-forward layer has a gate.
         activation: Nonlinearity of the feed-forward layer, of the gate where there is one: a part of kind
-            ``activation``, such as ``silu``, ``gelu``, ``gelu_tanh`` or ``relu2``; or ``clamped_silu``,
+            ``activation``, such as ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2``; or ``clamped_silu``,
             GPT-OSS's, which bounds gate and up.
         norm: Norm of the stream, a part of kind ``norm``: ``layer_norm``, ``rms_norm``, or ``offset_rms_norm``,
             which multiplies by 1 + weight.
@@ -40,6 +40,8 @@ class FamilyParts:
             masked tokens and has a head with a transform and a bias.
         has_embedding_norm: Whether the sum of embeddings is normalised.
         first_position: Row of the position table that a document's first token has.
+        is_encoder_decoder: Whether its first blocks are an encoder and the others a decoder with attention to it,
+            with biases of relative positions and no RoPE.
     """
 
     biased: frozenset[str] = frozenset()
@@ -56,6 +58,12 @@ class FamilyParts:
     is_causal: bool = True
     has_embedding_norm: bool = False
     first_position: int = 0
+    is_encoder_decoder: bool = False
+
+    @property
+    def has_rope(self) -> bool:
+        """Return whether queries and keys are rotated by their positions."""
+        return not (self.has_positions or self.is_encoder_decoder)
 
     @property
     def has_head_norms(self) -> bool:
@@ -99,6 +107,7 @@ _BERT = FamilyParts(
     biased=_EVERY_BIAS, has_positions=True, has_gate=False, activation="gelu", norm="layer_norm", norms="sum",
     is_causal=False, has_embedding_norm=True,
 )  # fmt: skip
+_T5 = FamilyParts(has_gate=False, activation="relu", is_encoder_decoder=True)
 _GEMMA2 = FamilyParts(
     activation="gelu_tanh", norm="offset_rms_norm", norms="both", scales_embedding=True
 )
@@ -128,6 +137,8 @@ FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "bert": _BERT,
     "megatron_bert": replace(_BERT, norms="before", has_embedding_norm=False),
     "roberta": replace(_BERT, first_position=2),
+    "t5": _T5,
+    "t5_v1_1": replace(_T5, has_gate=True, activation="gelu_tanh"),
 }  # fmt: skip
 """Parts by ``model.family``."""
 

@@ -47,7 +47,7 @@ def layer_parts(model: ModelSection, layer: int) -> LayerParts:
     attention, family = model.attention, parts_of(model)
     kind = attention.layer_types[layer % len(attention.layer_types)]
     rope: Literal["none", "global", "local"] = "global"
-    if family.has_positions or kind in ("no_positions", LINEAR):
+    if not family.has_rope or kind in ("no_positions", LINEAR):
         rope = "none"
     elif kind == "sliding" and attention.sliding_rope_theta:
         rope = "local"

@@ -9,16 +9,17 @@ kernel runs is not counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 
-from raymega.config.schema import ModelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.layers.layer_pattern import attention_layers, linear_share
+from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
+from raymega.plan.layers.layer_pattern import linear_share
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
+from raymega.plan.memory.head_norm_bytes import head_norm_bytes, tempered_bytes
 from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
@@ -79,6 +80,10 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
     dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
     blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
     unit = max(dense, experts if with_experts else 0)
+    if shape.family.is_encoder_decoder:
+        each = [stream_layer_bytes(shape, layer) for layer in stage.layers]
+        blocks, unit = sum(each), max(each, default=0)
+        ends += _shared_bytes(shape, stage)
     # Full recompute keeps the inputs of groups of blocks alone.
     if shape.memory.recompute != "full":
         kept, rerun = blocks, 0
@@ -128,6 +133,62 @@ def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
     return _norm_bytes(shape) - unread + expert_bytes(shape)
 
 
+def stream_layer_bytes(shape: ActivationShape, layer: int) -> int:
+    """Return the bytes of block ``layer`` of an encoder-decoder model, which keeps the weights of all its scores.
+
+    Keys and values are those of all context-parallel ranks.
+    """
+    encoder, decoder = (
+        replace(shape, seq_len=round(n)) for n in side_lengths(shape.model, shape.seq_len)
+    )
+    is_decoder = is_decoder_layer(shape.model, layer)
+    own = decoder if is_decoder else encoder
+    kept = layer_bytes(own) + _score_bytes(own, own)
+    if not is_decoder:
+        return kept
+    # attention to the encoder: a norm, and attention with other keys
+    rows = shape.model.num_heads // shape.parallel.tp * shape.model.head_width * shape.element
+    heads = rows * (decoder.tokens if shape.remakes("attention") else 2 * decoder.tokens)
+    heads += 2 * rows * encoder.tokens
+    fused = shape.model.num_heads // shape.parallel.tp * decoder.tokens * shape.wide
+    is_remade = shape.remakes("attention")
+    return (
+        kept
+        + _norm_bytes(decoder)
+        + heads
+        + (0 if is_remade else fused)
+        + _score_bytes(decoder, encoder)
+    )
+
+
+def _shared_bytes(shape: ActivationShape, stage: Stage) -> int:
+    """Return what the blocks of a stage share: buckets of pairs of positions, and the encoder's normalised output.
+
+    Rows that are not packed share one entry of buckets.
+    """
+    bucket_and_mask, last = 8 + 1, shape.model.encoder_decoder.num_encoder_layers - 1
+    kinds, kept = {is_decoder_layer(shape.model, layer) for layer in stage.layers}, 0
+    for is_decoder, length in enumerate(side_lengths(shape.model, shape.seq_len)):
+        side = replace(shape, seq_len=round(length))
+        if is_decoder in kinds:
+            kept += bucket_and_mask * side.seq_len**2 // side.parallel.cp
+        if not is_decoder and last in stage.layers:
+            kept += side.stream_bytes + _statistics_bytes(side)
+        if not is_decoder and True in kinds:
+            kept += side.stream_bytes
+    return kept
+
+
+def _score_bytes(queries: ActivationShape, keys: ActivationShape) -> int:
+    """Return what attention with a bias keeps beyond a fused kernel: all weights, and other ranks' keys and values."""
+    if queries.remakes("attention"):
+        return 0
+    heads = queries.model.num_heads // queries.parallel.tp
+    weights = heads * queries.tokens * (keys.seq_len * queries.element - queries.wide)
+    elsewhere = (keys.parallel.cp - 1) * keys.tokens * heads * keys.model.head_width
+    return weights + 2 * elsewhere * keys.element
+
+
 def attention_weight_bytes(shape: ActivationShape) -> int:
     """Return the bytes of the [S, S] softmax of all heads here, its dropout mask and the product.
 
@@ -155,6 +216,8 @@ def head_bytes(shape: ActivationShape) -> int:
 
     Capped logits are kept before they are scaled, too. The loss keeps three numbers a token.
     """
+    if shape.family.is_encoder_decoder:  # the head reads the decoder's tokens
+        shape = replace(shape, seq_len=round(side_lengths(shape.model, shape.seq_len)[1]))
     label, is_elsewhere = 8, 1
     copies = 2 if shape.model.multipliers.logit_softcap else 1
     logits = shape.tokens * vocabulary_rows(shape) * shape.element * copies
@@ -227,8 +290,8 @@ def _full_attention_bytes(shape: ActivationShape) -> int:
     if shape.remakes("attention"):
         return qkv + gate + residual_mask_bytes(shape)
     qkv += gate * (3 if shape.parallel.cp == 1 else 2)
-    qkv += _head_norm_bytes(shape, heads=heads, kv_heads=kv_heads)
-    qkv += _tempered_bytes(shape, heads)
+    qkv += head_norm_bytes(shape, heads=heads, kv_heads=kv_heads)
+    qkv += tempered_bytes(shape, heads)
     output = shape.tokens * heads * model.head_width * shape.element
     inner = inner_ranks(shape.parallel) if shape.parallel.cp > 1 else 1
     if inner > 1:  # kept before heads are exchanged back, too; shared key heads are copied
@@ -239,66 +302,6 @@ def _full_attention_bytes(shape: ActivationShape) -> int:
     fused = shape.tokens * heads * shape.wide
     weights = attention_weight_bytes(shape) if model.attention_dropout else fused
     return qkv + output + weights + residual_mask_bytes(shape)
-
-
-def _head_norm_bytes(shape: ActivationShape, *, heads: int, kv_heads: int) -> int:
-    """Return the bytes that norms of queries and keys keep beyond their outputs.
-
-    One weight for all heads: q and k before, and a number a head. One over all features: what it
-    normalises, in max(fp32, dtype), before and after, and a number for each of q and k.
-
-    The projection's result is one tensor, q, k and v. Whatever views a part of it keeps all.
-    """
-    kind, width = shape.family.qk_norm, shape.model.head_width
-    features, values = (heads + kv_heads) * width, kv_heads * width
-    if kind == "none":
-        return 0
-    is_alone, copied = shape.parallel.cp == 1, _copied_share(shape.model)
-    # The norm views q and k in it: v is kept a second time where attention copies v.
-    viewed = features + (copied * values if is_alone else 0.0)
-    if kind == "l2":
-        return _late_norm_bytes(shape, heads + kv_heads)
-    if kind == "heads":
-        return round(shape.tokens * (viewed * shape.element + (heads + kv_heads) * shape.wide))
-    numbers = (features + 2) * shape.wide
-    if shape.wide == shape.element:
-        return round(shape.tokens * (viewed * shape.element + numbers))
-    # The norm has a wide copy: attention's v alone views q and k.
-    narrow = (1 - copied) * features * shape.element if is_alone else 0.0
-    return round(shape.tokens * (narrow + features * shape.wide + numbers))
-
-
-def _late_norm_bytes(shape: ActivationShape, num_heads: int) -> int:
-    """Return the bytes of norms after RoPE, a mean over layers: what they normalise, and a number a head.
-
-    Attention's v views the projection's result and keeps q and k there too, unless it is copied.
-    """
-    model, layers = shape.model, attention_layers(shape.model)
-    turned = [parts for parts in layers if parts.rope != "none"]
-    has_views = shape.parallel.cp == 1 and not (model.attention.softcap or model.attention.sinks)
-    viewing = [parts for parts in turned if has_views and not (parts.window or parts.chunk)]
-    features = (len(turned) + len(viewing)) * num_heads * model.head_width * shape.element
-    numbers = len(turned) * num_heads * shape.wide
-    return round(shape.tokens * (features + numbers) / len(layers))
-
-
-def _tempered_bytes(shape: ActivationShape, heads: int) -> int:
-    """Return the bytes of queries by temperature, beside those that k and v's tensor holds."""
-    model = shape.model
-    if not model.attention.temperature_floor or shape.parallel.cp > 1:
-        return 0
-    layers = attention_layers(model)
-    share = sum(parts.attention == "no_positions" for parts in layers) / len(layers)
-    return round(shape.tokens * share * heads * model.head_width * shape.element)
-
-
-def _copied_share(model: ModelSection) -> float:
-    """Return the share of layers whose attention copies k and v: those with windows, soft caps or sinks."""
-    attention = model.attention
-    if attention.softcap or attention.sinks:
-        return 1.0
-    layers = attention_layers(model)
-    return sum(parts.window + parts.chunk > 0 for parts in layers) / len(layers)
 
 
 def _latent_attention_bytes(shape: ActivationShape) -> int:
@@ -337,7 +340,10 @@ def _mlp_bytes(shape: ActivationShape) -> int:
         family.has_gate and "silu" not in family.activation and not shape.remakes("activation")
     )
     gate = shape.tokens * width // shape.parallel.tp * shape.element if is_kept else 0
-    return _inner_bytes(shape, width) + gate + residual_mask_bytes(shape)
+    # ReLU's backward reads its result, which the next product keeps
+    is_one = family.activation == "relu" and not family.has_gate and not shape.remakes("activation")
+    result = shape.tokens * width // shape.parallel.tp * shape.element if is_one else 0
+    return _inner_bytes(shape, width) + gate - result + residual_mask_bytes(shape)
 
 
 def _inner_bytes(shape: ActivationShape, width: int) -> int:

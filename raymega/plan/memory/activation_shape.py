@@ -8,6 +8,7 @@ from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSect
 from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, fp8_coverage
 from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.hardware.tp_overlap import overlaps_messages
+from raymega.plan.layers.encoder_decoder import is_decoder_layer
 from raymega.plan.layers.family_parts import FamilyParts, parts_of
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
@@ -77,6 +78,12 @@ class ActivationShape:
         """Return how many blocks of the stage have experts instead of a feed-forward layer."""
         moe, numbers = self.model.moe, (*stage.layers, *self.further(stage))
         return sum(map(moe.holds_experts, numbers)) if moe.num_experts else 0
+
+    def decoder_blocks(self, stage: Stage) -> int:
+        """Return how many blocks of the stage are an encoder-decoder model's decoder; 0 in other families."""
+        if not self.family.is_encoder_decoder:
+            return 0
+        return sum(is_decoder_layer(self.model, layer) for layer in stage.layers)
 
     def kept_wide(self, stage: Stage) -> tuple[int, int]:
         """Return how many (dense, expert) blocks of the stage run no fp8 where others do."""

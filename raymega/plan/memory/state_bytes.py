@@ -329,7 +329,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
 
 def _fixed_bytes(job: Job, held: Elements, full: int) -> int:
     model = job.model
-    is_rotary = not parts_of(model).has_positions
+    is_rotary = parts_of(model).has_rope
     pairs = -(-model.rope_width // 2) * is_rotary
     bases = 2 if model.attention.sliding_rope_theta else 1
     tables = 2 * bases * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES

@@ -36,7 +36,7 @@ def head_width_faults(
         return
     # RoPE
     size = width // heads if is_derived else int(features)
-    if not family_parts(family).has_positions and size % 2:
+    if family_parts(family).has_rope and size % 2:
         what = "model.hidden_size / model.num_heads = " if is_derived else "model.head_dim="
         yield Fault(
             fact=f"{what}{size}",
@@ -55,13 +55,14 @@ def rope_scaling_faults(scaling: str, family: str, *bounds: float) -> Iterator[F
     """
     if scaling == "none":
         return
-    has_positions = family_parts(family).has_positions
-    if scaling == "linear" and not has_positions:
+    has_rope = family_parts(family).has_rope
+    if scaling == "linear" and has_rope:
         return
-    if has_positions:
+    if not has_rope:
+        kind = "learned" if family_parts(family).has_positions else "relative"
         yield Fault(
             fact=f"model.rope_scaling={scaling}",
-            rule=f"model.family={family} has learned positions and no RoPE to scale",
+            rule=f"model.family={family} has {kind} positions and no RoPE to scale",
             remedy="set model.rope_scaling=none, or take another family",
         )
         return

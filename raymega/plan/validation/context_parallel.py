@@ -7,6 +7,7 @@ from math import lcm
 
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
+from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
 DYNAMIC = "parallel.dynamic_cp=true with "
@@ -39,10 +40,14 @@ def position_faults(tp: int, cp: int, seq_len: int, is_cut: bool) -> Iterator[Fa
         )
 
 
-@reads("data.packing, parallel.cp, data.document_multiple, parallel.dynamic_cp")
-def document_faults(packing: str, cp: int, multiple: int, is_dynamic: bool) -> Iterator[Fault]:
-    """Check that 2 cp chunks divide each packed document."""
+@reads("data.packing, parallel.cp, data.document_multiple, parallel.dynamic_cp, model.family")
+def document_faults(
+    packing: str, cp: int, multiple: int, is_dynamic: bool, family: str
+) -> Iterator[Fault]:
+    """Check that 2 cp chunks divide each packed document; of two streams each is cut as a whole."""
     if packing == "none" or cp == 1 or is_dynamic or multiple % (2 * cp) == 0:
+        return
+    if family_parts(family).is_encoder_decoder:
         return
     yield Fault(
         fact=f"parallel.cp={cp} with data.packing={packing}",

@@ -28,6 +28,7 @@ from raymega.plan.validation import (
     training,
     tuning,
 )
+from raymega.plan.validation.families import encoder_decoder
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
 from raymega.plan.validation.unused_fields import unused_faults
@@ -87,6 +88,12 @@ RULES: tuple[Rule, ...] = (
     layers.decoder_faults,
     layers.mask_faults,
     layers.next_token_faults,
+    encoder_decoder.other_family_faults,
+    encoder_decoder.side_faults,
+    encoder_decoder.span_faults,
+    encoder_decoder.cut_faults,
+    encoder_decoder.model_option_faults,
+    encoder_decoder.run_option_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,

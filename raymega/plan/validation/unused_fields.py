@@ -110,7 +110,7 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "model.mtp_loss_scaling_factor": _is_positive("model.num_nextn_predict_layers"),
     "model.rope_theta": FieldDependency(
         reads=("model.family",),
-        holds=lambda family: not family_parts(family).has_positions,
+        holds=lambda family: family_parts(family).has_rope,
         words="another model.family",
     ),
     "model.rope_factor": STRETCHED_ROPE,

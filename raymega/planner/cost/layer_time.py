@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from raymega.config.schema import MemorySection
+from raymega.plan.flops import plain_layers
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.layers.layer_pattern import linear_share, mean_keys
@@ -133,11 +134,16 @@ class BlockTimes:
     experts: LayerTime
     wide: BlockTimes | None = None
 
-    def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[int, LayerTime]]:
+    def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[float, LayerTime]]:
         """Yield the number of the stage's blocks of each kind, with the time of one.
 
-        Blocks of multi-token prediction count as blocks.
+        Blocks of multi-token prediction count as blocks. Those of encoder and decoder count as plain blocks, by
+        their FLOPs.
         """
+        if shape.family.is_encoder_decoder:
+            number = plain_layers(shape.model, stage.layers, seq_len=shape.seq_len)
+            yield number, self.dense
+            return
         with_experts = shape.blocks_with_experts(stage)
         dense = stage.num_layers + len(shape.further(stage)) - with_experts
         if self.wide is not None:
@@ -365,7 +371,7 @@ def _step_bytes(
         return (
             0.0,
             hidden * GATE_PASSES * steps * shape.family.has_gate,
-            turned * TURN_PASSES * steps * (not shape.family.has_positions),
+            turned * TURN_PASSES * steps * shape.family.has_rope,
         )
     return norms * NORM_STEPS_BYTES, hidden * GATE_STEPS_BYTES, turned * ROTATION_STEPS_BYTES
 

@@ -15,7 +15,7 @@ from raymega.plan.stages import Stage
 
 StageKind = tuple[int, int, tuple[int, int], bool, bool]
 """Kind of a stage; stages of one kind cost the same. It has the number of blocks, the number of
-those with experts, the numbers of (dense, expert) blocks that run no product in fp8 where others
+those with experts (with two sides: of the decoder's), the numbers of (dense, expert) blocks that run no product in fp8 where others
 do, and whether the stage is the first and the last one."""
 
 
@@ -39,7 +39,8 @@ class RankClass:
 def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     """Return the kind of one stage."""
     ends = stage.is_first, stage.is_last
-    return stage.num_layers, shape.blocks_with_experts(stage), shape.kept_wide(stage), *ends
+    special = shape.blocks_with_experts(stage) + shape.decoder_blocks(stage)
+    return stage.num_layers, special, shape.kept_wide(stage), *ends
 
 
 def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:

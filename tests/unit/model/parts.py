@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from raymega.data.rows import Row, later_of
-from raymega.model.pipeline_stage import StageModule
+from raymega.model.encoder_decoder import stage_type
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
@@ -38,7 +38,7 @@ def make_stage_modules(
 ):
     """Every stage of ``model`` as one tensor-parallel rank holds it."""
     return [
-        StageModule(
+        stage_type(model)(
             model,
             stage,
             sp=sp or make_stream(),

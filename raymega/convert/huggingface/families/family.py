@@ -64,6 +64,9 @@ class HfFamily:
         has_rope_by_type: Whether its rope_parameters are one table a kind of layer.
         default_rope: RoPE's settings where config.json has none.
         ropes: Values of rope_type that it knows.
+        blocks: Function from model and layer to the names of a block's modules, theirs and ours in full, where they
+            are not alike in all blocks; None takes ``prefix`` and ``modules``.
+        tokens: Ids of special tokens that its config.json has where the import's had none.
         owns_settings: Whether ``values`` and ``config`` are of all settings, and none is as Llama's.
     """
 
@@ -86,6 +89,8 @@ class HfFamily:
     default_rope: Config = field(default_factory=dict)
     ropes: tuple[str, ...] = EVERY_ROPE
     owns_settings: bool = False
+    blocks: Callable[[ModelSection, int], Names] | None = None
+    tokens: Config = field(default_factory=lambda: {"pad_token_id": None})
 
     def renamed(self, config: Config) -> dict[str, Any]:
         """Return the settings under Llama's names."""

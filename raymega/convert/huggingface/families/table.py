@@ -19,6 +19,7 @@ from raymega.convert.huggingface.families import (
     phi3,
     qwen3_5,
     qwen3_next,
+    t5,
 )
 from raymega.convert.huggingface.families.family import HfFamily
 from raymega.plugins import code_of, known_names
@@ -42,6 +43,7 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,
+    "t5": t5.T5,
 }
 """Families by the value of model_type in config.json."""
 

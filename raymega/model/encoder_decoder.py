@@ -1,0 +1,172 @@
+"""Pipeline stage and blocks of encoder-decoder families (T5): two streams through one pipeline.
+
+A row is the encoder's tokens and then the decoder's. Encoder blocks change the first stream, and decoder blocks
+the second one, with the first as an input. Between stages both travel as one activation, with the tables of
+relative positions behind them: so each schedule runs as it does for other families.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from raymega.config.schema import ModelSection
+from raymega.model.attention.relative_attention import document_mask, position_bias
+from raymega.model.pipeline_stage import StageModule
+from raymega.model.stream_block import StreamBlock, StreamEmbedding, Streams
+from raymega.parallel.context_parallel.context import (
+    Context,
+    MicroBatch,
+    Rows,
+    TokenLayout,
+    whole_rows,
+)
+from raymega.parallel.context_parallel.stream_places import Places, stream_places
+from raymega.plan.layers.encoder_decoder import table_rows
+from raymega.plan.layers.family_parts import parts_of
+
+
+class EncoderDecoderStage(StageModule):
+    """Stage that holds some blocks of encoder and decoder; see :class:`StageModule`."""
+
+    def __init__(self, model: ModelSection, stage: Any, **parts: Any) -> None:
+        super().__init__(model, stage, **parts)
+        section = model.encoder_decoder
+        self.num_buckets = section.relative_attention_num_buckets
+        self.max_distance = section.relative_attention_max_distance
+        self.decoder_seq_len = section.decoder_seq_len
+        blocks = [cast(StreamBlock, block) for block in self.layers.values()]
+        self.has_encoder = any(block.cross_attention is None for block in blocks)
+        self.has_decoder = any(block.cross_attention is not None for block in blocks)
+        self.model = model
+
+    def carried_length(self, micro_batch: MicroBatch) -> int:
+        """Return the length of a micro-batch's activations between stages: both streams, and the tables' rows."""
+        rows = self.carried_rows(len(micro_batch.tokens))
+        return super().carried_length(micro_batch) + rows
+
+    def carried_rows(self, micro_batch_size: int) -> int:
+        """Return the rows of the tables of positions behind the tokens between stages."""
+        tp = self.tp_stream.tp.size
+        return table_rows(self.model, tp=tp, micro_batch_size=micro_batch_size)
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, labels: Tensor, mask: Tensor, hidden: Tensor | None, *more: Any,
+        rows: Rows | None = None, **_unused: Any,
+    ) -> Tensor:  # fmt: skip
+        """Run the stage's forward on one micro-batch, as :meth:`StageModule.forward`; ``more`` are samples and rows."""
+        rows = more[1] if len(more) > 1 else rows
+        layout = self._token_layout(rows or whole_rows(tokens.shape[1], tokens.device), mask, None)
+        x = self._residual_stream(tokens, hidden, layout)
+        if self.head is None:
+            return x
+        self.before_use(self.head)
+        behind = slice(self._num_encoder(layout), None)
+        return self._used(self.head, self.head.loss_sum(x, labels[:, behind], mask[:, behind]))
+
+    def document_logits(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, [T, 1, V/tp], of one document on one stage and one cp rank.
+
+        Args:
+            source: Tokens that the encoder reads, [E] int64.
+            target: Tokens that the decoder reads, [T] int64.
+        """
+        assert self.head is not None, "only the last stage makes logits"
+        tokens = torch.cat((source, target))[None]
+        rows = whole_rows(tokens.shape[1], tokens.device)
+        places = _plain_places((len(source), len(target)), self.context, tokens.device)
+        layout = self._token_layout(rows._replace(streams=places), torch.ones_like(tokens), None)
+        x = self._residual_stream(tokens, None, layout)
+        self.before_use(self.head)
+        return self.head(x)
+
+    def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
+        if rows.streams is None:
+            length = rows.positions.shape[1] * self.context.degree
+            lengths = (length - self.decoder_seq_len, self.decoder_seq_len)
+            places = _plain_places(lengths, self.context, rows.positions.device)
+            rows = rows._replace(streams=places)
+        return super()._token_layout(rows, mask, samples)
+
+    def _num_encoder(self, layout: TokenLayout) -> int:
+        assert layout.streams is not None, "the layout is of an encoder-decoder model"
+        return layout.streams[0].documents.shape[1]
+
+    def _residual_stream(
+        self,
+        tokens: Tensor,
+        hidden: Tensor | None,
+        token_layout: TokenLayout,
+        token_types: Tensor | None = None,  # noqa: ARG002  # of the class above
+    ) -> Tensor:
+        """Return both streams and the tables for the next stage, or on the last one the decoder's stream."""
+        assert token_layout.streams is not None, "the layout is of an encoder-decoder model"
+        count = self._num_encoder(token_layout)
+        if self.embedding is not None:
+            assert isinstance(self.embedding, StreamEmbedding), "the family has made it"
+            self.before_use(self.embedding)
+            encoder, decoder = map(self.embedding, (tokens[:, :count], tokens[:, count:]))
+            tables = self.embedding.tables()
+        else:
+            assert hidden is not None, (
+                "a stage that is not the first needs the hidden state before it"
+            )
+            encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
+        biases = self._biases(tables, token_layout.streams)
+        streams = self._run_layers(Streams(encoder, decoder, *biases), token_layout)  # type: ignore[arg-type]
+        if self.head is not None:
+            return cast(Streams, streams).decoder
+        return self._packed(cast(Streams, streams), tables)
+
+    def _biases(self, tables: Tensor, streams: tuple[Places, Places]) -> list[Tensor | None]:
+        """Return the biases of encoder, decoder and attention to the encoder that this stage's blocks read."""
+        (encoder, decoder), of = streams, {"max_distance": self.max_distance}
+        biases: list[Tensor | None] = [None, None, None]
+        if self.has_encoder:
+            biases[0] = position_bias(tables[0], encoder, is_causal=False, **of)
+        if self.has_decoder:
+            biases[1] = position_bias(tables[1], decoder, is_causal=True, **of)
+            biases[2] = document_mask(decoder.documents, encoder.key_documents, tables.dtype)
+        return biases
+
+    def _packed(self, streams: Streams, tables: Tensor) -> Tensor:
+        """Return streams and tables as one activation [(S/cp)/sp + rows, B, D]."""
+        _, size, width = streams.encoder.shape
+        rows = self.carried_rows(size)
+        flat = nn.functional.pad(tables.flatten(), (0, rows * size * width - tables.numel()))
+        return torch.cat((streams.encoder, streams.decoder, flat.view(rows, size, width)))
+
+    def _unpacked(self, hidden: Tensor, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        degree = self.tp_stream.degree
+        sizes = (count // degree, (length - count) // degree)
+        encoder, decoder, rows = hidden.split((*sizes, len(hidden) - sum(sizes)))
+        shape = (2, self.num_buckets, self.model.num_heads // self.tp_stream.tp.size)
+        numbers = shape[0] * shape[1] * shape[2]
+        return encoder, decoder, rows.flatten()[:numbers].view(shape)
+
+    def _used(self, unit: nn.Module, output: Any) -> Any:
+        """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""
+        if not isinstance(output, Streams):
+            return super()._used(unit, output)
+        changed = output.decoder if cast(StreamBlock, unit).cross_attention else output.encoder
+        super()._used(unit, changed)
+        return output
+
+
+def _plain_places(
+    lengths: tuple[int, int], context: Context, device: torch.device
+) -> tuple[Places, Places]:
+    """Return the places of rows that are one document without padding."""
+    numbers = torch.cat([torch.arange(length) for length in lengths])[None]
+    cp, cp_rank = context.degree, context.index
+    encoder, decoder = stream_places(
+        torch.zeros_like(numbers), numbers, lengths, cp=cp, cp_rank=cp_rank
+    )
+    return Places(*(t.to(device) for t in encoder)), Places(*(t.to(device) for t in decoder))
+
+
+def stage_type(model: ModelSection) -> type[StageModule]:
+    """Return the class of the model's stages."""
+    return EncoderDecoderStage if parts_of(model).is_encoder_decoder else StageModule

@@ -1,0 +1,96 @@
+"""Blocks of encoder-decoder families (T5): each changes the stream of its side.
+
+The stage that runs them is in `encoder_decoder.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raymega.model.attention.relative_attention import RelativeAttention
+from raymega.model.layers.embedding import Embedding
+from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.parallel.context_parallel.context import TokenLayout
+from raymega.parallel.tensor_parallel.layers import ParameterFactory
+
+
+class Streams(NamedTuple):
+    """Activations of both sides inside a stage, and what its blocks share.
+
+    Attributes:
+        encoder: Encoder's residual stream, [E/(cp*sp), B, D].
+        decoder: Decoder's residual stream, [S/(cp*sp), B, D].
+        encoder_bias: Bias of the encoder's scores, [B or 1, H/tp, E/cp, E]; None in stages without its blocks.
+        decoder_bias: Bias of the decoder's scores, [B or 1, H/tp, S/cp, S]; None in stages without its blocks.
+        cross_bias: Mask of the decoder's scores for the encoder, [B or 1, 1, S/cp, E]; None likewise.
+    """
+
+    encoder: Tensor
+    decoder: Tensor
+    encoder_bias: Tensor | None = None
+    decoder_bias: Tensor | None = None
+    cross_bias: Tensor | None = None
+
+
+class StreamBlock(TransformerBlock):
+    """Block of one side: self-attention, in the decoder attention to the encoder, and a feed-forward layer.
+
+    Args:
+        cross: Norm before attention to the encoder, and that attention; None in the encoder.
+        end_norm: Norm of the encoder's output, in its last block; None in others.
+        parts: Parts of a :class:`TransformerBlock`.
+    """
+
+    attention: RelativeAttention
+
+    def __init__(
+        self,
+        *,
+        cross: tuple[nn.Module, RelativeAttention] | None,
+        end_norm: nn.Module | None,
+        **parts: Any,
+    ) -> None:
+        super().__init__(**parts)
+        self.cross_norm, self.cross_attention = cross or (None, None)
+        self.end_norm = end_norm
+
+    def remake(self, parts: Collection[str]) -> None:
+        """Choose what backward recomputes, by the job's memory.recompute_parts."""
+        super().remake(parts)
+        if self.cross_attention is not None:
+            self.cross_attention.is_remade = "attention" in parts
+
+    def forward(self, streams: Streams, token_layout: TokenLayout) -> Streams:  # type: ignore[override]
+        """Return the streams after the block, which changes one of them."""
+        context, cross = token_layout.context.outer, self.cross_attention
+        x = streams.encoder if cross is None else streams.decoder
+        bias = streams.encoder_bias if cross is None else streams.decoder_bias
+        assert bias is not None, "the stage has made the biases of its blocks"
+        # attention within the stream, attention to the encoder, feed-forward layer
+        normal = self._normal(self.attention_norm, x)
+        x = x + self.attention(normal, normal, bias, context)
+        if cross is not None:
+            assert streams.cross_bias is not None, "the stage has made it"
+            normal = self._normal(self.cross_norm, x)
+            x = x + cross(normal, streams.encoder, streams.cross_bias, context)
+        x = x + self.mlp(self._normal(self.mlp_norm, x))
+        if cross is not None:
+            return streams._replace(decoder=x)
+        return streams._replace(encoder=self._normal(self.end_norm, x))
+
+
+class StreamEmbedding(Embedding):
+    """Token table of both sides, with the tables of relative positions."""
+
+    def __init__(self, factory: ParameterFactory) -> None:
+        super().__init__(factory)
+        self.encoder_positions = factory.make("embedding.encoder_positions.weight")
+        self.decoder_positions = factory.make("embedding.decoder_positions.weight")
+
+    def tables(self) -> Tensor:
+        """Return a copy of both tables, [2, buckets, H/tp]."""
+        return torch.stack((self.encoder_positions, self.decoder_positions))
