@@ -99,7 +99,9 @@ def make_block(
     drop = partial(ResidualDropout, factory.seed, rate=model.hidden_dropout)
 
     def norm(part: str) -> nn.Module | None:
-        is_there = part in parts.family.norm_places
+        # a layer's own norms may have no tensors; others, such as cross-attention's, are those in the table
+        named = (f"{name}.{part}.{tensor}" for tensor in parts.family.norm_kind.tensors)
+        is_there = part in parts.family.norm_places or any(map(factory.table.__contains__, named))
         return make_norm(factory, f"{name}.{part}", model) if is_there else None
 
     if parts.family.is_encoder_decoder:
