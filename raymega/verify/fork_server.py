@@ -24,7 +24,7 @@ from raymega.train.environment import load_lazy_parts
 from raymega.verify.results import failure_path
 from raymega.verify.worker import score_rank, train_rank
 
-GRACE_S = 2.0
+GRACE_S = 10.0
 """Seconds that other ranks get after one has failed, to report their own errors."""
 TURN_S = 0.01
 COLLECTIVE_SHARE = 0.75

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 PRELOADED = (
@@ -65,7 +66,7 @@ class Nursery:
     def start(self, code: str, args: Sequence[str], *, stderr: IO[Any]) -> Forked:
         """Run ``code`` as `python -c` does, in this process's folder and environment."""
         (stdin, to_child), (from_child, stdout) = os.pipe(), os.pipe()
-        request = {"code": code, "args": args, "environ": dict(os.environ), "cwd": os.getcwd()}
+        request = {"code": code, "args": args, "environ": dict(os.environ), "cwd": str(Path.cwd())}
         socket.send_fds(
             self._socket, [json.dumps(request).encode()], [stdin, stdout, stderr.fileno()]
         )

@@ -31,6 +31,13 @@ def _sources() -> dict[str, ast.Module]:
     return {_module(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _let_go():
+    """Trees of a whole package would take each later collection of garbage a second."""
+    yield
+    _sources.cache_clear()
+
+
 def _imports(tree: ast.AST) -> set[str]:
     """Every module named in an import, those inside functions too."""
     found = set()

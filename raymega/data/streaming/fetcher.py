@@ -172,9 +172,8 @@ class Fetcher:
             wants.failed[shard.file] = error
         except OSError as error:
             wants.failed[shard.file] = StorageError(self._unwritable(path, error))
-        except (
-            Exception
-        ) as error:  # the thread's edge: readers of the shard would wait for their timeout
+        except Exception as error:
+            # the thread's edge: readers of the shard would wait for their timeout
             log.exception("fetching %s", path.name)
             wants.failed[shard.file] = InternalError(_unexpected(path, error))
         with self._changed:

@@ -257,6 +257,6 @@ def test_what_is_needed_is_read_under_the_lock_under_which_readers_change_it(sto
 
 def test_error_that_nobody_expected_is_the_readers(store, split, root, monkeypatch):
     monkeypatch.setattr(store, "get", lambda *_args, **_more: [][0])
-    cache = ShardCache(store, root / "d", make_fetcher(root))
+    cache = ShardCache(store, root / "d", make_fetcher(root, timeout_s=60.0))
     with pytest.raises(InternalError, match=r"000000\.arrow was not fetched: IndexError"):
         cache.table(split.shards[0])

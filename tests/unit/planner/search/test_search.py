@@ -30,8 +30,14 @@ def seven_b():
     return load_job(JOBS / "llama-7b-16gpu.yaml")
 
 
-def test_what_is_found_is_legal_and_fits(seven_b):
-    result = search(seven_b, H100, num_devices=16, top=5)
+@pytest.fixture(scope="module")
+def five(seven_b):
+    """The five best layouts, which several tests look at."""
+    return search(seven_b, H100, num_devices=16, top=5)
+
+
+def test_what_is_found_is_legal_and_fits(five):
+    result = five
     assert len(result.best) == 5
     for found in result.best:
         assert not job_faults(job_values(found.plan.job))
@@ -52,8 +58,8 @@ def test_overrides_turn_the_job_into_the_layout(file):
         assert found.overrides(found.plan.job) == ()
 
 
-def test_the_best_is_no_slower_than_the_shipped_layout(seven_b):
-    best = search(seven_b, H100, num_devices=16, top=1).best[0]
+def test_the_best_is_no_slower_than_the_shipped_layout(seven_b, five):
+    best = five.best[0]
     assert best.time.total_s <= step_time(make_plan(seven_b), H100).total_s
 
 
@@ -70,8 +76,8 @@ def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
     assert search(seven_b, endless, num_devices=16, top=1).missed is None
 
 
-def test_what_is_found_leaves_a_margin_of_memory_unless_nothing_else_fits(seven_b):
-    best = search(seven_b, H100, num_devices=16, top=1).best[0]
+def test_what_is_found_leaves_a_margin_of_memory_unless_nothing_else_fits(seven_b, five):
+    best = five.best[0]
     needed = best.memory.total_bytes
     assert needed <= (1 - MEMORY_MARGIN) * H100.memory_bytes
     fullest = search(seven_b, H100, num_devices=16, top=1, margin=0.0).best[0]
@@ -87,8 +93,8 @@ def test_what_is_found_leaves_a_margin_of_memory_unless_nothing_else_fits(seven_
     assert found.missed is None or found.missed.memory.total_bytes > least
 
 
-def test_every_other_candidate_is_accounted_for(seven_b):
-    result = search(seven_b, H100, num_devices=16, top=2)
+def test_every_other_candidate_is_accounted_for(seven_b, five):
+    result = five
     tried = sum(1 for _ in candidates(Space(job=seven_b, device=H100, num_devices=16)))
     assert len(result.best) + sum(result.refused.values()) == tried
 
