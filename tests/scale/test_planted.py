@@ -20,6 +20,7 @@ SNAPSHOTS = "tests/unit/checkpoint/snapshots/test_snapshot.py"
 FLEET = "tests/scale/test_fleet.py::test_a_short_life_with_failures_keeps_every_invariant"
 FLEET_SEED = "3"
 """Seed of a short life in which a node drains, a driver is paused and one meets a rival."""
+COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
 AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
 ROWS = {
@@ -185,6 +186,18 @@ ROWS = {
         "        for group in _groups(old):\n            remove_placement_group(group)\n        self._replaced",
         "        self._replaced",
         "tests/scale/test_drains.py",
+    ),
+    "a commit looks at all of the catalogue": (
+        "orchestrate/driver/checkpoint_committer.py",
+        "self._pruner.prune(CheckpointId(attempt=self._attempt, step=step))",
+        "self._pruner.prune()",
+        COMMITTER,
+    ),
+    "files of a save that failed are forgotten": (
+        "checkpoint/tools/retention.py",
+        "steps = self._saved | self._recent(whole) | gone",
+        "steps = self._recent(whole) | gone",
+        RETENTION,
     ),
     "a step that is saved again keeps its older entries": (
         "checkpoint/format/manifest.py",
