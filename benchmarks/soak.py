@@ -1,4 +1,4 @@
-"""Whether a long run stays flat: memory, descriptors, threads and disk of all its processes, with deaths in between.
+"""Flatness of a long run: memory, descriptors, threads and disk of all its processes, with deaths in between.
 
 A small job trains for 20,000 steps under the driver of `raymega train`, with metrics.jsonl, MLflow, snapshots in
 memory and a spare. The last rank's process is killed every 1,000 steps; rank 0's, the driver's and Ray's live on.

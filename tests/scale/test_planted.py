@@ -187,6 +187,12 @@ ROWS = {
         "        self._replaced",
         "tests/scale/test_drains.py",
     ),
+    "a search for a smaller grid at each tick": (
+        "orchestrate/driver/scaling_policy.py",
+        "if self._searched is None or self._searched[0] != key:",
+        "if True:",
+        "tests/unit/orchestrate/driver/test_scaling_policy.py",
+    ),
     "a commit looks at all of the catalogue": (
         "orchestrate/driver/checkpoint_committer.py",
         "self._pruner.prune(CheckpointId(attempt=self._attempt, step=step))",

@@ -5,7 +5,7 @@
 An entry is written after its manifest and removed before it. So a folder without an entry may still hold a
 manifest: of a build without a catalogue, of a copy by hand, or of a driver that ended between the two writes.
 Such folders are looked at one by one. A step that is saved again loses its older entries before the new
-manifest is written, or nobody would look. An entry whose folder is gone counts for nothing.
+manifest is written, so that its folder is looked at too. An entry whose folder is gone counts for nothing.
 """
 
 from __future__ import annotations
