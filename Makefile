@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo lint check test test-ranks test-clusters test-all mutate golden pages docs rehearse cuda-books test-cuda-books
+.PHONY: setup demo lint check test test-ranks test-clusters test-all mutate golden pages docs rehearse soak cuda-books test-cuda-books
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
 setup: $(VENV)/.ok
@@ -75,6 +75,12 @@ pages: setup
 docs: setup
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A small job for 20,000 steps with deaths in between, 10 to 20 minutes: memory, descriptors, threads and disk must stay flat.
+STEPS := 20000
+
+soak: setup
+	$(BIN)/python -m benchmarks.soak --steps $(STEPS)
 
 # As root. Brings the cluster files up for real on machines of namespaces, and breaks them: minutes.
 rehearse: setup

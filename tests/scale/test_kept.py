@@ -133,6 +133,27 @@ def test_kept_checkpoints_cost_a_line_of_a_listing_each(num_kept):
     assert len(list_manifests(driver)) == num_kept + 3
 
 
+def test_commits_after_the_first_list_no_catalogue_however_many_are_kept():
+    asked = {}
+    for num_kept in (100, 10_000):
+        store, whole, steps = run_with(num_kept)
+        pruner = Pruner(RetryingStore(store), POLICY)
+        pruner.prune()
+        asked[num_kept] = []
+        for number in range(1, 8):
+            step = steps[-1] + number
+            save(store, whole, step)
+            pruner.note_save(step)
+            saved = CheckpointId(attempt=1, step=step)
+            num, gone = requests_of(store, lambda at=saved, one=pruner: one.prune(at))
+            asked[num_kept].append(num)
+            assert {checkpoint_of(key).step for key in gone} <= {step - 3}
+            assert sum(map(is_manifest, gone)) == (number > 3)
+        assert len(list_manifests(store)) == num_kept + 3
+    print(asked)
+    assert asked[100] == asked[10_000]
+
+
 def test_checkpoints_without_an_entry_are_found_and_entered():
     store, *_ = run_with(20)
     for key in list(store.list(COMMITTED))[3:9]:

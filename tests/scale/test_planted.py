@@ -20,6 +20,8 @@ SNAPSHOTS = "tests/unit/checkpoint/snapshots/test_snapshot.py"
 FLEET = "tests/scale/test_fleet.py::test_a_short_life_with_failures_keeps_every_invariant"
 FLEET_SEED = "3"
 """Seed of a short life in which a node drains, a driver is paused and one meets a rival."""
+COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
+AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
 ROWS = {
     "every rank reads all parts of the index": (
@@ -91,8 +93,7 @@ ROWS = {
     "an entry before its manifest": (
         "checkpoint/format/manifest.py",
         "    for key, data in objects_of(manifest):\n        _create",
-        "    enter(store, CheckpointId(attempt=manifest.attempt, step=manifest.step))\n"
-        "    for key, data in objects_of(manifest):\n        _create",
+        "    enter(store, at)\n    for key, data in objects_of(manifest):\n        _create",
         INDEX,
     ),
     "a manifest outlives its entry": (
@@ -186,6 +187,54 @@ ROWS = {
         "        self._replaced",
         "tests/scale/test_drains.py",
     ),
+    "a search for a smaller grid at each tick": (
+        "orchestrate/driver/scaling_policy.py",
+        "if self._searched is None or self._searched[0] != key:",
+        "if True:",
+        "tests/unit/orchestrate/driver/test_scaling_policy.py",
+    ),
+    "a commit looks at all of the catalogue": (
+        "orchestrate/driver/checkpoint_committer.py",
+        "self._pruner.prune(CheckpointId(attempt=self._attempt, step=step))",
+        "self._pruner.prune()",
+        COMMITTER,
+    ),
+    "files of a save that failed are forgotten": (
+        "checkpoint/tools/retention.py",
+        "steps = self._saved | self._recent(whole) | gone",
+        "steps = self._recent(whole) | gone",
+        RETENTION,
+    ),
+    "a step that is saved again keeps its older entries": (
+        "checkpoint/format/manifest.py",
+        "others = take_out(store, at)",
+        "others = []",
+        RETENTION,
+    ),
+    "an axis of the world is left out of its sums": (
+        "parallel/comm/process_groups.py",
+        "axes = (groups.tp, *replicas, groups.pp_forward)",
+        "axes = (groups.tp, *replicas)",
+        f"{AXES}::test_sums_along_axes_are_those_of_one_group_and_equal_on_all_ranks[tp2-pp2-dp2]",
+    ),
+    "copies of a hybrid sharding are left out of the world's sums": (
+        "parallel/comm/process_groups.py",
+        "(groups.sharers, groups.copies) if is_hybrid",
+        "(groups.sharers,) if is_hybrid",
+        f"{AXES}::test_sums_along_axes_are_those_of_one_group_and_equal_on_all_ranks[hybrid]",
+    ),
+    "each rank keeps its own rounding of the world's sums": (
+        "parallel/comm/collectives.py",
+        "        broadcast(tensor, axis, source=0)\n",
+        "        pass\n",
+        f"{AXES}::test_all_ranks_take_the_bits_of_the_first_where_groups_round_differently",
+    ),
+    "a maximum along axes is a sum": (
+        "parallel/comm/collectives.py",
+        "start_all_reduce(tensor, each, op).wait(each.timeout_s)",
+        'start_all_reduce(tensor, each, "sum" if group.axes else op).wait(each.timeout_s)',
+        f"{AXES}::test_sums_along_axes_are_those_of_one_group_and_equal_on_all_ranks[tp2-pp2-dp2]",
+    ),
     "groups of a drained node stay reserved": (
         "orchestrate/workers/placement_slots.py",
         "        for group in _groups(old):\n            remove_placement_group(group)\n        self._replaced",
@@ -253,7 +302,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_curve_sees_the_mistake(name, tmp_path):
     file, old, new, test = ROWS[name]
-    ignored = shutil.ignore_patterns("__pycache__", "golden", "dist", "cuda_books")
+    ignored = shutil.ignore_patterns("__pycache__", "golden", "cuda_books")
     for folder in ("raymega", "tests", "jobs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

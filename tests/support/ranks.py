@@ -99,10 +99,11 @@ def run_grid(
     is_nested: bool = False,
     sharers: int = 0,
     unused: Collection[str] = (),
+    most_in_world: int = process_groups.MOST_IN_WORLD,
 ) -> list:
     """``fn(env, *args)`` on every rank of ``grid``, its groups built; the results by rank."""
     limit_s = collective_timeout_s or _collective_timeout_s(timeout)
-    shape = grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s
+    shape = grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s, most_in_world
     return run_ranks(
         _in_grid, grid.world_size, fn, shape, args, timeout=timeout, collective_timeout_s=limit_s
     )
@@ -142,7 +143,7 @@ def _in_grid(
     shape: tuple[Grid, int, bool, int, Collection[str], float],
     args: tuple,
 ) -> Any:
-    grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s = shape
+    grid, hierarchical_cp_size, is_nested, sharers, unused, limit_s, most_in_world = shape
     env = RankEnv(
         rank=rank,
         grid=grid,
@@ -155,6 +156,7 @@ def _in_grid(
             is_nested=is_nested,
             sharers=sharers,
             unused=unused,
+            most_in_world=most_in_world,
         ),
         device=torch.device("cpu"),
     )

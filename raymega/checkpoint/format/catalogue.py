@@ -4,7 +4,8 @@
 
 An entry is written after its manifest and removed before it. So a folder without an entry may still hold a
 manifest: of a build without a catalogue, of a copy by hand, or of a driver that ended between the two writes.
-Such folders are looked at one by one. An entry whose folder is gone counts for nothing.
+Such folders are looked at one by one. A step that is saved again loses its older entries before the new
+manifest is written, so that its folder is looked at too. An entry whose folder is gone counts for nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from raymega.checkpoint.format.keys import (
     CheckpointId,
     checkpoint_of,
     entry_key,
+    entry_prefix,
     folder_of,
     is_manifest,
     manifest_key,
@@ -59,6 +61,18 @@ def enter(store: Store, at: CheckpointId) -> None:
     """Write the entry of a checkpoint whose manifest is there; a second time changes nothing."""
     text = json.dumps({"manifest": manifest_key(at)})
     store.put(entry_key(at), [text.encode()], overwrite=True)
+
+
+def take_out(store: Store, at: CheckpointId) -> list[CheckpointId]:
+    """Remove the entries of the other checkpoints of the step of ``at``, and return those checkpoints.
+
+    Until the next entry of that step is written, its folder is looked at, whatever is in it.
+    """
+    keys = (key for key in store.list(entry_prefix(at.step)) if key != entry_key(at))
+    entries = {other: key for key in keys if (other := checkpoint_of(key))}
+    for key in entries.values():
+        store.delete(key)
+    return list(entries)
 
 
 def _without_entry(store: Store, steps: set[int]) -> Iterator[str]:

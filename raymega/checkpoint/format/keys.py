@@ -74,7 +74,12 @@ def manifest_prefix() -> str:
 
 def entry_key(at: CheckpointId) -> str:
     """Return the key of a checkpoint's entry in the catalogue."""
-    return f"{COMMITTED}step-{at.step:08d}-a{at.attempt:04d}.json"
+    return f"{entry_prefix(at.step)}a{at.attempt:04d}.json"
+
+
+def entry_prefix(step: int) -> str:
+    """Return the begin of the keys of all entries of ``step`` in the catalogue."""
+    return f"{COMMITTED}step-{step:08d}-"
 
 
 def is_entry(key: str) -> bool:

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raymega.checkpoint.format.box_index import INLINE_BOXES, BoxIndex, split
 from raymega.checkpoint.format.box_table import BoxTable
-from raymega.checkpoint.format.catalogue import enter, manifest_keys
+from raymega.checkpoint.format.catalogue import enter, manifest_keys, take_out
 from raymega.checkpoint.format.epochs import admitted
 from raymega.checkpoint.format.keys import (
     CheckpointId,
@@ -204,10 +204,15 @@ def commit(store: Store, manifest: Manifest) -> str:
     Raises:
         CheckpointError: A different manifest has that key.
     """
+    at = CheckpointId(attempt=manifest.attempt, step=manifest.step)
+    others = take_out(store, at)
     # Parts of an index come first, and are created once like the manifest: another checkpoint's stay.
     for key, data in objects_of(manifest):
         _create(store, key, data)
-    enter(store, CheckpointId(attempt=manifest.attempt, step=manifest.step))
+    enter(store, at)
+    for other in others:
+        if _is_there(store, manifest_key(other)):
+            enter(store, other)
     return manifest.key
 
 

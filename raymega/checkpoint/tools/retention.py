@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -18,9 +18,11 @@ from raymega.checkpoint.format.keys import (
     COMMITTED,
     CheckpointId,
     checkpoint_of,
+    entry_prefix,
     folder_of,
     is_entry,
     is_manifest,
+    manifest_key,
 )
 from raymega.checkpoint.format.manifest import (
     UnknownVersionError,
@@ -96,13 +98,21 @@ class Pruner:
     """Deletes the checkpoints of a run that a policy does not keep.
 
     Its requests do not grow with the checkpoints that RetentionPolicy.every keeps: of those it neither
-    reads the manifests nor lists the files. A checkpoint that was found whole once is not examined again.
+    reads the manifests nor lists the files. A checkpoint that was found whole once is not examined again. After a
+    first look it lists no catalogue either, where its caller tells of each save.
     """
 
     def __init__(self, store: Store, keep: RetentionPolicy) -> None:
         self._store, self._keep = store, keep
         self._whole: dict[CheckpointId, float] = {}
         self._is_entered = False  # every checkpoint has an entry in the catalogue
+        # of the last look: checkpoints that are there; and steps saved since, whatever came of them
+        self._known: set[CheckpointId] | None = None
+        self._saved: set[int] = set()
+
+    def note_save(self, step: int) -> None:
+        """Note that files of ``step`` were written, whether or not they became a checkpoint."""
+        self._saved.add(step)
 
     def expired(self) -> tuple[str, ...]:
         """Return the keys that can be deleted now.
@@ -112,20 +122,26 @@ class Pruner:
         """
         # checkpoints that the newest lease accepts, and which of them are whole
         there = manifest_keys(self._store)
-        ages = {at: key for key in admitted(self._store, there) if (at := checkpoint_of(key))}
-        whole = self._values(ages)
-        if not whole:
-            return ()
         committed = {at for key in there if (at := checkpoint_of(key))}
-        return expired_keys(self._suspects(committed, whole), whole, self._keep)
+        accepted = {at for key in admitted(self._store, there) if (at := checkpoint_of(key))}
+        whole = self._values(accepted)
+        self._known = accepted if accepted == committed else None
+        return self._expired(self._suspects(committed, whole), whole)
 
-    def prune(self) -> tuple[str, ...]:
-        """Delete the keys of :meth:`expired` and return them.
+    def prune(self, saved: CheckpointId | None = None) -> tuple[str, ...]:
+        """Delete the keys that can be deleted now and return them.
+
+        Args:
+            saved: Checkpoint that was just committed, where every save since the last call was noted by
+                :meth:`note_save`, and no other driver writes; None for a look at all of the store.
 
         Raises:
             StorageError: The store cannot be read, and nothing was deleted; or a deletion failed.
         """
-        keys = self.expired()
+        keys = (
+            self.expired() if saved is None or self._known is None else self._expired_since(saved)
+        )
+        known, self._known = self._known, None  # a deletion that fails is followed by a look at all
         # entries, then manifests in requests of their own, so that none outlives its files
         entries = [key for key in keys if is_entry(key)]
         manifests = [key for key in keys if is_manifest(key)]
@@ -133,9 +149,31 @@ class Pruner:
         delete_all(self._store, manifests)
         delete_all(self._store, keys[len(entries) + len(manifests) :])
         self._complete_catalogue()
+        if known is not None and self._is_entered:
+            self._known = known - {at for key in manifests if (at := checkpoint_of(key))}
         return keys
 
-    def _values(self, ages: Mapping[CheckpointId, str]) -> dict[CheckpointId, float]:
+    def _expired_since(self, saved: CheckpointId) -> tuple[str, ...]:
+        """Return the keys that can be deleted now, by what is known and the saves that were noted."""
+        known = self._known or set()
+        known.add(saved)
+        whole = self._values(known)
+        gone = {at.step for at in known - kept(whole, self._keep)}
+        steps = self._saved | self._recent(whole) | gone
+        keys = (
+            key
+            for step in sorted(steps)
+            for prefix in (folder_of(step), entry_prefix(step))
+            for key in self._store.list(prefix)
+        )
+        found = self._expired(keys, whole)
+        self._saved = {step for step in self._saved if step > saved.step}
+        return found
+
+    def _expired(self, keys: Iterable[str], whole: Mapping[CheckpointId, float]) -> tuple[str, ...]:
+        return expired_keys(keys, whole, self._keep) if whole else ()
+
+    def _values(self, ages: Collection[CheckpointId]) -> dict[CheckpointId, float]:
         """Return BEST_BY of each checkpoint that counts as whole, from memory where it is known.
 
         Only those that the newest rule or the best rule looks at are examined, and steps that several
@@ -152,7 +190,7 @@ class Pruner:
             if is_assumed:
                 found[at] = inf
                 continue
-            value = self._whole[at] if at in self._whole else _value(self._store, ages[at])
+            value = self._whole[at] if at in self._whole else _value(self._store, manifest_key(at))
             if value is not None:
                 found[at] = examined[at] = value
         self._whole = examined
@@ -163,15 +201,20 @@ class Pruner:
     ) -> Iterator[str]:
         """Yield the keys of all steps at which there may be something to delete."""
         stay = kept(whole, self._keep)
-        # A step's folder is left unseen where all that was committed in it stays. Unfinished saves lie there
-        # only beside a checkpoint that followed them, so they are found while that one is among the newest.
-        recent = {at.step for at in sorted(whole, reverse=True)[: self._keep.last + 1]}
         steps = saved_steps(self._store) - {at.step for at in stay}
-        steps |= {at.step for at in committed - stay} | recent
+        steps |= {at.step for at in committed - stay} | self._recent(whole)
         for step in sorted(steps):
             yield from self._store.list(folder_of(step))
         # Also the entries of folders that were deleted by hand.
         yield from (key for key in self._store.list(COMMITTED) if checkpoint_of(key) not in stay)
+
+    def _recent(self, whole: Iterable[CheckpointId]) -> set[int]:
+        """Return the steps whose folders are listed although all that was committed in them may stay.
+
+        Unfinished saves lie there only beside a checkpoint that followed them, so they are found while that
+        one is among the newest.
+        """
+        return {at.step for at in sorted(whole, reverse=True)[: self._keep.last + 1]}
 
     def _complete_catalogue(self) -> None:
         """Enter checkpoints that other builds or a copy by hand left without an entry, some at a time."""

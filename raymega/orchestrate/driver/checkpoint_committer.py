@@ -154,6 +154,7 @@ class CheckpointCommitter:
     def _finish(self, shards: Mapping[int, ShardSaved], metrics: Mapping[str, float]) -> Outcome:
         step = next(iter(shards.values())).step
         begun_s = self._clock.monotonic()
+        self._pruner.note_save(step)
         # assemble: shards that do not add up to the whole state make no checkpoint
         try:
             manifest = self._assemble(shards, metrics)
@@ -172,7 +173,7 @@ class CheckpointCommitter:
             return Superseded(step=step)
         self.error = ""
         # delete old checkpoints, and report the durations of the slowest rank
-        self._delete_old()
+        self._delete_old(step)
         written_s = max(shard.stall_s + shard.write_s for shard in shards.values())
         return CheckpointCommitted(
             step=step,
@@ -217,9 +218,9 @@ class CheckpointCommitter:
         except RaymegaError as error:
             log.warning("files of the failed save of step %d were not deleted: %s", step, error)
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, step: int) -> None:
         try:
-            self._pruner.prune()
+            self._pruner.prune(CheckpointId(attempt=self._attempt, step=step))
         except RaymegaError as error:
             log.warning("old checkpoints were not deleted: %s", error)
 

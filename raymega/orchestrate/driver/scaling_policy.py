@@ -76,6 +76,8 @@ class ScalingPolicy:
         self._num_before = num_before
         self._step_s: dict[str, list[float]] = {}  # by grid, newest last
         self.change_s = FIRST_CHANGE_S
+        # the last search for a smaller grid: where the processes were, and the plan
+        self._searched: tuple[tuple[WorkerLocation, ...], RunPlan | None] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -93,7 +95,17 @@ class ScalingPolicy:
         return tuple(self._step_s.get(self.now.grid.describe(), ()))
 
     def shrink(self, locations: Sequence[WorkerLocation]) -> RunPlan | None:
-        """Return the best plan for the processes at ``locations``, or None if no legal grid is that small."""
+        """Return the best plan for the processes at ``locations``, or None if no legal grid is that small.
+
+        A driver that waits for slots asks at each tick; the search, which takes seconds for large jobs, is
+        done once for equal ``locations``.
+        """
+        key = tuple(locations)
+        if self._searched is None or self._searched[0] != key:
+            self._searched = key, self._search(locations)
+        return self._searched[1]
+
+    def _search(self, locations: Sequence[WorkerLocation]) -> RunPlan | None:
         least = self.full.job.elastic.min_workers
         if least == "grid":
             return None

@@ -50,8 +50,12 @@ def start_all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> Wor
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    """Reduce ``tensor`` in place over the group by ``sum`` or ``max``, and return it."""
-    start_all_reduce(tensor, group, op).wait(group.timeout_s)
+    """Reduce ``tensor`` in place over the group by ``sum`` or ``max``, and return it: equal bits on all ranks."""
+    for each in group.axes or (group,):
+        start_all_reduce(tensor, each, op).wait(each.timeout_s)
+    # groups of one axis may add in different orders: all take the bits of the first
+    for axis in group.axes:
+        broadcast(tensor, axis, source=0)
     return tensor
 
 
@@ -68,6 +72,10 @@ def start_all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, 
 
 def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Gather [N, ...] to [size * N, ...] in group order; return the tensor itself at group size 1."""
+    if group.axes:  # as a sum of which each rank has its own rows
+        rows = tensor.new_zeros((group.size, *tensor.shape))
+        rows[group.index] = tensor
+        return all_reduce(rows, group).flatten(0, 1)
     gathered, pending = start_all_gather(tensor, group)
     pending.wait(group.timeout_s)
     return gathered
@@ -160,11 +168,9 @@ def start_exchange(
     if group.size > 1:
         rows = tensor.new_empty((sum(received), *tensor.shape[1:]))
     return rows, _start(
-        "exchange",
-        tensor,
-        group,
+        "exchange", tensor, group,
         lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent]),
-    )
+    )  # fmt: skip
 
 
 def start_block_gather(
@@ -252,7 +258,7 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group has called it; on a GPU the host waits as well."""
     if group.handle is None:
         return
-    is_gpu = group.resolve().name() == "nccl"
+    is_gpu = (*group.axes, group)[0].resolve().name() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
     # item() copies to the host, which makes the host wait for the stream.
     all_reduce(torch.zeros(1, device=device), group).item()
@@ -267,12 +273,9 @@ def isend(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
     _check("send", tensor, group)
     _check_peer("send", group, peer)
     return _start(
-        f"send to rank {group.ranks[peer]}, tag {tag},",
-        tensor,
-        group,
-        lambda handle: handle.send([tensor], peer, tag),
-        wait_once,
-    )
+        f"send to rank {group.ranks[peer]}, tag {tag},", tensor, group,
+        lambda handle: handle.send([tensor], peer, tag), wait_once,
+    )  # fmt: skip
 
 
 def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
@@ -283,12 +286,9 @@ def irecv(tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
     _check("receive", tensor, group)
     _check_peer("receive", group, peer)
     return _start(
-        f"receive from rank {group.ranks[peer]}, tag {tag},",
-        tensor,
-        group,
-        lambda handle: handle.recv([tensor], peer, tag),
-        wait_once,
-    )
+        f"receive from rank {group.ranks[peer]}, tag {tag},", tensor, group,
+        lambda handle: handle.recv([tensor], peer, tag), wait_once,
+    )  # fmt: skip
 
 
 def is_communication_error(error: BaseException) -> bool:

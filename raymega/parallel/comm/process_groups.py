@@ -31,6 +31,12 @@ LAYERS, SUMS = "layers", "sums"
 NO_HANDLE: GroupName = ""  # type: ignore[assignment]
 """Handle of a group that the job does not use."""
 
+MOST_IN_WORLD = 1024
+"""Number of ranks up to which the world's few numbers are summed in one communicator of all ranks.
+
+A larger one takes long to start (NCCL connects each rank through one root), and a sum in it as many turns as
+there are ranks. A sum along the axes instead costs a few more small operations a step."""
+
 P2P_CTAS = 8
 """Most multiprocessors that a pipeline transfer occupies on a GPU.
 
@@ -55,7 +61,9 @@ class Group:
         index: Place of this rank in ``ranks``; peers are named by their place as well.
         timeout_s: Longest wait of one operation, in seconds.
         handle: torch's name for the group; None when it has one rank and nothing is ever sent, empty when
-            the job does not use it.
+            the job does not use it, or its sums go along ``axes``.
+        axes: Groups along which an all-reduce goes, one after the other, instead of a communicator of all
+            ranks; empty where there is one.
         waited: Timer to which each wait adds its seconds; all groups of a rank share one.
     """
 
@@ -64,6 +72,7 @@ class Group:
     index: int
     timeout_s: float
     handle: GroupName | None
+    axes: tuple[Group, ...] = ()
     waited: WaitTimer = field(default_factory=WaitTimer, compare=False, repr=False)
 
     @property
@@ -157,7 +166,9 @@ def alone(rank: int) -> Group:
     return Group(name="alone", ranks=(rank,), index=0, timeout_s=0.0, handle=None)
 
 
-def groups_of_plan(plan: RunPlan, rank: int, *, timeout_s: float) -> Groups:
+def groups_of_plan(
+    plan: RunPlan, rank: int, *, timeout_s: float, most_in_world: int = MOST_IN_WORLD
+) -> Groups:
     """Build the groups of ``rank`` that the plan's job uses, see :func:`build_groups`."""
     parallel = plan.job.parallel
     return build_groups(
@@ -168,6 +179,7 @@ def groups_of_plan(plan: RunPlan, rank: int, *, timeout_s: float) -> Groups:
         is_nested=parallel.dynamic_cp,
         sharers=data_parallel_shard_size(parallel),
         unused=unused_groups(plan),
+        most_in_world=most_in_world,
     )
 
 
@@ -180,6 +192,7 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
     is_nested: bool = False,
     sharers: int = 0,
     unused: Collection[str] = (),
+    most_in_world: int = MOST_IN_WORLD,
 ) -> Groups:
     """Build the groups of ``rank``, after :func:`open_world` (a world of one needs none).
 
@@ -195,11 +208,13 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
         is_nested: Build the neighbourhoods of dynamic context parallelism; dp * cp is a power of two.
         sharers: Number of replicas that shard one copy of the state; a divisor of dp * cp, 0 is all.
         unused: Names of groups that get no communicator, see `raymega.plan.group_usage`.
+        most_in_world: Number of ranks up to which the world is a communicator.
 
     Raises:
         CommunicationError: A member did not arrive within ``timeout_s``.
     """
-    make = _GroupMaker(grid.world_size, rank, timeout_s, unused)
+    is_whole = grid.world_size <= most_in_world
+    make = _GroupMaker(grid.world_size, rank, timeout_s, unused if is_whole else {*unused, "world"})
     world = make("world", range(grid.world_size))
     # layers wait for these; the first whose ranks are all ranks takes the world's communicator
     tp, cp = (make(axis, grid.group(axis, rank), LAYERS) for axis in ("tp", "cp"))
@@ -236,10 +251,21 @@ def build_groups(  # noqa: PLR0913  # groups_of_plan is the one caller that give
         expert_copies=make("expert_copies", _copies(edp, sharers), SUMS),
         embedding=make("embedding", _embedding_ranks(grid, rank), SUMS),
     )
+    if not is_whole:
+        groups = replace(groups, world=replace(world, axes=_axes(groups)))
     if groups.world.size > 1:
-        _wait_for_all(rank, timeout_s)
+        _wait_for_all(groups.world, rank, timeout_s)
         finish_world()
     return groups
+
+
+def _axes(groups: Groups) -> tuple[Group, ...]:
+    """Return the groups of one rank whose product is the world."""
+    # hybrid sharding has no communicator of all replicas
+    is_hybrid = groups.replicas.handle == NO_HANDLE
+    replicas = (groups.sharers, groups.copies) if is_hybrid else (groups.replicas,)
+    axes = (groups.tp, *replicas, groups.pp_forward)
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 class _GroupMaker:
@@ -256,7 +282,7 @@ class _GroupMaker:
         self._waited = WaitTimer()
         self._everyone = tuple(range(world_size))
         self._made: dict[tuple[str, tuple[int, ...]], GroupName] = {}
-        self._is_world_taken = False
+        self._is_world_taken = "world" in unused
 
     def __call__(self, name: str, ranks: Iterable[int], purpose: str = "world") -> Group:
         members = tuple(sorted(ranks))
@@ -313,11 +339,12 @@ def _options(name: str, timeout: timedelta) -> object:
     return options
 
 
-def _wait_for_all(rank: int, timeout_s: float) -> None:
+def _wait_for_all(world: Group, rank: int, timeout_s: float) -> None:
     """All-reduce once over the world, so that no rank leaves while others still connect to it."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     try:
-        dist.all_reduce(torch.zeros(1, device=device))
+        for group in world.axes or (world,):
+            dist.all_reduce(torch.zeros(1, device=device), group=group.resolve())
     except RuntimeError as error:
         raise CommunicationError(meeting_fault("all groups", rank, timeout_s, error)) from error
 

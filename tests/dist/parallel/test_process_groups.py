@@ -17,7 +17,7 @@ from raymega.errors import CommunicationError, InternalError
 from raymega.orchestrate.workers.thread_status import thread_status_of
 from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import all_gather, all_reduce, irecv, is_communication_error
-from raymega.parallel.comm.process_groups import NO_HANDLE, build_groups
+from raymega.parallel.comm.process_groups import MOST_IN_WORLD, NO_HANDLE, build_groups
 from raymega.plan.grid import Grid
 from tests.support.ranks import ENDLESS_S, run_alone, run_grid, run_ranks
 
@@ -206,7 +206,8 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
         for name, wanted in _wanted(grid, rank).items():
             ranks, _, index = groups[name]
             assert ranks == wanted and ranks[index] == rank
-        assert groups["world"][0] == list(range(grid.world_size))
+        is_whole = grid.world_size <= MOST_IN_WORLD
+        assert groups["world"][0] == (list(range(grid.world_size)) if is_whole else [rank])
         for name, (ranks, torch_name, _) in groups.items():
             assert names.setdefault((name, tuple(ranks)), torch_name) == torch_name
     owners = {}
@@ -215,6 +216,7 @@ def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
         assert bool(torch_name) == (len(ranks) > 1)
     for rank, (asked, num_calls) in costs.items():
         assert all(rank in ranks for ranks in asked)
+        assert all(len(ranks) < grid.world_size for ranks in asked)
         assert len(asked) <= len(set(map(tuple, asked))) + MOST_TWINS
         assert num_calls <= CALLS_A_MEMBER * (sum(map(len, asked)) + MEMBERS_OF_NO_GROUP)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.checkpoint.format import manifest as manifests
 from raymega.checkpoint.format.keys import (
     COMMITTED,
     CheckpointId,
@@ -18,6 +19,7 @@ from raymega.checkpoint.format.keys import (
     manifest_key,
 )
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
+from raymega.checkpoint.tools import retention
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy, expired_keys, kept
 from raymega.errors import StorageError
 from raymega.storage.local import LocalStore
@@ -240,3 +242,56 @@ def test_of_a_kept_step_saved_twice_the_whole_one_stays():
     store.delete(next(iter(new.file_sizes())))
     Pruner(store, RetentionPolicy(last=1, every=100)).prune()
     assert old.key in list_manifests(store) and new.key not in list_manifests(store)
+
+
+@pytest.mark.parametrize("is_deleted_by_hand", [True, False])
+def test_step_saved_again_is_found_where_the_driver_ended_before_its_entry(
+    monkeypatch, is_deleted_by_hand
+):
+    store = MemoryStore()
+    for step in (10, 20):
+        save_checkpoint(store, MODEL, GRID, step=step, attempt=1)
+    if is_deleted_by_hand:
+        for key in list(store.list(folder_of(20))):
+            store.delete(key)
+
+    def end(_store, _at):
+        raise StorageError("the driver ends here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "enter", end)
+        with pytest.raises(StorageError):
+            save_checkpoint(store, MODEL, GRID, step=20, attempt=2)
+    assert find_restore(store).key == manifest_key(_at(2, 20))
+    # the next pruning enters what lacks an entry, and an older branch is no longer kept
+    Pruner(store, RetentionPolicy(last=1)).prune()
+    assert list_manifests(store) == [manifest_key(_at(2, 20))]
+    assert list(store.list(COMMITTED)) == [entry_key(_at(2, 20))]
+
+
+def test_both_checkpoints_of_a_step_that_was_saved_twice_have_entries():
+    store = MemoryStore()
+    for attempt in (1, 2):
+        save_checkpoint(store, MODEL, GRID, step=10, attempt=attempt)
+    assert list(store.list(COMMITTED)) == [entry_key(_at(1, 10)), entry_key(_at(2, 10))]
+    assert len(list_manifests(store)) == 2
+
+
+def test_pruner_that_is_told_of_each_save_deletes_what_a_look_at_all_would(monkeypatch):
+    """Also files of a save that failed, of which no catalogue tells."""
+    store = MemoryStore()
+    save_checkpoint(store, MODEL, GRID, step=10)
+    pruner = Pruner(store, RetentionPolicy(last=2, every=40))
+    pruner.prune()
+    for step in (20, 30, 40, 50, 60, 70):
+        pruner.note_save(step)
+        if step == 30:
+            save_shards(store, MODEL, GRID, step=step)
+            continue
+        save_checkpoint(store, MODEL, GRID, step=step)
+        wanted = Pruner(store, RetentionPolicy(last=2, every=40)).expired()
+        with monkeypatch.context() as patched:
+            patched.setattr(retention, "manifest_keys", None)  # no look at all
+            assert pruner.prune(_at(1, step)) == wanted
+    steps = {checkpoint_of(key).step for key in store.list("checkpoints/")}
+    assert steps == {40, 60, 70}

@@ -3,6 +3,7 @@ from threading import Event
 
 import pytest
 
+from raymega.checkpoint.format.keys import COMMITTED, ROOT
 from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
 from raymega.events import CheckpointCommitted, SaveFailed
@@ -121,6 +122,18 @@ def test_old_checkpoints_are_deleted_after_a_commit(store):
         "step-00000030",
         "step-00000020",
     ]
+
+
+def test_only_the_first_commit_of_an_attempt_lists_the_catalogue(store, monkeypatch):
+    asked, listing = [], store.list
+    monkeypatch.setattr(store, "list", lambda prefix: asked.append(prefix) or listing(prefix))
+    saves, found = make_saves(store, keep_last=2), []
+    for step in (10, 20, 30, 40):
+        asked.clear()
+        save(saves, store, step)
+        found.append({ROOT, COMMITTED} & {*asked})
+    assert found == [{ROOT, COMMITTED}, set(), set(), set()]
+    assert len(list_manifests(store)) == 2
 
 
 def test_commit_does_not_block_the_caller():

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.orchestrate.driver import scaling_policy
 from raymega.orchestrate.driver.scaling_policy import FIRST_CHANGE_S, ScalingPolicy, growth
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.planner.cost.peak_memory import memory_use
@@ -107,3 +108,17 @@ def test_shrink_passes_over_what_does_not_fit_into_the_devices_memory():
     gpus = [replace(location, accelerator="H100") for location in where]
     assert memory_of(grids.shrink(where)) > CATALOGUE["h100"].memory_bytes
     assert memory_of(grids.shrink(gpus)) <= CATALOGUE["h100"].memory_bytes
+
+
+@pytest.mark.parametrize("here", [(), (2, 1)], ids=["no-process", "some"])
+def test_shrink_searches_once_for_equal_processes(here, monkeypatch):
+    """A driver that waits for slots asks four times a second, for as long as it waits."""
+    num, search = [], scaling_policy.smaller_plan
+    monkeypatch.setattr(
+        scaling_policy, "smaller_plan", lambda *args, **more: num.append(1) or search(*args, **more)
+    )
+    policy = ScalingPolicy(make_test_plan(*FULL), num_before=2)
+    found = [policy.shrink(locations(*here)) for _ in range(3)]
+    assert len(num) == 1 and found[0] is found[2]
+    assert policy.shrink(locations(1)).grid.world_size == 1
+    assert len(num) == 2
