@@ -149,7 +149,15 @@ LAYOUTS: dict[str, Layout] = {
 WITHOUT_SAVE = frozenset({"offload optimizer"})
 """Layouts that are not saved: the whole state is on the host already, and 12 GiB of it would really be copied."""
 READS = frozenset(
-    {"one rank", "tp8 sp", "tp4 pp2 dp2 1f1b last stage", "dp64 hybrid", "cp4 ring", "ep4"}
+    {
+        "one rank",
+        "recompute full",
+        "tp8 sp",
+        "tp4 pp2 dp2 1f1b last stage",
+        "dp64 hybrid",
+        "cp4 ring",
+        "ep4",
+    }
 )
 """Layouts that also score requests and continue prompts."""
 OFF_PLAN: dict[str, frozenset[str]] = {

@@ -185,6 +185,12 @@ def _hold_the_model_in_an_autograd_hook() -> None:
     grad_buffer.GradBuffer.__init__ = holding  # type: ignore[method-assign]
 
 
+def _score_all_logits_at_once() -> None:
+    from raymega.parallel.tensor_parallel import token_scores
+
+    token_scores.MAX_PORTION = 2**40
+
+
 PLANTS = {
     "a wait for a collective is missing": Plant("tp8 sp", "races", _forget_every_fifth_wait),
     "a product does not wait for its block": Plant(
@@ -220,5 +226,8 @@ PLANTS = {
     ),
     "a receive is posted too early": Plant(
         "tp4 pp2 dp2 1f1b", "early_receives", _post_all_receives_at_once
+    ),
+    "all logits are scored at once": Plant(
+        "recompute full", "scores.peak_bytes", _score_all_logits_at_once
     ),
 }

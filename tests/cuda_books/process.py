@@ -12,7 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 600
+TIMEOUT_S = 3600
+"""Seconds after which a layout counts as hung: one takes seconds, and ten times as long beside others."""
 PRELOADED = "tests.cuda_books.rank"
 _SERVER = multiprocessing.get_context("forkserver")
 

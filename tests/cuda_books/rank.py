@@ -203,8 +203,18 @@ def _live(
     ledger.enter("evaluation", lambda: evaluate(rank.parts))
     for phase, read in (("scores", score_rows), ("generation", continue_prompts)):
         if is_read:
-            read(rank.parts)  # the first pass of these shapes takes memory that stays
+            # the first pass of these shapes takes memory that stays
+            ledger.figures[f"{phase}.peak_bytes"] = _peak_bytes(partial(read, rank.parts))
             ledger.enter(phase, partial(read, rank.parts))
+    if is_read:
+        ledger.figures["evaluation.peak_bytes"] = _peak_bytes(lambda: evaluate(rank.parts))
+
+
+def _peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most bytes that ``work``, without notes of its memory, has asked for at once."""
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 
 def start(plan: RunPlan, number: int, device: torch.device, ledger: Ledger | None = None) -> Rank:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 8
 """Rows that are scored, and prompts that are continued."""
-REQUEST_TOKENS, TARGETS = 1000, 10
+REQUEST_TOKENS, TARGETS = 1000, 999
 PROMPT_TOKENS = 16
 NEW_TOKENS = 2
 

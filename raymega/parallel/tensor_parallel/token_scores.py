@@ -14,6 +14,9 @@ from raymega.parallel.comm.collectives import all_gather, all_reduce
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.vocab_embedding import local_rows
 
+MAX_PORTION = 2**24
+"""Logits that are copied to float32 at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
@@ -37,19 +40,25 @@ def token_scores(logits: Tensor, labels: Tensor, tp: Group, *, num_rows: int) ->
         tp: Tensor-parallel ranks.
         num_rows: Columns of a rank with its padding, V/tp; this rank's tokens begin at its index times that.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    real = logits.to(wide)
+    wide, columns = torch.promote_types(logits.dtype, torch.float32), logits.shape[-1]
+    # in portions: whole copies in float32 would be more than a training step has
+    portions = logits.flatten(0, -2).split(max(1, MAX_PORTION // max(1, columns)))
     # first exchange: the largest logit of all ranks
-    own_peak, own_best = _peak(real)
+    found = zip(*(_peak(each.to(wide)) for each in portions), strict=True)
+    own_peak, own_best = (torch.cat(each).view_as(labels) for each in found)
     peak = all_reduce(own_peak.clone(), tp, op="max")
     # second exchange: sum of exponentials, and the label's logit, which one rank holds
     rows, is_elsewhere = local_rows(labels, num_rows, tp)
     aim = torch.zeros_like(peak)
-    if real.shape[-1]:
-        columns = rows.clamp(max=real.shape[-1] - 1).unsqueeze(-1)
-        aim = (real.gather(-1, columns).squeeze(-1) - peak).masked_fill_(is_elsewhere, 0.0)
-    sum_exp = (real - peak.unsqueeze(-1)).exp_().sum(-1)
-    sum_exp, aim = all_reduce(torch.stack((sum_exp, aim)), tp)
+    if columns:
+        at = rows.clamp(max=columns - 1).unsqueeze(-1)
+        aim = (logits.gather(-1, at).squeeze(-1).to(wide) - peak).masked_fill_(is_elsewhere, 0.0)
+    peaks = peak.flatten().split(len(portions[0]) or 1)
+    sums = [
+        (each.to(wide) - top.unsqueeze(-1)).exp_().sum(-1)
+        for each, top in zip(portions, peaks, strict=True)
+    ]
+    sum_exp, aim = all_reduce(torch.stack((torch.cat(sums).view_as(labels), aim)), tp)
     # third exchange: the first of the likeliest tokens; the largest negative number is the smallest id
     nowhere = torch.iinfo(torch.int64).min
     candidate = torch.where(own_peak == peak, -(own_best + num_rows * tp.index), nowhere)
@@ -93,4 +102,4 @@ def _peak(real: Tensor) -> tuple[Tensor, Tensor]:
             shape, dtype=torch.int64, device=real.device
         )
     peak = real.amax(-1)
-    return peak, (real == peak.unsqueeze(-1)).int().argmax(-1)
+    return peak, (real == peak.unsqueeze(-1)).view(torch.uint8).argmax(-1)

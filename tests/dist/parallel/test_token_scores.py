@@ -1,8 +1,11 @@
 """Scores of tokens from a cut and padded vocabulary equal torch's log-softmax over the whole one."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from raymega.parallel.tensor_parallel import token_scores as module
 from raymega.parallel.tensor_parallel.cross_entropy import num_real_columns
 from raymega.parallel.tensor_parallel.token_scores import token_scores, top_tokens
 from raymega.plan.grid import Grid
@@ -23,12 +26,13 @@ def _inputs(columns, dtype):
     return logits.to(dtype), labels
 
 
-def _run(env, columns, dtype):
+def _run(env, columns, dtype, portion=module.MAX_PORTION):
     tp = env.groups.tp
     logits, labels = _inputs(columns, dtype)
     num_rows = columns // tp.size
     mine = logits[..., tp.index * num_rows :][..., : num_real_columns(num_rows, tp, V)]
-    scores = token_scores(mine, labels, tp, num_rows=num_rows)
+    with patch.object(module, "MAX_PORTION", portion):
+        scores = token_scores(mine, labels, tp, num_rows=num_rows)
     return scores.log_probs, scores.is_greedy, *top_tokens(mine, K, tp, num_rows=num_rows)
 
 
@@ -51,3 +55,13 @@ def test_scores_are_those_of_the_whole_vocabulary(tp, columns):
 def test_narrow_logits_are_scored_in_float32():
     ((log_probs, *_),) = run_grid(_run, Grid(), 24, torch.bfloat16)
     assert log_probs.dtype == torch.float32
+
+
+def test_portions_of_the_logits_give_the_bits_of_all_at_once():
+    whole = run_grid(_run, Grid(tp=2), 24, torch.bfloat16)
+    # 15 tokens, 12 columns a rank at most: portions of 4 tokens and a rest, and of one token
+    for portion in (48, 1):
+        for rank, other in zip(
+            whole, run_grid(_run, Grid(tp=2), 24, torch.bfloat16, portion), strict=True
+        ):
+            assert all(map(torch.equal, rank, other))
