@@ -12,10 +12,10 @@ BUILT_IN_PARTS = (
     ("loss", "cross_entropy", "raymega.parallel.tensor_parallel.vocab_logits:{}", "", ""),
     ("activation", "silu gelu gelu_tanh relu2", "raymega.model.layers.mlp:ACTIVATIONS[{}]", "", ""),
     ("family", "gpt2 llama qwen2 qwen3 phi3 granite olmo2 olmo3 gpt_neox gemma2 gemma3 glm4_moe minimax_m2 "
-     "gpt_oss llama4 qwen3_next qwen3_5 bert megatron_bert roberta",
+     "gpt_oss llama4 qwen3_next qwen3_5 nemotron_h bert megatron_bert roberta",
      "raymega.plan.layers.family_parts:FAMILY_PARTS[{}]", "", ""),
     ("hf_family", "mistral olmo2 phi3 granite gpt_neox gemma2 gemma3_text olmo3 glm4_moe minimax_m2 gpt_oss llama4_text "
-     "qwen3_next qwen3_5_text qwen3_5_moe_text bert megatron-bert roberta",
+     "qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h bert megatron-bert roberta",
      "raymega.convert.huggingface.families.table:HF_FAMILIES[{}]", "", ""),
     ("data_source", "synthetic megatron", "raymega.data.open_split:open_{}", "", ""),
     ("store", "file s3", "raymega.storage.registry:BACKENDS[{}]", "", ""),

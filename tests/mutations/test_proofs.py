@@ -6,9 +6,10 @@ from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
 from tests.mutations.planted import WORDS_OF_DEATH, planted_text
 from tests.mutations.proofs import PROOFS as PLAIN_PROOFS
+from tests.mutations.states import STATES
 from tests.mutations.tree import Tree
 
-PROOFS = (*PLAIN_PROOFS, *FAMILIES, *ENCODER_PROOFS)
+PROOFS = (*PLAIN_PROOFS, *FAMILIES, *STATES, *ENCODER_PROOFS)
 TIMEOUT_S = 300.0
 
 

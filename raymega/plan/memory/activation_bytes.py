@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 
-from raymega.config.schema import ModelSection
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
-from raymega.plan.layers.layer_pattern import attention_layers, linear_share
+from raymega.plan.layers.layer_pattern import (
+    attention_layers,
+    copied_share,
+    mixer_share,
+    state_share,
+)
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
 from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
@@ -112,7 +116,11 @@ def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     shared = shape.stream_bytes if shape.family.is_parallel else 0
     rows = round(expert_rows(shape)) if has_experts else 0
     adapted = adapter_bytes(shape, has_experts=has_experts, num_expert_rows=rows)
-    return _norm_bytes(shape) + _attention_bytes(shape) + inner - shared + adapted
+    mixer = _norm_bytes(shape) + _attention_bytes(shape)
+    if shape.family.has_one_part:  # a mean over blocks
+        share = mixer_share(shape.model)
+        return round(share * mixer + (1 - share) * inner) + adapted
+    return mixer + inner - shared + adapted
 
 
 def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
@@ -209,7 +217,7 @@ def _attention_bytes(shape: ActivationShape) -> int:
     """Return the bytes that attention keeps, or a state in its place, as a mean over layers."""
     if shape.model.mla.kv_lora_rank:
         return _latent_attention_bytes(shape)
-    share = linear_share(shape.model)
+    share = state_share(shape.model)
     full = _full_attention_bytes(shape) if share < 1 else 0
     return round((1 - share) * full + share * linear_bytes(shape)) if share else full
 
@@ -253,7 +261,7 @@ def _head_norm_bytes(shape: ActivationShape, *, heads: int, kv_heads: int) -> in
     features, values = (heads + kv_heads) * width, kv_heads * width
     if kind == "none":
         return 0
-    is_alone, copied = shape.parallel.cp == 1, _copied_share(shape.model)
+    is_alone, copied = shape.parallel.cp == 1, copied_share(shape.model)
     # The norm views q and k in it: v is kept a second time where attention copies v.
     viewed = features + (copied * values if is_alone else 0.0)
     if kind == "l2":
@@ -290,15 +298,6 @@ def _tempered_bytes(shape: ActivationShape, heads: int) -> int:
     layers = attention_layers(model)
     share = sum(parts.attention == "no_positions" for parts in layers) / len(layers)
     return round(shape.tokens * share * heads * model.head_width * shape.element)
-
-
-def _copied_share(model: ModelSection) -> float:
-    """Return the share of layers whose attention copies k and v: those with windows, soft caps or sinks."""
-    attention = model.attention
-    if attention.softcap or attention.sinks:
-        return 1.0
-    layers = attention_layers(model)
-    return sum(parts.window + parts.chunk > 0 for parts in layers) / len(layers)
 
 
 def _latent_attention_bytes(shape: ActivationShape) -> int:

@@ -204,6 +204,14 @@ FAMILIES = {
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **SIZES, **WITHOUT_TOKENS, "head_dim": 12, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 5,
+            "n_groups": 4, "conv_kernel": 3, "chunk_size": 8, "time_step_min": 0.4,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        },
+    ),
 }  # fmt: skip
 """Small models by name: a family of convert/huggingface/families each, with all its parts in use."""
 HAVE_EXPERTS = ("glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5_moe")
@@ -211,7 +219,7 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
            "DeepseekV3": "deepseek_v3", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
            "Glm4Moe": "glm4_moe", "MiniMaxM2": "minimax_m2", "GptOss": "gpt_oss",
            "Llama4Text": "llama4", "Qwen3Next": "qwen3_next", "Qwen3_5Text": "qwen3_5",
-           "Qwen3_5MoeText": "qwen3_5_moe"}  # fmt: skip
+           "Qwen3_5MoeText": "qwen3_5_moe", "NemotronH": "nemotron_h"}  # fmt: skip
 
 
 def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):

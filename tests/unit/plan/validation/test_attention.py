@@ -4,6 +4,7 @@ import pytest
 
 from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
+from raymega.config.moe import MoeSection
 from raymega.plan.validation.attention import (
     head_width_faults,
     linear_faults,
@@ -91,6 +92,8 @@ def test_the_furthest_token_lies_in_the_row():
 
 
 DELTA = AttentionSection(layer_types=("gated_delta_net", "full"))
+BOTH = AttentionSection(layer_types=("gated_delta_net", "mamba2"))
+ONE_PART = AttentionSection(layer_types=("mamba2", "feed_forward"))
 STATES = LinearAttentionSection(
     num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5
 )
@@ -105,14 +108,28 @@ STATES = LinearAttentionSection(
         (DELTA, {"num_value_heads": 10}, {}, "num_key_heads=4 (remainder 2); use 8"),
         (DELTA, {}, {"family": "bert"}, "a state holds earlier tokens"),
         (DELTA, {}, {"fp8": "rowwise"}, "set precision.fp8=none"),
+        (DELTA, {"time_step_min": 0.1}, {}, "only mamba2 has time steps"),
+        (BOTH, {}, {}, "has gated_delta_net and mamba2"),
+        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer already"),
+        (
+            ONE_PART,
+            {},
+            {"family": "nemotron_h", "moe": MoeSection(num_experts=4)},
+            "moe.num_experts=4",
+        ),
     ],
 )
 def test_states_have_sizes_and_layers(attention, changes, others, told):
-    rest = {"num_layers": 4, "family": "qwen3_next", "fp8": "none"} | others
+    rest = {"num_layers": 4, "family": "qwen3_next", "moe": MoeSection(), "fp8": "none"} | others
     linear = STATES.model_copy(update=changes)
     assert told in _one(linear_faults(attention, linear, *rest.values()))
-    assert linear_faults(DELTA, STATES, 4, "qwen3_next", "none") == []
-    assert linear_faults(AttentionSection(), LinearAttentionSection(), 4, "llama", "none") == []
+    assert linear_faults(DELTA, STATES, 4, "qwen3_next", MoeSection(), "none") == []
+    assert (
+        linear_faults(
+            AttentionSection(), LinearAttentionSection(), 4, "llama", MoeSection(), "none"
+        )
+        == []
+    )
 
 
 def test_ranks_have_whole_key_heads():
@@ -120,7 +137,7 @@ def test_ranks_have_whole_key_heads():
     assert "(remainder 1); use one of 1, 2, 4" in _one(
         linear_head_faults(DELTA, STATES, 3, 1, 1, False)
     )
-    assert "parallel.cp=4 with gated_delta_net layers" in _one(
+    assert "parallel.cp=4 with model.linear_attention" in _one(
         linear_head_faults(DELTA, STATES, 2, 4, 1, False)
     )
     assert "parallel.dp * cp=4" in _one(linear_head_faults(DELTA, STATES, 2, 2, 2, True))
