@@ -123,6 +123,11 @@ def _keep_layers(draft: Draft, most: int) -> None:
     model = draft.job().model
     layers = min(model.num_layers, most - model.num_layers % 2)
     draft.set("model.num_layers", layers)
+    kinds = model.attention.layer_types
+    if len(kinds) > layers:  # the first ones, and one of each kind
+        others = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+        kept = (*kinds[: layers - len(others)], *others)
+        draft.set("model.attention.layer_types", kept, "one kind a layer at most")
     if draft.job().precision.fp8 != "none":
         end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
         draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")

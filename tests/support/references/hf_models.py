@@ -191,7 +191,7 @@ FAMILIES = {
         {
             **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "head_dim": 12, "linear_num_key_heads": 4,
             "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
-            "linear_conv_kernel_dim": 3,
+            "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
