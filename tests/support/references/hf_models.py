@@ -192,6 +192,8 @@ FAMILIES = {
             **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "head_dim": 12, "linear_num_key_heads": 4,
             "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
             "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
+            # with 1e-6 norms of what little a state holds at first multiply roundings
+            "rms_norm_eps": 1e-2,
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
@@ -200,7 +202,7 @@ FAMILIES = {
         {
             **SIZES, **WITHOUT_TOKENS, **ROUTED, "num_hidden_layers": 4, "head_dim": 12, "full_attention_interval": 2,
             "shared_expert_intermediate_size": 40, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-            "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+            "linear_key_head_dim": 6, "linear_value_head_dim": 5, "rms_norm_eps": 1e-2,
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
