@@ -98,10 +98,10 @@ class _Decays(NamedTuple):
     """Decays of a chunk's tokens, 0 across borders of documents; dims are B, h, r, chunk, token.
 
     Attributes:
-        between: From a token to each of the chunk, [..., CHUNK, CHUNK].
-        read: From the state before the chunk to a token, [..., CHUNK, 1].
-        kept: From a token to the state behind the chunk, [..., CHUNK, 1].
-        carried: From the state before the chunk to the one behind it, [..., 1, 1].
+        between: Decays from a token to each of the chunk, [..., CHUNK, CHUNK].
+        read: Decays from the state before the chunk to a token, [..., CHUNK, 1].
+        kept: Decays from a token to the state behind the chunk, [..., CHUNK, 1].
+        carried: Decays from the state before the chunk to the one behind it, [..., 1, 1].
     """
 
     between: Tensor

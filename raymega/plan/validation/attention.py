@@ -205,13 +205,12 @@ def weight_faults(
     )
 
 
-@reads("model.attention linear_attention num_layers family moe, precision.fp8")
+@reads("model.attention linear_attention num_layers family, precision.fp8")
 def linear_faults(
     attention: AttentionSection,
     linear: LinearAttentionSection,
     num_layers: int,
     family: str,
-    moe: MoeSection,
     fp8: str,
 ) -> Iterator[Fault]:
     """Check that states have sizes, that sizes have layers, and what layers of these kinds run with."""
@@ -257,6 +256,30 @@ def linear_faults(
                 f"leave {kind} out of model.attention.layer_types, or take another family",
             ),
             (
+                has_layers and fp8 != "none",
+                f"{asked} with precision.fp8={fp8}",
+                "their projections hold decays, which add up over a document, and are not run in 8 bits",
+                "set precision.fp8=none",
+            ),
+        )
+    )
+
+
+@reads("model.attention linear_attention num_layers family moe")
+def block_kind_faults(
+    attention: AttentionSection,
+    linear: LinearAttentionSection,
+    num_layers: int,
+    family: str,
+    moe: MoeSection,
+) -> Iterator[Fault]:
+    """Check that a model has one kind of states, and that families of one part a block alone have such blocks."""
+    own, parts = attention.layer_types[:num_layers], family_parts(family)
+    kinds = [kind for kind in STATES if kind in own]
+    kind, has_layers = (kinds or STATES)[0], bool(kinds)
+    yield from broken_rows(
+        (
+            (
                 len(kinds) > 1,
                 f"model.attention.layer_types has {' and '.join(kinds)}",
                 "model.linear_attention has the sizes of one of them",
@@ -279,12 +302,6 @@ def linear_faults(
                 f"model.moe.num_experts={moe.num_experts} with model.family={family}",
                 "blocks with experts are every n-th, and its feed-forward layers are where layer_types says",
                 "set model.moe.num_experts=0",
-            ),
-            (
-                has_layers and fp8 != "none",
-                f"{asked} with precision.fp8={fp8}",
-                "their projections hold decays, which add up over a document, and are not run in 8 bits",
-                "set precision.fp8=none",
             ),
         )
     )

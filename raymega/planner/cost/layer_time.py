@@ -171,10 +171,7 @@ def layer_time(
     has_states: bool = False,
     has_inner: bool = True,
 ) -> LayerTime:
-    """Return the seconds of one block as ``shape`` cuts it.
-
-    ``has_states`` says that it has states in place of attention, ``has_inner`` that it has a feed-forward layer.
-    """
+    """Return the seconds of one block: attention or states, and a feed-forward layer (inner) if it has one."""
     is_counted = counts_traffic(shape, device, software)
     if not (software.has_newest_attention or _has_whole_rows(shape, software)):
         device = device.with_older_attention()

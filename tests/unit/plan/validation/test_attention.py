@@ -6,6 +6,7 @@ from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.plan.validation.attention import (
+    block_kind_faults,
     head_width_faults,
     linear_faults,
     linear_head_faults,
@@ -108,28 +109,14 @@ STATES = LinearAttentionSection(
         (DELTA, {"num_value_heads": 10}, {}, "num_key_heads=4 (remainder 2); use 8"),
         (DELTA, {}, {"family": "bert"}, "a state holds earlier tokens"),
         (DELTA, {}, {"fp8": "rowwise"}, "set precision.fp8=none"),
-        (DELTA, {"time_step_min": 0.1}, {}, "only mamba2 has time steps"),
-        (BOTH, {}, {}, "has gated_delta_net and mamba2"),
-        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer already"),
-        (
-            ONE_PART,
-            {},
-            {"family": "nemotron_h", "moe": MoeSection(num_experts=4)},
-            "moe.num_experts=4",
-        ),
     ],
 )
 def test_states_have_sizes_and_layers(attention, changes, others, told):
-    rest = {"num_layers": 4, "family": "qwen3_next", "moe": MoeSection(), "fp8": "none"} | others
+    rest = {"num_layers": 4, "family": "qwen3_next", "fp8": "none"} | others
     linear = STATES.model_copy(update=changes)
     assert told in _one(linear_faults(attention, linear, *rest.values()))
-    assert linear_faults(DELTA, STATES, 4, "qwen3_next", MoeSection(), "none") == []
-    assert (
-        linear_faults(
-            AttentionSection(), LinearAttentionSection(), 4, "llama", MoeSection(), "none"
-        )
-        == []
-    )
+    assert linear_faults(DELTA, STATES, 4, "qwen3_next", "none") == []
+    assert linear_faults(AttentionSection(), LinearAttentionSection(), 4, "llama", "none") == []
 
 
 def test_ranks_have_whole_key_heads():
@@ -142,3 +129,25 @@ def test_ranks_have_whole_key_heads():
     )
     assert "parallel.dp * cp=4" in _one(linear_head_faults(DELTA, STATES, 2, 2, 2, True))
     assert linear_head_faults(AttentionSection(), STATES, 3, 1, 1, False) == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "others", "told"),
+    [
+        (DELTA, {"time_step_min": 0.1}, {}, "only mamba2 has time steps"),
+        (BOTH, {}, {}, "has gated_delta_net and mamba2"),
+        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer already"),
+        (
+            ONE_PART,
+            {},
+            {"family": "nemotron_h", "moe": MoeSection(num_experts=4)},
+            "moe.num_experts=4",
+        ),
+    ],
+)
+def test_a_model_has_one_kind_of_states_and_its_family_s_blocks(attention, changes, others, told):
+    rest = {"num_layers": 4, "family": "qwen3_next", "moe": MoeSection()} | others
+    linear = STATES.model_copy(update=changes)
+    assert told in _one(block_kind_faults(attention, linear, *rest.values()))
+    assert block_kind_faults(DELTA, STATES, 4, "qwen3_next", MoeSection(num_experts=4)) == []
+    assert block_kind_faults(ONE_PART, STATES, 4, "nemotron_h", MoeSection()) == []
