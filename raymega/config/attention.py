@@ -8,7 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
-LayerType = Literal["full", "sliding", "chunked", "no_positions", "gated_delta_net"]
+LayerType = Literal[
+    "full", "sliding", "chunked", "no_positions", "gated_delta_net", "mamba2", "feed_forward"
+]
 
 
 def _as_tuple(value: object) -> object:
@@ -26,8 +28,8 @@ class AttentionSection(Section):
     layer_types: LayerTypes = ("full",)
     """Kind of each layer's attention, repeated from layer 0 to the last. full: all earlier tokens of
     the document. sliding: the last sliding_window tokens. chunked: those of its own chunk of the
-    document. no_positions: full, without RoPE. gated_delta_net: a state of fixed size in place of
-    attention, with the sizes of model.linear_attention."""
+    document. no_positions: full, without RoPE. gated_delta_net, mamba2: a state of fixed size in place
+    of attention, with the sizes of model.linear_attention. feed_forward: a block of nemotron_h without attention."""
     sliding_window: NonNegative = 0
     """Number of tokens that a token of a sliding layer sees, itself included; 0 without such layers."""
     chunk_size: NonNegative = 0
@@ -56,18 +58,21 @@ class AttentionSection(Section):
 
 
 class LinearAttentionSection(Section):
-    """Gated delta net (Yang et al. 2024) of layers of that kind: heads, widths, convolution."""
+    """States of layers of kind gated_delta_net (Yang et al. 2024) or mamba2 (Dao and Gu 2024)."""
 
     num_key_heads: NonNegative = 0
-    """Query and key heads; parallel.tp and parallel.cp share them out. 0 without such layers."""
+    """Query and key heads; of mamba2 groups of heads that share B and C. parallel.tp and parallel.cp share them
+    out. 0 without such layers."""
     num_value_heads: NonNegative = 0
     """Value heads, a multiple of num_key_heads; each has a state of key_head_dim x value_head_dim."""
     key_head_dim: NonNegative = 0
-    """Features of a query or key head."""
+    """Features of a query or key head, of B and of C."""
     value_head_dim: NonNegative = 0
     """Features of a value head."""
     conv_kernel_dim: Positive = 4
     """Number of tokens that the convolution before the state sees, the token itself included."""
+    time_step_min: NonNegativeFloat = 0.0
+    """mamba2: least time step of a token, by which its value and the state's decay are multiplied."""
 
 
 class MultipliersSection(Section):

@@ -19,6 +19,7 @@ FunctionField = Literal[
     "attention.layer_types", "attention.sliding_window", "attention.score_scale", "attention.softcap",
     "attention.partial_rotary_factor", "attention.sliding_rope_theta", "multipliers.embedding",
     "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap",
+    "linear_attention.time_step_min",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""
 

@@ -26,7 +26,7 @@ from raymega.config.moe import MoeSection
 
 Family = Literal[
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
-    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5", "bert", "megatron_bert", "roberta",
+    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5", "nemotron_h", "bert", "megatron_bert", "roberta",
     "t5", "t5_v1_1",
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ class ModelSection(Section):
     attention: AttentionSection = AttentionSection()
     """Attention of each layer: windows, scores, rotated features."""
     linear_attention: LinearAttentionSection = LinearAttentionSection()
-    """Sizes of layers of kind gated_delta_net."""
+    """Sizes of layers of kind gated_delta_net or mamba2."""
     multipliers: MultipliersSection = MultipliersSection()
     """Constant factors of the model."""
     moe: MoeSection = MoeSection()

@@ -23,13 +23,14 @@ from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
 from raymega.model.layers.norms import Norm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.linear_attention.gated_delta_net import GatedDeltaNet
+from raymega.model.linear_attention.mamba2 import Mamba2
 from raymega.model.moe.layer import MoeLayer
 from raymega.model.stream_block import StreamBlock, StreamEmbedding
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.plan.layers.family_parts import parts_of
-from raymega.plan.layers.layer_pattern import layer_parts
+from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, layer_parts
 from raymega.plan.tensor_table import block_name
 
 TOKEN_TABLE = "embedding.tokens.weight"
@@ -118,14 +119,16 @@ def make_block(
             mlp=_make_mlp(factory, layer, model, experts),
             mlp_dropout=drop(f"{name}.mlp"),
         )
+    one_part = norm("norm")
+    has_mixer = parts.attention != FEED_FORWARD
     after = norm("attention_post_norm"), norm("mlp_post_norm")
     of_sums = norm("attention_sum_norm"), norm("mlp_sum_norm")
     return TransformerBlock(
-        attention_norm=norm("attention_norm"),
-        attention=_make_attention(factory, layer, model, positions),
+        attention_norm=one_part if has_mixer and one_part else norm("attention_norm"),
+        attention=_make_attention(factory, layer, model, positions) if has_mixer else None,
         attention_dropout=drop(f"{name}.attention"),
-        mlp_norm=norm("mlp_norm"),
-        mlp=_make_mlp(factory, layer, model, experts),
+        mlp_norm=norm("mlp_norm") if has_mixer else one_part,
+        mlp=_make_mlp(factory, layer, model, experts) if parts.has_feed_forward else None,
         mlp_dropout=drop(f"{name}.mlp"),
         post_norms=after,
         sum_norms=of_sums,
@@ -140,7 +143,8 @@ def _make_attention(
     """Return the block's attention, with the rotation that its layer has."""
     name, parts = f"{block_name(model, layer)}.attention", layer_parts(model, layer)
     if parts.is_linear:
-        return GatedDeltaNet(factory, f"{block_name(model, layer)}.linear_attention", model)
+        make = Mamba2 if parts.attention == MAMBA else GatedDeltaNet
+        return make(factory, f"{block_name(model, layer)}.linear_attention", model)
     if model.mla.kv_lora_rank:
         return LatentAttention(factory, name, model, positions)
     if parts.rope == "none":

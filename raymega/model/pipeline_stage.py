@@ -47,7 +47,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.fp8_layers import fp8_blocks
-from raymega.plan.layers.layer_pattern import LINEAR
+from raymega.plan.layers.layer_pattern import state_kind
 from raymega.plan.stages import Stage
 from raymega.plan.tensor_table import stage_tensors
 
@@ -115,7 +115,7 @@ class StageModule(nn.Module):
         self.seed, self.tp_stream = seed, sp
         self.has_random, self.has_experts = model.has_random, model.moe.num_experts > 0
         self.drops_weights = model.attention_dropout > 0
-        self.has_states = LINEAR in model.attention.layer_types
+        self.has_states = bool(state_kind(model))
         # embedding, blocks, head
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         precision = precision or PrecisionSection()

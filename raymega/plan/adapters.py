@@ -19,7 +19,10 @@ NO_LINEARS = (".router.weight", ".shared_gate.weight")
 """Ends of the names of matrices that no linear layer of a block multiplies."""
 FUSED = (
     ("attention.q", "attention.k", "attention.v", "attention.gate"),
-    tuple(f"linear_attention.{name}" for name in ("q", "k", "v", "z", "b", "a")),
+    *(
+        tuple(f"linear_attention.{name}" for name in names.split())
+        for names in ("q k v z b a", "z x B C dt", "q_conv k_conv v_conv", "x_conv B_conv C_conv")
+    ),
     ("mlp.gate", "mlp.up"),
     ("moe.shared.gate", "moe.shared.up"),
     ("moe.experts.gate", "moe.experts.up"),

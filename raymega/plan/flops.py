@@ -12,7 +12,13 @@ from raymega.config.schema import ModelSection
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
-from raymega.plan.layers.layer_pattern import linear_share, mean_keys
+from raymega.plan.layers.layer_pattern import (
+    DELTA_NET,
+    mean_keys,
+    mixer_share,
+    state_kind,
+    state_share,
+)
 from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
@@ -27,7 +33,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not. Looking
     up an embedding costs nothing; norms and biases are not counted. Attention's two products cost 2
     * (S / 2) * H * (K + the width of a value head) a token and layer. A causal token sees half of
-    the sequence on average. A gated delta net's states cost 6 K V a value head. Each depth of multi-token prediction costs a block, the matrix before
+    the sequence on average. States cost 6 K V a value head in a gated delta net, 4 K V in Mamba-2. Each depth of multi-token prediction costs a block, the matrix before
     it and the head once more.
 
     Counting the whole [S, S] square, as Narayanan et al. 2021 and PaLM do, doubles attention's
@@ -135,16 +141,16 @@ def _transform_weights(model: ModelSection) -> int:
 
 def _attention_flops(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of attention's two products, or of states, in a forward: one token, a mean layer."""
-    keys, share = mean_keys(model, seq_len=seq_len), linear_share(model)
+    keys, share = mean_keys(model, seq_len=seq_len), state_share(model)
     products = keys * model.num_heads * (model.head_width + model.value_width)
-    return (1 - share) * products + share * state_flops(model)
+    return mixer_share(model) * ((1 - share) * products + share * state_flops(model))
 
 
 def state_flops(model: ModelSection) -> float:
-    """Return the FLOPs of a gated delta net's states in a forward, for one token and layer.
+    """Return the FLOPs of a layer's states in a forward, for one token.
 
-    A value head multiplies its state of K V numbers by a key, adds a key times an update, and multiplies
-    it by a query. Chunked forms need more.
+    Each value head's state of K V numbers is added a key times a value, and multiplied by a query; in a
+    gated delta net also by a key. Chunked forms need more.
     """
-    sizes = model.linear_attention
-    return 3 * 2 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+    sizes, products = model.linear_attention, 3 if state_kind(model) == DELTA_NET else 2
+    return products * 2 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim

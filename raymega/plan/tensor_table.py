@@ -13,7 +13,8 @@ from raymega.plan.adapters import with_tuning
 from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
-from raymega.plan.layers.layer_pattern import tensor_kind
+from raymega.plan.layers.layer_pattern import FEED_FORWARD, STATES, tensor_kind
+from raymega.plan.layers.state_tensors import state_tensors
 from raymega.plan.stages import Stage
 
 
@@ -112,39 +113,6 @@ def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
         if f"attention.{name}" in family.biased:
             table.append(_bias(f"{at}.{name}", out, tp_dim=0, kv_heads=kv_heads))
     return table + _row_linear(f"{at}.out", q_width, model, "attention.out")
-
-
-def _linear_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
-    """Return the tensors of a gated delta net: projections, convolutions by channel, decays, norm, output."""
-    sizes, std = model.linear_attention, model.initializer_range
-    key_width = sizes.num_key_heads * sizes.key_head_dim
-    value_width = sizes.num_value_heads * sizes.value_head_dim
-    widths = {
-        "q": key_width, "k": key_width, "v": value_width, "z": value_width,
-        "b": sizes.num_value_heads, "a": sizes.num_value_heads,
-    }  # fmt: skip
-    table = [
-        _weight(f"{at}.{name}", (width, model.hidden_size), tp_dim=0, std=std)
-        for name, width in widths.items()
-    ]
-    # variance of torch's own initial values of a convolution: 1 / (3 taps)
-    taps = sizes.conv_kernel_dim
-    table += [
-        GlobalTensor(
-            name=f"{at}.{name}_conv.weight", shape=(widths[name], 1, taps), tp_dim=0, init="normal",
-            initializer_range=1 / sqrt(3 * taps), role="filter",
-        )
-        for name in ("q", "k", "v")
-    ]  # fmt: skip
-    for name, init in {"A_log": "log_uniform", "dt_bias": "ones"}.items():
-        table.append(
-            GlobalTensor(
-                name=f"{at}.{name}", shape=(sizes.num_value_heads,), tp_dim=0, init=init, initializer_range=0.0,
-                role="bias", is_wide=True,
-            )
-        )  # fmt: skip
-    table.append(_scale(f"{at}.norm", sizes.value_head_dim, serves_heads=True))
-    return table + _row_linear(f"{at}.out", value_width, model, "linear_attention.out")
 
 
 def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
@@ -273,14 +241,15 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     places = parts_of(model).norm_places
     norms = [tensor for place in places for tensor in _norm(f"{at}.{place}", model)]
-    is_linear = tensor_kind(model, layer)[0]
-    attention = (
-        _linear_attention_tensors(f"{at}.linear_attention", model)
-        if is_linear
-        else make_attention(f"{at}.attention", model)
-    )
+    kind, has_one = tensor_kind(model, layer)[0], parts_of(model).has_one_part
+    attention = []
+    if kind in STATES:
+        attention = state_tensors(f"{at}.linear_attention", model, kind)
+    elif kind != FEED_FORWARD:
+        attention = make_attention(f"{at}.attention", model)
     is_moe = model.moe.holds_experts(layer)
     inner = _moe_tensors(f"{at}.moe", model) if is_moe else _mlp_tensors(f"{at}.mlp", model)
+    inner = [] if has_one and kind != FEED_FORWARD else inner
     table = (replace(_scaled(each, model), layer=layer) for each in norms + attention + inner)
     return with_tuning(table, model)
 

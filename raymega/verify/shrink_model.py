@@ -144,6 +144,11 @@ def _keep_layers(draft: Draft, most: int) -> None:
     if own and layers < model.num_layers:
         kept = max(1, min(layers - 1, own * layers // model.num_layers))
         draft.set("model.encoder_decoder.num_encoder_layers", kept)
+    kinds = model.attention.layer_types
+    if len(kinds) > layers:  # the first ones, and one of each kind
+        others = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+        left = (*kinds[: layers - len(others)], *others)
+        draft.set("model.attention.layer_types", left, "one kind a layer at most")
     if draft.job().precision.fp8 != "none":
         end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
         draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")

@@ -156,6 +156,7 @@ OWN_TYPES = {
         "minimax_m2",
         "gpt_oss",
         "qwen3_next",
+        "nemotron_h",
         "bert",
         "roberta",
         "t5",

@@ -46,7 +46,7 @@ SAVED = "saved"
 DTYPES = (SAVED, "float64", "float32", "bfloat16")
 FIRST_PREFIX = {
     "gpt2": "transformer.", "gpt_neox": "gpt_neox.", "bert": "bert.", "megatron_bert": "bert.",
-    "roberta": "roberta.", "t5": "", "t5_v1_1": "",
+    "roberta": "roberta.", "t5": "", "t5_v1_1": "", "nemotron_h": "backbone.",
 }  # fmt: skip
 """Outermost prefix of names by family, where it is not Llama's."""
 

@@ -120,7 +120,6 @@ class HfTensor:
             that follow one another.
         is_of_all_experts: Whether theirs holds all experts, [E, in, out], with the parts side by side
             along out; biases are [E, out].
-        is_out_first: Whether such a tensor is [E, out, in].
         is_interleaved: Whether the outputs of its parts alternate one by one.
         divisor: Divisor of our values; the last norm includes muP's factor of the logits, which their
             models cannot express.
@@ -133,7 +132,6 @@ class HfTensor:
     expert: int = -1
     num_heads: int = 0
     is_of_all_experts: bool = False
-    is_out_first: bool = False
     is_interleaved: bool = False
     divisor: float = 1.0
 
@@ -144,8 +142,7 @@ class HfTensor:
             return self.parts[0].shape[1:]
         if self.is_of_all_experts:
             experts, _, *inner = self.parts[0].shape
-            out = sum(part.shape[1] for part in self.parts)
-            return (experts, out, *inner) if self.is_out_first else (experts, *inner, out)
+            return (experts, *inner, sum(part.shape[1] for part in self.parts))
         stacked = (self.num_rows, *self.parts[0].shape[1:])
         return stacked[::-1] if self.is_transposed else stacked
 
@@ -154,13 +151,12 @@ class HfTensor:
         joined = np.concatenate(parts, 1)
         if self.is_interleaved:
             joined = np.stack(parts, 2).reshape(joined.shape)
-        return joined if self.is_out_first else joined.swapaxes(1, -1)
+        return joined.swapaxes(1, -1)
 
     def part_of_experts(self, values: Array, name: str) -> Array:
         """Return the values of our tensor ``name`` of all experts, of those of theirs."""
         number = [part.name for part in self.parts].index(name)
-        rows = values if self.is_out_first else values.swapaxes(1, -1)
-        count = len(self.parts)
+        rows, count = values.swapaxes(1, -1), len(self.parts)
         return rows[:, number::count] if self.is_interleaved else np.split(rows, count, 1)[number]
 
     def by_head(self, stack: Array) -> Array:
@@ -277,7 +273,6 @@ def _stacked_experts(
             num_rows=ours[f"{at}.moe.experts.{parts[0]}.{kind}"].shape[0],
             is_of_all_experts=True,
             is_interleaved=layout.is_interleaved,
-            is_out_first=layout.is_out_first,
         )
         for name, parts in groups.items()
         for kind, end in (("weight", ""), ("bias", "_bias"))

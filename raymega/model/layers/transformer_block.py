@@ -61,10 +61,10 @@ class TransformerBlock(nn.Module):
         self,
         *,
         attention_norm: nn.Module | None,
-        attention: BlockPart,
+        attention: BlockPart | None,
         attention_dropout: ResidualDropout,
         mlp_norm: nn.Module | None,
-        mlp: BlockPart,
+        mlp: BlockPart | None,
         mlp_dropout: ResidualDropout,
         post_norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
         sum_norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
@@ -85,15 +85,21 @@ class TransformerBlock(nn.Module):
     def remake(self, parts: Collection[str]) -> None:
         """Choose what backward recomputes, by the job's memory.recompute_parts."""
         self.is_norm_remade = "norm" in parts
-        self.attention.is_remade = "attention" in parts
-        self.mlp.is_remade = "activation" in parts
+        if self.attention is not None:
+            self.attention.is_remade = "attention" in parts
+        if self.mlp is not None:
+            self.mlp.is_remade = "activation" in parts
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:
         """Map x [S/sp, B, D] to the same shape; without a layout there is no dropout and no cp."""
         keys = None if token_layout is None else token_layout.keys
-        y = self.attention(self._normal(self.attention_norm, x), token_layout)
-        y = self._scaled(self._normal(self.attention_post_norm, y))
-        after = self._normal(self.attention_sum_norm, x + self.attention_dropout(y, keys))
+        after = x
+        if self.attention is not None:
+            y = self.attention(self._normal(self.attention_norm, x), token_layout)
+            y = self._scaled(self._normal(self.attention_post_norm, y))
+            after = self._normal(self.attention_sum_norm, x + self.attention_dropout(y, keys))
+        if self.mlp is None:
+            return after
         y = self.mlp(self._normal(self.mlp_norm, x if self.is_parallel else after), token_layout)
         y = self._scaled(self._normal(self.mlp_post_norm, y))
         return self._normal(self.mlp_sum_norm, after + self.mlp_dropout(y, keys))

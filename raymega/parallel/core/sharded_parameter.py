@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import prod
+from math import log, prod
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ DRAWN_AT_ONCE = 2**20
 """Initial values that exist in float64 at a time, unless one row or one expert has more."""
 LEAST_DECAY, MOST_DECAY = 0.01, 16.0
 """Bounds of the numbers whose logarithms ``log_uniform`` draws; 0 would have none."""
+LEAST_STEP, MOST_STEP = 1e-3, 0.1
+"""Bounds of the time steps that ``step`` draws."""
 
 
 class GradientIntake(Protocol):
@@ -80,12 +82,15 @@ def initial_values(
         # padding rows of the vocabulary start at zero and stay there
         values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
         return values.mul_(tensor.initializer_range)
-    if (
-        tensor.init == "log_uniform"
-    ):  # decays of a state, as in Mamba-2: by the normal distribution's share
+    if tensor.init in ("log_uniform", "step"):  # uniform by the normal distribution's share
         stream = rng.key(seed, "init", tensor.name)
         values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
-        return torch.special.ndtr(values).mul_(MOST_DECAY - LEAST_DECAY).add_(LEAST_DECAY).log_()
+        share = torch.special.ndtr(values)
+        if tensor.init == "log_uniform":
+            return share.mul_(MOST_DECAY - LEAST_DECAY).add_(LEAST_DECAY).log_()
+        # time steps, uniform in their logarithm, before softplus (Mamba)
+        steps = share.mul_(log(MOST_STEP / LEAST_STEP)).add_(log(LEAST_STEP)).exp_()
+        return steps + (-torch.expm1(-steps)).log_()
     constants = {"zeros": 0.0, "ones": 1.0}
     return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
 

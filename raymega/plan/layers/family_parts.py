@@ -35,6 +35,7 @@ class FamilyParts:
         has_output_gate: Whether attention's output is multiplied by the sigmoid of a further projection.
         has_neighbour_rope: Whether RoPE pairs features 2i and 2i + 1, instead of i and i + K/2.
         is_parallel: Whether attention and feed-forward layer read the same residual stream.
+        has_one_part: Whether a block is attention, or a state, or a feed-forward layer alone.
         scales_embedding: Whether embedded tokens are multiplied by sqrt(D).
         is_causal: Whether a token sees no later ones; without it the model is an encoder, which predicts
             masked tokens and has a head with a transform and a bias.
@@ -54,6 +55,7 @@ class FamilyParts:
     has_output_gate: bool = False
     has_neighbour_rope: bool = False
     is_parallel: bool = False
+    has_one_part: bool = False
     scales_embedding: bool = False
     is_causal: bool = True
     has_embedding_norm: bool = False
@@ -85,6 +87,8 @@ class FamilyParts:
     @property
     def norm_places(self) -> tuple[str, ...]:
         """Return the names of a layer's norms."""
+        if self.has_one_part:
+            return ("norm",)
         kinds = {"before": ["norm"], "after": ["post_norm"], "sum": ["sum_norm"]}
         kinds["both"] = kinds["before"] + kinds["after"]
         return tuple(
@@ -133,6 +137,7 @@ FAMILY_PARTS: Mapping[str, FamilyParts] = {
     "llama4": FamilyParts(qk_norm="l2", has_neighbour_rope=True),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _QWEN3_NEXT,
+    "nemotron_h": FamilyParts(has_gate=False, activation="relu2", has_one_part=True),
     "gpt_oss": FamilyParts(biased=_EVERY_BIAS | _BIASED_EXPERTS, activation=CLAMPED),
     "bert": _BERT,
     "megatron_bert": replace(_BERT, norms="before", has_embedding_norm=False),

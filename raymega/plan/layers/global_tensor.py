@@ -28,8 +28,8 @@ class GlobalTensor:
         name: Name of the tensor, such as ``layers.3.attention.q.weight``.
         shape: Global shape; a linear weight is [out, in].
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
-        init: Kind of initial values: ``normal``, ``zeros``, ``ones``, or ``log_uniform``, the logarithm of
-            numbers between 0.01 and 16.
+        init: Kind of initial values: ``normal``, ``zeros``, ``ones``, ``log_uniform``, the logarithm of
+            numbers between 0.01 and 16, or ``step``, whose softplus is between 0.001 and 0.1.
         initializer_range: Standard deviation when ``init`` is ``normal``.
         role: Role for the optimizer; ``matrix`` is every weight inside a block, ``embedding`` a
             table, a tied head's included; ``filter`` is a convolution's, of which each channel is apart;

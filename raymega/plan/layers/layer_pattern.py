@@ -13,7 +13,11 @@ from raymega.config.attention import LayerType
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.family_parts import FamilyParts, parts_of
 
-LINEAR: LayerType = "gated_delta_net"
+DELTA_NET: LayerType = "gated_delta_net"
+MAMBA: LayerType = "mamba2"
+STATES = (DELTA_NET, MAMBA)
+"""Kinds of layers with a state of fixed size in place of attention."""
+FEED_FORWARD: LayerType = "feed_forward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +43,12 @@ class LayerParts:
     @property
     def is_linear(self) -> bool:
         """Return whether a state of fixed size takes the place of attention."""
-        return self.attention == LINEAR
+        return self.attention in STATES
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Return whether the block has a feed-forward layer or experts."""
+        return not self.family.has_one_part or self.attention == FEED_FORWARD
 
 
 def layer_parts(model: ModelSection, layer: int) -> LayerParts:
@@ -47,7 +56,7 @@ def layer_parts(model: ModelSection, layer: int) -> LayerParts:
     attention, family = model.attention, parts_of(model)
     kind = attention.layer_types[layer % len(attention.layer_types)]
     rope: Literal["none", "global", "local"] = "global"
-    if not family.has_rope or kind in ("no_positions", LINEAR):
+    if not family.has_rope or kind in ("no_positions", FEED_FORWARD, *STATES):
         rope = "none"
     elif kind == "sliding" and attention.sliding_rope_theta:
         rope = "local"
@@ -66,21 +75,47 @@ def layer_pattern(model: ModelSection) -> list[LayerParts]:
     return [layer_parts(model, layer) for layer in range(model.num_layers)]
 
 
-def tensor_kind(model: ModelSection, layer: int) -> tuple[bool, bool]:
-    """Return what of a layer's number decides its tensors: a state in place of attention, and experts."""
+def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool]:
+    """Return what of a layer's number decides its tensors: attention, kind of state or none, and experts."""
     kinds = model.attention.layer_types
-    return kinds[layer % len(kinds)] == LINEAR, model.moe.holds_experts(layer)
+    kind = kinds[layer % len(kinds)]
+    is_apart = kind in (FEED_FORWARD, *STATES)
+    return kind if is_apart else "attention", model.moe.holds_experts(layer)
 
 
-def linear_share(model: ModelSection) -> float:
-    """Return the share of layers with a state in place of attention."""
-    layers = range(model.num_layers)
-    return sum(tensor_kind(model, layer)[0] for layer in layers) / model.num_layers
+def kinds_of_layers(model: ModelSection) -> list[str]:
+    """Return for each layer ``attention``, its kind of state, or ``feed_forward``."""
+    return [tensor_kind(model, layer)[0] for layer in range(model.num_layers)]
+
+
+def state_kind(model: ModelSection) -> str:
+    """Return the kind of the model's layers with states; empty without such layers."""
+    return next((kind for kind in STATES if kind in model.attention.layer_types), "")
+
+
+def mixer_share(model: ModelSection) -> float:
+    """Return the share of blocks with attention or a state."""
+    return 1 - kinds_of_layers(model).count(FEED_FORWARD) / model.num_layers
+
+
+def state_share(model: ModelSection) -> float:
+    """Return the share of blocks with states among those with attention or a state."""
+    kinds = [kind for kind in kinds_of_layers(model) if kind != FEED_FORWARD]
+    return sum(kind in STATES for kind in kinds) / max(1, len(kinds))
 
 
 def attention_layers(model: ModelSection) -> list[LayerParts]:
     """Return the parts of the blocks with attention, in order."""
-    return [parts for parts in layer_pattern(model) if not parts.is_linear]
+    kinds = zip(layer_pattern(model), kinds_of_layers(model), strict=True)
+    return [parts for parts, kind in kinds if kind == "attention"]
+
+
+def copied_share(model: ModelSection) -> float:
+    """Return the share of layers whose attention copies k and v: those with windows, soft caps or sinks."""
+    if model.attention.softcap or model.attention.sinks:
+        return 1.0
+    layers = attention_layers(model)
+    return sum(parts.window + parts.chunk > 0 for parts in layers) / len(layers)
 
 
 def mean_keys(model: ModelSection, *, seq_len: float) -> float:

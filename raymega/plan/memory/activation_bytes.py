@@ -16,7 +16,7 @@ from math import ceil
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
-from raymega.plan.layers.layer_pattern import linear_share
+from raymega.plan.layers.layer_pattern import mixer_share, state_share
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
 from raymega.plan.memory.head_norm_bytes import head_norm_bytes, tempered_bytes
@@ -117,7 +117,11 @@ def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     shared = shape.stream_bytes if shape.family.is_parallel else 0
     rows = round(expert_rows(shape)) if has_experts else 0
     adapted = adapter_bytes(shape, has_experts=has_experts, num_expert_rows=rows)
-    return _norm_bytes(shape) + _attention_bytes(shape) + inner - shared + adapted
+    mixer = _norm_bytes(shape) + _attention_bytes(shape)
+    if shape.family.has_one_part:  # a mean over blocks
+        share = mixer_share(shape.model)
+        return round(share * mixer + (1 - share) * inner) + adapted
+    return mixer + inner - shared + adapted
 
 
 def feed_forward_bytes(shape: ActivationShape, *, has_experts: bool) -> int:
@@ -272,7 +276,7 @@ def _attention_bytes(shape: ActivationShape) -> int:
     """Return the bytes that attention keeps, or a state in its place, as a mean over layers."""
     if shape.model.mla.kv_lora_rank:
         return _latent_attention_bytes(shape)
-    share = linear_share(shape.model)
+    share = state_share(shape.model)
     full = _full_attention_bytes(shape) if share < 1 else 0
     return round((1 - share) * full + share * linear_bytes(shape)) if share else full
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from raymega.config.schema import ModelSection
-from raymega.plan.layers.layer_pattern import attention_layers
+from raymega.plan.layers.layer_pattern import attention_layers, copied_share
 from raymega.plan.memory.activation_shape import ActivationShape
 
 
@@ -19,7 +18,7 @@ def head_norm_bytes(shape: ActivationShape, *, heads: int, kv_heads: int) -> int
     features, values = (heads + kv_heads) * width, kv_heads * width
     if kind == "none":
         return 0
-    is_alone, copied = shape.parallel.cp == 1, _copied_share(shape.model)
+    is_alone, copied = shape.parallel.cp == 1, copied_share(shape.model)
     # The norm views q and k in it: v is kept a second time where attention copies v.
     viewed = features + (copied * values if is_alone else 0.0)
     if kind == "l2":
@@ -56,12 +55,3 @@ def tempered_bytes(shape: ActivationShape, heads: int) -> int:
     layers = attention_layers(model)
     share = sum(parts.attention == "no_positions" for parts in layers) / len(layers)
     return round(shape.tokens * share * heads * model.head_width * shape.element)
-
-
-def _copied_share(model: ModelSection) -> float:
-    """Return the share of layers whose attention copies k and v: those with windows, soft caps or sinks."""
-    attention = model.attention
-    if attention.softcap or attention.sinks:
-        return 1.0
-    layers = attention_layers(model)
-    return sum(parts.window + parts.chunk > 0 for parts in layers) / len(layers)

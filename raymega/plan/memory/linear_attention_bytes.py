@@ -6,6 +6,7 @@ Backward recomputes their states, norms and gates, so that little is kept
 
 from __future__ import annotations
 
+from raymega.plan.layers.layer_pattern import DELTA_NET, state_kind
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 
 CHUNK = 64
@@ -13,10 +14,12 @@ CHUNK = 64
 
 
 def projected_features(shape: ActivationShape) -> int:
-    """Return the features of a rank's projections: queries, keys, values, gates, and two numbers a value head."""
+    """Return the features of a rank's projections: queries, keys, values, gates, and numbers of a value head."""
     sizes = shape.model.linear_attention
+    numbers = 2 if state_kind(shape.model) == DELTA_NET else 1
     keys = 2 * sizes.num_key_heads * sizes.key_head_dim
-    return (keys + 2 * sizes.num_value_heads * (sizes.value_head_dim + 1)) // shape.parallel.tp
+    values = sizes.num_value_heads * (2 * sizes.value_head_dim + numbers)
+    return (keys + values) // shape.parallel.tp
 
 
 def value_features(shape: ActivationShape) -> int:
@@ -26,7 +29,7 @@ def value_features(shape: ActivationShape) -> int:
 
 
 def linear_bytes(shape: ActivationShape) -> int:
-    """Return the bytes that a gated delta net keeps: its projections, and what is read of its states."""
+    """Return the bytes that a layer with states keeps: its projections, and what is read of its states."""
     features = projected_features(shape)
     if not shape.remakes("attention"):
         features += value_features(shape)
@@ -38,6 +41,7 @@ def linear_working_bytes(shape: ActivationShape) -> int:
 
     All is in float32 or better, as counted by autograd's hooks. Of a value head these are, a token: its row of
     the chunk's matrices, keys and values of several kinds, the chunks' states, and the convolution's terms.
+    Mamba-2 holds less, as it solves no system.
     """
     sizes = shape.model.linear_attention
     heads = sizes.num_value_heads // shape.parallel.tp

@@ -7,9 +7,10 @@ from math import isqrt
 
 from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
+from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
-from raymega.plan.layers.layer_pattern import LINEAR
+from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, STATES
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.validation.rule import broken_rows, divisors, reads
 
@@ -213,12 +214,17 @@ def linear_faults(
     family: str,
     fp8: str,
 ) -> Iterator[Fault]:
-    """Check that gated delta nets have sizes, that sizes have layers, and what such layers run with."""
-    has_layers, plain = LINEAR in attention.layer_types[:num_layers], LinearAttentionSection()
-    sizes = {name: size for name, size in linear if name != "conv_kernel_dim"}
+    """Check that states have sizes, that sizes have layers, and what layers of these kinds run with."""
+    own = attention.layer_types[:num_layers]
+    kinds = [kind for kind in STATES if kind in own]
+    kind, plain = (kinds or STATES)[0], LinearAttentionSection()
+    has_layers, parts = bool(kinds), family_parts(family)
+    sizes = {
+        name: size for name, size in linear if name not in ("conv_kernel_dim", "time_step_min")
+    }
     missing = [name for name, size in sizes.items() if not size]
     changed = [name for name, size in linear if size != getattr(plain, name)]
-    asked = f"model.attention.layer_types has {LINEAR}"
+    asked = f"model.attention.layer_types has {kind}"
     yield from broken_rows(
         (
             (
@@ -233,9 +239,9 @@ def linear_faults(
                 f"model.linear_attention.{changed[0]}={getattr(linear, changed[0])}"
                 if changed
                 else "",
-                f"model.attention.layer_types has no {LINEAR} among the model's "
+                f"model.attention.layer_types has no {' or '.join(STATES)} among the model's "
                 f"num_layers={num_layers}, so it has no effect",
-                f"set model.attention.layer_types to [{LINEAR}, full], or leave the section out",
+                f"set model.attention.layer_types to [{kind}, full], or leave the section out",
             ),
             (
                 not missing and linear.num_value_heads % max(1, linear.num_key_heads) > 0,
@@ -245,16 +251,58 @@ def linear_faults(
                 f"use {max(1, linear.num_value_heads // max(1, linear.num_key_heads)) * linear.num_key_heads}",
             ),
             (
-                has_layers and not family_parts(family).is_causal,
+                has_layers and not parts.is_causal,
                 f"{asked} with model.family={family}",
                 "a state holds earlier tokens, and an encoder sees later ones too",
-                f"leave {LINEAR} out of model.attention.layer_types, or take another family",
+                f"leave {kind} out of model.attention.layer_types, or take another family",
             ),
             (
                 has_layers and fp8 != "none",
                 f"{asked} with precision.fp8={fp8}",
-                "its projections hold decays, which add up over a document, and are not run in 8 bits",
+                "their projections hold decays, which add up over a document, and are not run in 8 bits",
                 "set precision.fp8=none",
+            ),
+        )
+    )
+
+
+@reads("model.attention linear_attention num_layers family moe")
+def block_kind_faults(
+    attention: AttentionSection,
+    linear: LinearAttentionSection,
+    num_layers: int,
+    family: str,
+    moe: MoeSection,
+) -> Iterator[Fault]:
+    """Check that a model has one kind of states, and that families of one part a block alone have such blocks."""
+    own, parts = attention.layer_types[:num_layers], family_parts(family)
+    kinds = [kind for kind in STATES if kind in own]
+    kind, has_layers = (kinds or STATES)[0], bool(kinds)
+    yield from broken_rows(
+        (
+            (
+                len(kinds) > 1,
+                f"model.attention.layer_types has {' and '.join(kinds)}",
+                "model.linear_attention has the sizes of one of them",
+                "use one",
+            ),
+            (
+                bool(linear.time_step_min) and has_layers and kind != MAMBA,
+                f"model.linear_attention.time_step_min={linear.time_step_min:g} with {kind} layers",
+                f"only {MAMBA} has time steps",
+                "leave it out",
+            ),
+            (
+                FEED_FORWARD in own and not parts.has_one_part,
+                f"model.attention.layer_types has {FEED_FORWARD} with model.family={family}",
+                f"each block of {family} has a feed-forward layer already",
+                f"leave {FEED_FORWARD} out, or set model.family=nemotron_h",
+            ),
+            (
+                bool(moe.num_experts) and parts.has_one_part,
+                f"model.moe.num_experts={moe.num_experts} with model.family={family}",
+                "blocks with experts are every n-th, and its feed-forward layers are where layer_types says",
+                "set model.moe.num_experts=0",
             ),
         )
     )
@@ -269,9 +317,9 @@ def linear_head_faults(  # axes of one rule
     dp: int,
     is_dynamic: bool,
 ) -> Iterator[Fault]:
-    """Check that ranks have whole key heads of gated delta nets: tp by cutting, cp by exchange."""
+    """Check that ranks have whole key heads of layers with states: tp by cutting, cp by exchange."""
     heads = linear.num_key_heads
-    if LINEAR not in attention.layer_types or not heads:
+    if not heads or not set(STATES).intersection(attention.layer_types):
         return
     ranks, field = (dp * cp, "dp * cp") if is_dynamic else (cp, "cp")
     if heads % tp:
@@ -282,7 +330,7 @@ def linear_head_faults(  # axes of one rule
         )
     elif heads // tp % ranks:
         yield Fault(
-            fact=f"parallel.{field}={ranks} with {LINEAR} layers",
+            fact=f"parallel.{field}={ranks} with model.linear_attention",
             rule="ranks exchange whole key heads there, so it must divide "
             f"model.linear_attention.num_key_heads={heads} / parallel.tp={tp} = {heads // tp} "
             f"(remainder {heads // tp % ranks})",

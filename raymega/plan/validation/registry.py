@@ -81,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     attention.mtp_faults,
     layers.window_faults,
     attention.linear_faults,
+    attention.block_kind_faults,
     attention.linear_head_faults,
     layers.layer_rope_faults,
     layers.score_rule_faults,

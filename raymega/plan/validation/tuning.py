@@ -81,15 +81,14 @@ def _fused_faults(tensors: Sequence[GlobalTensor]) -> Iterator[Fault]:
                     continue
                 # the other parts of the same parameter, where the model has them
                 start = name.removesuffix(f"{first}.{kind}")
-                apart = [
-                    o for o in others if frozen.get(f"{start}{o}.{kind}", is_frozen) != is_frozen
-                ]
+                there = [o for o in others if f"{start}{o}.{kind}" in frozen]
+                apart = [o for o in there if frozen[f"{start}{o}.{kind}"] != is_frozen]
                 if apart:  # one of them tells enough
                     yield Fault(
                         fact=f"{name} is {'frozen' if is_frozen else 'trained'}, and {first_few([f'{start}{o}.{kind}' for o in apart])} "
                         f"{'trained' if is_frozen else 'frozen'}",
                         rule="they are parts of one parameter, which is trained or frozen as a whole",
-                        remedy=f"let model.freeze and model.train fit all of {', '.join((first, *others))}",
+                        remedy=f"let model.freeze and model.train fit all of {', '.join((first, *there))}",
                     )
 
 

@@ -8,20 +8,21 @@ stages to a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from raymega.config.schema import MemorySection
 from raymega.plan.flops import plain_layers
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.layers.layer_pattern import linear_share, mean_keys
+from raymega.plan.layers.layer_pattern import mean_keys
 from raymega.plan.memory.activation_bytes import layer_bytes
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import context_parallel_s
 from raymega.planner.cost.expert_time import ExpertTime, expert_time
 from raymega.planner.cost.linear_attention_time import (
+    mean_over_blocks,
     projections,
     state_exchange_s,
     states_s,
@@ -160,17 +161,10 @@ def block_times(shape: ActivationShape, device: Accelerator, software: Software)
         wide = block_times(
             replace(shape, fp8_coverage=NONE_IN_EIGHT, fp8_blocks=None), device, software
         )
-    share = linear_share(shape.model)
-
-    def mean(**kind: bool) -> LayerTime:
-        """Return the mean over layers with attention and layers with states."""
-        if not share:
-            return times(**kind)
-        full, state = (asdict(times(**kind, has_states=is_state)) for is_state in (False, True))
-        return LayerTime(**{name: (1 - share) * full[name] + share * state[name] for name in full})
-
-    dense = mean()
-    experts = mean(has_experts=True) if shape.model.moe.num_experts else dense
+    dense = mean_over_blocks(times, shape.model)
+    experts = dense
+    if shape.model.moe.num_experts:
+        experts = mean_over_blocks(partial(times, has_experts=True), shape.model)
     return BlockTimes(dense=dense, experts=experts, wide=wide)
 
 
@@ -181,15 +175,16 @@ def layer_time(
     *,
     has_experts: bool = False,
     has_states: bool = False,
+    has_inner: bool = True,
 ) -> LayerTime:
-    """Return the seconds of one block as ``shape`` cuts it; ``has_states`` says that it is no attention."""
+    """Return the seconds of one block: attention or states, and a feed-forward layer (inner) if it has one."""
     is_counted = counts_traffic(shape, device, software)
     if not (software.has_newest_attention or _has_whole_rows(shape, software)):
         device = device.with_older_attention()
     inner_width = (
         shape.model.moe.shared_expert_intermediate_size
         if has_experts
-        else shape.model.ffn_hidden_size
+        else shape.model.ffn_hidden_size * has_inner
     )
     # Matrix products.
     fp8_coverage = shape.fp8_coverage

@@ -1,11 +1,17 @@
-"""Estimate the seconds of a gated delta net between its projections: states by chunks, and their exchange over cp.
+"""Estimate the seconds of layers with states between their projections: states by chunks, and their exchange over cp.
 
 No run has fitted these estimates: the form in plain torch is bound by memory traffic, which is counted in full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from raymega.config.schema import ModelSection
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.layers.layer_pattern import DELTA_NET, mixer_share, state_kind, state_share
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.linear_attention_bytes import (
     CHUNK,
@@ -15,10 +21,31 @@ from raymega.plan.memory.linear_attention_bytes import (
 )
 from raymega.planner.kernels.kernel_time import memory_s
 
+Time = TypeVar("Time", bound=Any)  # a dataclass of numbers
 PASSES = 3
 """Times that a forward moves each tensor that it makes: written, and read by what follows."""
 BACKWARD_STATES = 3
 """Seconds of a backward over those of a forward: all is computed again first."""
+
+
+def mean_over_blocks(time_of: Callable[..., Time], model: ModelSection) -> Time:
+    """Return the mean time of the model's blocks, of their kinds' by ``time_of(has_states=, has_inner=)``.
+
+    Of a block with one part alone, the feed-forward layer's time is that of a block of two, less that of its
+    attention.
+    """
+    share, mixers = state_share(model), mixer_share(model)
+    if not share and mixers == 1:
+        return time_of()
+    attention = mean = asdict(time_of(has_inner=mixers == 1))
+    if share:
+        state = asdict(time_of(has_states=True, has_inner=mixers == 1))
+        mean = {name: (1 - share) * attention[name] + share * state[name] for name in attention}
+    if mixers < 1:
+        whole = asdict(time_of())
+        inner = {name: whole[name] - attention[name] for name in whole}
+        mean = {name: mixers * mean[name] + (1 - mixers) * inner[name] for name in whole}
+    return replace(time_of(), **mean)
 
 
 def projections(shape: ActivationShape) -> list[tuple[float, float, float]]:
@@ -41,15 +68,17 @@ def states_s(shape: ActivationShape, device: Accelerator) -> tuple[float, float]
 def chunked_flops(shape: ActivationShape) -> float:
     """Return the FLOPs of the chunked form in a forward.
 
-    A token of a value head has three products with the state, a row of the chunk's product of queries and
-    keys and of keys, its part of the system's solution, and a row of the sum over updates.
+    A token of a value head has two products with the state, a row of the chunk's product of queries and keys,
+    and a row of the sum over values. A gated delta net has a third product with the state, a row of the
+    product of keys, and its part of a system's solution.
     """
     sizes = shape.model.linear_attention
     keys, values = sizes.key_head_dim, sizes.value_head_dim
     shared = sizes.num_key_heads / sizes.num_value_heads
-    by_state = 3 * 2 * keys * values
-    inside = CHUNK * (4 * shared * keys + keys + values + 2 * values)
-    return shape.tokens * sizes.num_value_heads / shape.parallel.tp * (by_state + inside)
+    by_state, inside = 2 * 2 * keys * values, 2 * shared * keys + 2 * values
+    if state_kind(shape.model) == DELTA_NET:
+        by_state, inside = 3 * 2 * keys * values, inside + 2 * shared * keys + keys + values
+    return shape.tokens * sizes.num_value_heads / shape.parallel.tp * (by_state + CHUNK * inside)
 
 
 def state_exchange_s(shape: ActivationShape, device: Accelerator) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.plan.cp_layout import inner_ranks
-from raymega.plan.layers.layer_pattern import linear_share
+from raymega.plan.layers.layer_pattern import state_share
 from raymega.plan.memory.activation_bytes import expert_rows, feed_forward_bytes, vocabulary_rows
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.linear_attention_bytes import linear_working_bytes
@@ -101,7 +101,7 @@ def attention_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) ->
     # Unfused: one gradient [S, S] a head more than the weights, mask and product that were kept.
     weights = shape.tokens * heads * shape.seq_len * shape.element if model.attention_dropout else 0
     working = shape.stream_bytes + output * shape.element + own + weights + passing_bytes(shape)
-    if linear_share(model):  # chunks of a layer with states, while it is recomputed
+    if state_share(model):  # chunks of a layer with states, while it is recomputed
         working = max(working, shape.stream_bytes + linear_working_bytes(shape))
     return working + _held_bytes(shape) - feed_forward_bytes(shape, has_experts=has_experts)
 

@@ -100,6 +100,13 @@ MODELS = {
         attention={"layer_types": ("gated_delta_net", "full")},
         linear_attention=STATES,
     ),
+    "nemotron_h": plain_models.make_model(
+        "nemotron_h",
+        **SIZES,
+        num_kv_heads=2,
+        attention={"layer_types": ("mamba2", "feed_forward")},
+        linear_attention=STATES,
+    ),
     "phi3": plain_models.make_model("phi3", **SIZES, num_kv_heads=2),
     "olmo2": plain_models.make_model("olmo2", **SIZES, num_kv_heads=2),
     "gpt_neox": plain_models.make_model("gpt_neox", **SIZES),
@@ -117,6 +124,7 @@ SLOW = (
     "llama4",
     "llama4-full",
     "qwen3_next",
+    "nemotron_h",
 )
 WIDE = pytest.mark.wide
 

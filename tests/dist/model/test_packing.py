@@ -25,6 +25,7 @@ SIZES = {
 }  # fmt: skip
 LINEAR = {"layer_types": ("gated_delta_net", "full")}
 STATES = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 6, "value_head_dim": 5}
+MAMBA = {"layer_types": ("mamba2", "feed_forward")}
 MODELS = {
     "llama": ModelSection(family="llama", num_kv_heads=2, **SIZES),
     "gpt2": ModelSection(family="gpt2", **SIZES),
@@ -39,6 +40,9 @@ MODELS = {
         }
     ),
 }
+MODELS["nemotron_h"] = ModelSection.model_validate(
+    {"family": "nemotron_h", "num_kv_heads": 2, "attention": MAMBA, "linear_attention": STATES, **SIZES}
+)  # fmt: skip
 PACKED = ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8")
 UNPADDED = (*PACKED[:2], "data.document_multiple=1")
 GPT2 = ("model.family=gpt2", "model.num_kv_heads=num_heads")
@@ -126,7 +130,7 @@ def test_packed_rows_give_what_their_documents_give_alone(name, first, second):
         assert difference <= LIMIT * scale, parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "nemotron_h"])
 def test_a_document_does_not_see_the_one_before(name):
     tensors = _draw(0, 1, 32)
     changed = (tensors[0].clone(), *tensors[1:])

@@ -191,7 +191,9 @@ FAMILIES = {
         {
             **SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "head_dim": 12, "linear_num_key_heads": 4,
             "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
-            "linear_conv_kernel_dim": 3,
+            "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
+            # with 1e-6 norms of what little a state holds at first multiply roundings
+            "rms_norm_eps": 1e-2,
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
@@ -200,8 +202,16 @@ FAMILIES = {
         {
             **SIZES, **WITHOUT_TOKENS, **ROUTED, "num_hidden_layers": 4, "head_dim": 12, "full_attention_interval": 2,
             "shared_expert_intermediate_size": 40, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-            "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+            "linear_key_head_dim": 6, "linear_value_head_dim": 5, "rms_norm_eps": 1e-2,
             "rope_parameters": {**PLAIN_ROPE, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **SIZES, **WITHOUT_TOKENS, "head_dim": 12, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 5,
+            "n_groups": 4, "conv_kernel": 3, "chunk_size": 8, "time_step_min": 0.4,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
         },
     ),
 }  # fmt: skip
@@ -211,7 +221,7 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
            "DeepseekV3": "deepseek_v3", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
            "Glm4Moe": "glm4_moe", "MiniMaxM2": "minimax_m2", "GptOss": "gpt_oss",
            "Llama4Text": "llama4", "Qwen3Next": "qwen3_next", "Qwen3_5Text": "qwen3_5",
-           "Qwen3_5MoeText": "qwen3_5_moe"}  # fmt: skip
+           "Qwen3_5MoeText": "qwen3_5_moe", "NemotronH": "nemotron_h"}  # fmt: skip
 
 
 def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):

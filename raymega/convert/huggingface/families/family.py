@@ -27,17 +27,15 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedExperts:
-    """Tensors there that hold all experts: [E, in, out] or [E, out, in], and biases [E, out].
+    """Tensors there that hold all experts: [E, in, out], and biases [E, out].
 
     Attributes:
         module: Begin of their names inside a block.
         is_interleaved: Whether outputs of gate and up alternate; else up follows gate.
-        is_out_first: Whether they are [E, out, in].
     """
 
     module: str
     is_interleaved: bool = False
-    is_out_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raymega.convert.huggingface.architectures import NO_BIAS, SAME, Architecture
-from raymega.convert.huggingface.families.family import HfFamily, StackedExperts
+from raymega.convert.huggingface.families.family import HfFamily
 from raymega.convert.huggingface.families.qwen3_next import (
     DEFAULTS,
     DELTA,
@@ -50,6 +50,4 @@ QWEN3_5_MOE = replace(
             "norm_topk_prob": (True,),
         },
     ),
-    tensors={**TENSORS, "mlp.gate.weight": "moe.router.weight"},
-    experts=StackedExperts(module="mlp.experts", is_out_first=True),
 )

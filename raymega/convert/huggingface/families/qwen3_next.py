@@ -18,10 +18,10 @@ from raymega.convert.huggingface.architectures import (
     theirs,
 )
 from raymega.convert.huggingface.families.family import HfFamily, shortest_period
-from raymega.plan.layers.layer_pattern import LINEAR, layer_pattern
+from raymega.plan.layers.layer_pattern import DELTA_NET, layer_pattern
 
 FULL, DELTA = "full_attention", "linear_attention"
-_KINDS = {FULL: "full", DELTA: LINEAR}
+_KINDS = {FULL: "full", DELTA: DELTA_NET}
 _SIZES = {
     "linear_num_key_heads": "num_key_heads",
     "linear_num_value_heads": "num_value_heads",
@@ -53,7 +53,7 @@ def values_of(config: Config) -> dict[str, Any]:
     layers, every = range(config["num_hidden_layers"]), config["full_attention_interval"]
     there = config.get("layer_types") or [DELTA if (i + 1) % every else FULL for i in layers]
     kinds = [_KINDS[kind] for kind in there]
-    sizes = {"linear_attention": ours(_SIZES, config)} if LINEAR in kinds else {}
+    sizes = {"linear_attention": ours(_SIZES, config)} if DELTA_NET in kinds else {}
     return {"attention": {"layer_types": shortest_period(kinds)}, **sizes}
 
 

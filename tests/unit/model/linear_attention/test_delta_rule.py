@@ -1,11 +1,17 @@
-"""The chunked gated delta rule and its convolution, against the recurrence and torch's convolution."""
+"""States by chunks and their convolution, against the recurrences and torch's convolution."""
 
 import pytest
 import torch
 from torch.nn.functional import conv1d, pad
 
 from raymega.data.rows import positions_of
-from raymega.model.linear_attention.delta_rule import CHUNK, convolve, gated_delta_rule, normalise
+from raymega.model.linear_attention.delta_rule import (
+    CHUNK,
+    convolve,
+    gated_delta_rule,
+    normalise,
+    scan,
+)
 from tests.support.references import plain_models, plain_states
 
 LIMIT = 1e-12
@@ -33,7 +39,9 @@ def _positions(rows):
     return torch.stack([torch.from_numpy(positions_of(row)) for row in rows], 1)
 
 
-def _plain(q, k, v, decay, beta, rows):
+def _plain(recurrence, inputs, rows):
+    """What the recurrence of each head reads in each document; inputs as the chunked forms have them."""
+    q, k, v, *rest = inputs
     y = torch.empty_like(v)
     for b, lengths in enumerate(rows):
         begin = 0
@@ -41,28 +49,31 @@ def _plain(q, k, v, decay, beta, rows):
             at = slice(begin, begin + length)
             for i in range(h):
                 for j in range(r):
-                    y[at, b, i, j] = plain_states.recurrence(
-                        q[at, b, i],
-                        k[at, b, i],
-                        v[at, b, i, j],
-                        decay[at, b, i, j],
-                        beta[at, b, i, j],
-                    )
+                    of_head = (t[at, b, i, j] for t in (v, *rest))
+                    y[at, b, i, j] = recurrence(q[at, b, i], k[at, b, i], *of_head)
             begin += length
     return y
 
 
+RULES = {
+    "delta": (gated_delta_rule, plain_states.recurrence, 5),
+    "sums": (scan, plain_states.sums, 4),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_chunks_give_what_the_recurrence_gives_document_by_document(rows):
+def test_chunks_give_what_the_recurrence_gives_document_by_document(rows, rule):
     N, B = sum(rows[0]), len(rows)
-    inputs, again = _inputs(N, B), _inputs(N, B)
-    y, wanted = gated_delta_rule(*inputs, _positions(rows)), _plain(*again, rows)
+    chunked, recurrence, count = rule
+    inputs, again = _inputs(N, B)[:count], _inputs(N, B)[:count]
+    y, wanted = chunked(*inputs, _positions(rows)), _plain(recurrence, again, rows)
     grad = _draw(6, *y.shape)
     y.backward(grad)
     wanted.backward(grad)
     assert plain_models.difference(y, wanted) < LIMIT
-    for name, ours, plain in zip(("q", "k", "v", "decay", "beta"), inputs, again, strict=True):
-        assert plain_models.difference(ours.grad, plain.grad) < LIMIT, name
+    for number, (ours, plain) in enumerate(zip(inputs, again, strict=True)):
+        assert plain_models.difference(ours.grad, plain.grad) < LIMIT, number
 
 
 @pytest.mark.parametrize("rows", [((9,),), ((2, 1, 6), (4, 4, 1)), ((2,),)], ids=str)

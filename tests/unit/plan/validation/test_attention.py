@@ -4,7 +4,9 @@ import pytest
 
 from raymega.config.attention import AttentionSection, LinearAttentionSection
 from raymega.config.mla import MlaSection
+from raymega.config.moe import MoeSection
 from raymega.plan.validation.attention import (
+    block_kind_faults,
     head_width_faults,
     linear_faults,
     linear_head_faults,
@@ -91,6 +93,8 @@ def test_the_furthest_token_lies_in_the_row():
 
 
 DELTA = AttentionSection(layer_types=("gated_delta_net", "full"))
+BOTH = AttentionSection(layer_types=("gated_delta_net", "mamba2"))
+ONE_PART = AttentionSection(layer_types=("mamba2", "feed_forward"))
 STATES = LinearAttentionSection(
     num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5
 )
@@ -120,8 +124,30 @@ def test_ranks_have_whole_key_heads():
     assert "(remainder 1); use one of 1, 2, 4" in _one(
         linear_head_faults(DELTA, STATES, 3, 1, 1, False)
     )
-    assert "parallel.cp=4 with gated_delta_net layers" in _one(
+    assert "parallel.cp=4 with model.linear_attention" in _one(
         linear_head_faults(DELTA, STATES, 2, 4, 1, False)
     )
     assert "parallel.dp * cp=4" in _one(linear_head_faults(DELTA, STATES, 2, 2, 2, True))
     assert linear_head_faults(AttentionSection(), STATES, 3, 1, 1, False) == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "others", "told"),
+    [
+        (DELTA, {"time_step_min": 0.1}, {}, "only mamba2 has time steps"),
+        (BOTH, {}, {}, "has gated_delta_net and mamba2"),
+        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer already"),
+        (
+            ONE_PART,
+            {},
+            {"family": "nemotron_h", "moe": MoeSection(num_experts=4)},
+            "moe.num_experts=4",
+        ),
+    ],
+)
+def test_a_model_has_one_kind_of_states_and_its_family_s_blocks(attention, changes, others, told):
+    rest = {"num_layers": 4, "family": "qwen3_next", "moe": MoeSection()} | others
+    linear = STATES.model_copy(update=changes)
+    assert told in _one(block_kind_faults(attention, linear, *rest.values()))
+    assert block_kind_faults(DELTA, STATES, 4, "qwen3_next", MoeSection(num_experts=4)) == []
+    assert block_kind_faults(ONE_PART, STATES, 4, "nemotron_h", MoeSection()) == []
