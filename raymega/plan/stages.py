@@ -203,6 +203,7 @@ def _cheapest_of(costs: Sequence[float], num_stages: int, loss_cost: float) -> t
     """Return the split of layers of different costs whose most expensive stage is cheapest, the loss on the last."""
     total = [0.0, *accumulate(costs)]
     # best[n]: cost of the dearest stage, and counts, of the first n layers on the stages so far
+    best: dict[int, tuple[float, tuple[int, ...]]]
     best = {n: (total[n], (n,)) for n in range(len(costs) + 1)}
     for stage in range(1, num_stages):
         more = loss_cost if stage + 1 == num_stages else 0.0

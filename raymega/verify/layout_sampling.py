@@ -49,6 +49,10 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     ),
     (lambda job: job.data.packing != "none", frozenset({"cp", "cp_method", "dynamic_cp", "dp"})),
     (lambda job: not parts_of(job.model).is_causal, frozenset({"cp", "cp_method", "sequence_parallel", "pp", "dp"})),
+    (
+        lambda job: parts_of(job.model).is_encoder_decoder,
+        frozenset({"tp", "cp", "pp", "sequence_parallel", "stages", "schedule", "recompute"}),
+    ),
     (lambda job: job.model.num_nextn_predict_layers, frozenset({"pp", "chunks", "stages", "cp", "schedule"})),
     (lambda job: job.model.mla.kv_lora_rank, frozenset({"tp", "cp", "cp_method", "sequence_parallel"})),
     (

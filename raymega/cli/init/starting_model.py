@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import ModelSection
@@ -79,7 +80,7 @@ def span_tokens(folder: str, vocab_size: int) -> dict[str, int]:
     They are those of the tokenizer in ``folder``; without one, the last tokens, and ids behind the built-in ones.
     """
     file = Path(folder) / TOKENIZER_FILE
-    added = []
+    added: list[dict[str, Any]] = []
     if folder and file.is_file():
         added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     ids = {token["content"]: int(token["id"]) for token in added}

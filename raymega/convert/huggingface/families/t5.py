@@ -92,9 +92,11 @@ def _block(model: ModelSection, layer: int) -> Names:
 
 def _part(there: str, number: int, kind: str, here: str) -> dict[str, tuple[str, ...]]:
     module = f"{there}.layer.{number}"
+    names: dict[str, tuple[str, ...]]
     names = {f"{module}.{kind}.{part}": (f"{here}.{part}",) for part in ("q", "k", "v")}
-    more = {f"{module}.{kind}.o": (f"{here}.out",), f"{module}.layer_norm": (f"{here}_norm",)}
-    return names | more
+    names[f"{module}.{kind}.o"] = (f"{here}.out",)
+    names[f"{module}.layer_norm"] = (f"{here}_norm",)
+    return names
 
 
 def _feed_forward(there: str, at: str, model: ModelSection) -> dict[str, tuple[str, ...]]:
