@@ -7,12 +7,14 @@ assigns rows to samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 
+from raymega.config.heads.section import Pooling
 from raymega.data.batch_copy import PackedBatches, pack_batches
+from raymega.data.heads.score_batch import score_batch
 from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
@@ -20,7 +22,9 @@ from raymega.parallel.context_parallel.context import (
     Context,
     EncoderInput,
     MicroBatch,
+    PairBatch,
     Rows,
+    ScoreBatch,
     complete_rows,
     held_positions,
     no_context,
@@ -46,6 +50,7 @@ class Loader(Generic[R]):
         depth: int = 0,
         is_guessing: bool = False,
         is_encoder: bool = False,
+        pooling: Pooling | Literal["none"] = "none",
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -57,12 +62,13 @@ class Loader(Generic[R]):
             context: Context-parallel context of this rank; None for whole rows.
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
             is_encoder: True where rows have masks, so that micro-batches have an encoder's input.
+            pooling: Tokens of a document that a head's scores are read at; none where documents have no scores.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
-        self._is_encoder = is_encoder
+        self._is_encoder, self._pooling = is_encoder, pooling
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -119,8 +125,15 @@ class Loader(Generic[R]):
             rows=complete_rows(Rows(positions, documents, row_positions=held), self._context),
             later=take_later() if self._depth else None,
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
-            pairs=pair_batch(rows, held, self._context) if any(r.num_pairs for r in rows) else None,
+            pairs=self._groups(rows, held),
         )
+
+    def _groups(self, rows: Sequence[Row], held: torch.Tensor) -> PairBatch | ScoreBatch | None:
+        """Return the pairs of answers of rows, or their scored documents, of which there may be none."""
+        if self._pooling != "none":
+            return score_batch(rows, held, self._context, pooling=self._pooling)
+        has_pairs = any(row.num_pairs for row in rows)
+        return pair_batch(rows, held, self._context) if has_pairs else None
 
     def _row(self, sample: int) -> Row:
         """Return the row of a global sample; a masked slot gets an empty row, without labels."""

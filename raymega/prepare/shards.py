@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.arrow import ShardWriter
-from raymega.data.format import TOKENIZER_FILE, ShardMeta
+from raymega.data.format import TOKENIZER_FILE, RowFormat, ShardMeta
 from raymega.errors import Fault, RaymegaError
 from raymega.prepare.chat.rows import read_conversations
-from raymega.prepare.chat.targets import Labelled
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
+from raymega.prepare.labels.documents import labelled_documents
+from raymega.prepare.labels.labelled import Labelled
+from raymega.prepare.labels.rows import LABELLED
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer.encoder import (
@@ -114,21 +116,19 @@ def _write_group(
     num_replaced = 0
     with ExitStack() as stack:
         for document in documents:
-            labelled = list[Labelled]()
-            if encoder.labeller:
-                try:
-                    labelled = list(map(encoder.labeller.label, read_conversations(document.text)))
-                except RenderError as error:
-                    documents.refuse(document.name, str(error))
-                    continue
+            try:
+                labelled = _labelled(document.text, group.row_format, encoder)
+            except RenderError as error:
+                documents.refuse(document.name, str(error))
+                continue
             name = split_of(document.text, valid_fraction)
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(
-                    folder, file, dtype=encoder.dtype, has_targets=encoder.labeller is not None
+                    folder, file, dtype=encoder.dtype, has_targets=group.row_format != "text"
                 )
                 splits[name] = _Split(stack.enter_context(writer), encoder)
-            if encoder.labeller:
+            if group.row_format != "text":
                 splits[name].add_labelled(document, labelled)
             else:
                 splits[name].add(document)
@@ -147,6 +147,22 @@ def _write_group(
         bad=tuple(documents.bad),
         parts=parts,
     )
+
+
+def _labelled(text: str, row_format: RowFormat, encoder: Encoder) -> list[Labelled]:
+    """Return the documents of a row with the byte beside each token; none of a row of plain text.
+
+    Raises:
+        RenderError: The row's conversation is refused.
+    """
+    if row_format in LABELLED:
+        rules = encoder.rules
+        return labelled_documents(
+            text, row_format, encoder.ids, bos_id=rules.bos_id, eod_id=rules.eod_id
+        )
+    if encoder.labeller is None:
+        return []
+    return list(map(encoder.labeller.label, read_conversations(text)))
 
 
 def encode_array(array: Counts) -> bytes:

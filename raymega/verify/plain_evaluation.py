@@ -17,14 +17,17 @@ from torch.nn.functional import cross_entropy
 from raymega.config.data import DataSource
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture
+from raymega.data.heads.form import job_form
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.row_rules.rules import row_rules
 from raymega.data.rows import Row
 from raymega.data.samples import Samples
 from raymega.evaluate.requests import Request
+from raymega.model.heads.score_losses import LOSSES as SCORE_LOSSES
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference_losses import LOSSES, Answers
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
+from raymega.plan.layers.family_parts import parts_of, score_pooling
 from raymega.train.build import TrainingComponents
 from raymega.verify.compare import EVAL_LOSS
 from raymega.verify.tasks import TASK_SCORES, Floats, compared_number, drawn_requests
@@ -42,6 +45,7 @@ def plain_eval_losses(parts: TrainingComponents) -> dict[str, float]:
     (module,) = parts.modules
     if job.run.eval_samples:
         mean = _pair_loss if job.preference.is_on else _loss
+        mean = _score_loss if job.model.head.is_on else mean
         losses = {name: mean(module, samples, job) for name, samples in _sets(job)}
         found[EVAL_LOSS] = next(iter(losses.values()))
         found |= {f"{EVAL_LOSS}/{name}": loss for name, loss in losses.items() if name}
@@ -64,7 +68,11 @@ def _log_probs(module: StageModule, request: Request) -> Floats:
 
 def _sets(job: Job) -> Iterator[tuple[str, Samples]]:
     """Yield each validation set and its samples, opened here anew; the blend's has no name."""
-    shape, seed, vocab_size = shape_of(job.data, job.preference), job.run.seed, job.model.vocab_size
+    shape, seed, vocab_size = (
+        shape_of(job.data, job.preference, job_form(job)),
+        job.run.seed,
+        job.model.vocab_size,
+    )
     blends = [("", "valid", job.data.blends[:1])]
     if job.data.validation:
         blends = [
@@ -137,3 +145,37 @@ def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
                 losses.append(float(LOSSES[section.loss_type](each, section)))
     module.train()
     return sum(losses) / len(losses)
+
+
+def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:
+    """Return the mean loss of a head's documents or tokens in a set's first samples, by its formula on one at a time."""
+    losses, kind = list[Tensor](), job.model.head.kind
+    is_causal = parts_of(job.model).is_causal
+    module.eval()
+    with torch.no_grad():
+        for sample in range(min(job.run.eval_samples, samples.num_samples)):
+            row, starts = samples.row(sample), accumulate(samples.row(sample).documents, initial=0)
+            found, pooling = list[Tensor](), score_pooling(job.model)
+            for start, length, padded in zip(starts, row.lengths, row.documents, strict=False):
+                # an encoder's tokens see padding, which a short document has
+                here = slice(start, start + (length if is_causal else padded))
+                tokens = torch.from_numpy(row.tokens[here].copy())
+                scores = module.logits(tokens[None], None)[:length, 0].double()
+                if pooling == "none":
+                    labels, counted = (
+                        torch.from_numpy(a[here][:length].copy()) for a in (row.labels, row.mask)
+                    )
+                    losses.append(cross_entropy(scores, labels, reduction="none")[counted])
+                else:
+                    pooled = {"last": scores[-1], "first": scores[0], "mean": scores.mean(0)}
+                    found.append(pooled[pooling])
+            if found:
+                classes = (
+                    torch.zeros(row.num_pairs)
+                    if row.classes is None
+                    else torch.from_numpy(row.classes)
+                )
+                whole = torch.stack(found).view(row.num_pairs, -1)
+                losses.append(SCORE_LOSSES[kind](whole, classes, job.preference)[0])
+    module.train()
+    return float(torch.cat(losses).mean())

@@ -17,7 +17,7 @@ Transform = Callable[[Row, int], Row]
 """Function of a row and the number of its sample to a row of the same length."""
 
 
-KEPT = ("num_pairs", "reference", "token_types", "segment_pairs")
+KEPT = ("num_pairs", "reference", "token_types", "segment_pairs", "lengths", "classes")
 """Fields of a row that a transform keeps: those of pairs of answers, and of an encoder's segments."""
 
 

@@ -12,12 +12,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-RowFormat = Literal["text", "chat", "preference"]
-DEFAULT_KEYS: dict[RowFormat, str] = {"text": "text", "chat": "messages", "preference": "chosen"}
+from raymega.data.format import RowFormat as RowFormat
+from raymega.prepare.labels.rows import KEYS as LABEL_KEYS
+from raymega.prepare.labels.rows import LABELLED, labelled_text
+
+CHATS: tuple[RowFormat, ...] = ("chat", "preference")
+"""Formats whose rows hold conversations."""
+DEFAULT_KEYS: dict[RowFormat, str] = {
+    "text": "text", "chat": "messages", "preference": "chosen", "classification": "text",
+    "token_classification": "tokens", "multiple_choice": "choices",
+}  # fmt: skip
 """Key that a row must have, unless --text-key names another."""
 KEYS = PROMPT, REJECTED, TOOLS = "prompt", "rejected", "tools"
+OTHER_KEYS = (*KEYS, *LABEL_KEYS)
 """Keys that a row may have beside."""
 ANSWERING = "assistant"
 """Role whose messages a model learns to write."""
@@ -34,13 +43,15 @@ class Conversation:
 
 
 def conversation_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -> tuple[str, str]:
-    """Return the text of a row and, if it holds no conversation, the reason.
+    """Return the text of a row and, if it holds no conversation or no labels, the reason.
 
     Args:
         row: Row of a file, with the key of its format.
-        row_format: Format of the row, ``chat`` or ``preference``.
+        row_format: Format of the row, any but ``text``.
         key: Key of the messages, or of the chosen ones.
     """
+    if row_format in LABELLED:
+        return labelled_text(row, row_format, key)
     try:
         found = list(_conversations(row, row_format, key))
     except ValueError as error:

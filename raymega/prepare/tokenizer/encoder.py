@@ -116,6 +116,10 @@ class Encoder:
         tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
         return EncodedBatch(tokens=tokens, lengths=tuple(lengths))
 
+    def ids(self, text: str) -> Tokens:
+        """Return the tokens of a text by `tokenizers`, without tokens around it."""
+        return self._reference(text)
+
     def _check(self, texts: Sequence[str]) -> None:
         """Encode pieces of the texts by both engines, from their beginnings, middles and ends."""
         for text in texts:
