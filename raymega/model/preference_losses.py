@@ -84,8 +84,8 @@ def orpo(answers: Answers, section: PreferenceSection) -> Tensor:
 def kto(answers: Answers, section: PreferenceSection) -> Tensor:
     """KTO (Ethayarajh et al. 2024, equation 7), as TRL's KTOTrainer has it: 1 less the value of each answer."""
     assert answers.is_desirable is not None, "the data have a label an answer"
-    is_desirable = answers.is_desirable > 0
-    weight = torch.where(is_desirable, section.desirable_weight, section.undesirable_weight)
+    good = answers.is_desirable
+    weight = good * section.desirable_weight + (1 - good) * section.undesirable_weight
     return weight * (1 - torch.sigmoid(section.beta * kto_margin(answers)))
 
 

@@ -6,6 +6,7 @@ wrote is joined to the dataset's shards by `raymega.prepare.assembly`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, RowFormat, ShardMeta
 from raymega.errors import Fault, RaymegaError
+from raymega.prepare.chat.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
@@ -112,16 +114,17 @@ def _write_group(
     group: ShardGroup, documents: Documents, folder: Path, valid_fraction: float, encoder: Encoder
 ) -> GroupDone:
     splits: dict[str, _Split] = {}
+    answers = defaultdict[str, AnswerPairs](lambda: AnswerPairs(encoder.label))
     # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
     with ExitStack() as stack:
         for document in documents:
+            name = split_of(document.text, valid_fraction)
             try:
-                labelled = _labelled(document.text, group.row_format, encoder)
+                labelled = _labelled(document, group.row_format, encoder, answers[name])
             except RenderError as error:
                 documents.refuse(document.name, str(error))
                 continue
-            name = split_of(document.text, valid_fraction)
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(
@@ -133,6 +136,10 @@ def _write_group(
             else:
                 splits[name].add(document)
             num_replaced += document.num_replaced
+        # the first row of each split, which the last one's answer follows
+        for name, waiting in answers.items():
+            for document, labelled in waiting.close():
+                splits[name].add_labelled(document, labelled)
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
     for name, part in parts.items():
@@ -149,12 +156,17 @@ def _write_group(
     )
 
 
-def _labelled(text: str, row_format: RowFormat, encoder: Encoder) -> list[Labelled]:
-    """Return the documents of a row with the byte beside each token; none of a row of plain text.
+def _labelled(
+    document: Document, row_format: RowFormat, encoder: Encoder, answers: AnswerPairs
+) -> list[Labelled]:
+    """Return the documents of a row with the byte beside each token; none of plain text, or of a row that waits.
 
     Raises:
         RenderError: The row's conversation is refused.
     """
+    text = document.text
+    if row_format == "kto":
+        return answers.add(document)
     if row_format in LABELLED:
         rules = encoder.rules
         return labelled_documents(
@@ -191,7 +203,7 @@ class _Split:
             self._encode()
 
     def add_labelled(self, document: Document, labelled: list[Labelled]) -> None:
-        self._num_text_bytes += document.num_bytes
+        self._num_text_bytes += document.num_bytes * bool(labelled)
         for each in labelled:
             self.origins.append((document.piece, document.row))
             self._counts += np.bincount(each.ids, minlength=len(self._counts))

@@ -7,7 +7,7 @@ it is the reference that layouts are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raymega.config.data import DataSource
+from raymega.config.preference import PreferenceSection
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture
 from raymega.data.heads.form import job_form
@@ -118,11 +119,11 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
 
 def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
     """Return the mean loss of the pairs in a set's first samples, by the loss's formula on answers alone."""
-    section, losses = job.preference, list[float]()
+    section, found = job.preference, list[Answers]()
 
     def sums(row: Row) -> Tensor:
-        found = [-each.sum() for each in _document_losses(module, row)]
-        return torch.stack(found[: 2 * row.num_pairs]).view(-1, 2)
+        losses = [-each.sum() for each in _document_losses(module, row)]
+        return torch.stack(losses[: 2 * row.num_pairs]).view(-1, 2)
 
     module.eval()
     with torch.no_grad():
@@ -136,15 +137,32 @@ def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
             if row.reference is not None:
                 reference = torch.from_numpy(row.reference).view(-1, 2)
             labels = torch.tensor(counts, dtype=policy.dtype).view(-1, 2)
-            for pair in torch.nonzero((labels > 0).all(1)).flatten():
-                each = Answers(
-                    policy=policy[pair, None],
-                    reference=reference[pair, None],
-                    counts=labels[pair, None],
-                )
-                losses.append(float(LOSSES[section.loss_type](each, section)))
+            classes = None if row.classes is None else torch.from_numpy(row.classes).double()
+            found.append(
+                Answers(policy=policy, reference=reference, counts=labels, is_desirable=classes)
+            )
     module.train()
-    return sum(losses) / len(losses)
+    return _mean_pair_loss(found, section)
+
+
+def _mean_pair_loss(found: Sequence[Answers], section: PreferenceSection) -> float:
+    """Return the mean loss of the pairs that count; kto's divergence is that of all answers to other prompts."""
+    policy, reference, counts = (
+        torch.cat([getattr(each, name) for each in found])
+        for name in ("policy", "reference", "counts")
+    )
+    is_kto = section.loss_type == "kto"
+    is_counted = counts[:, 0] > 0 if is_kto else (counts > 0).all(1)
+    labels = [each.is_desirable for each in found if each.is_desirable is not None]
+    ratios = (policy - reference)[:, 1][counts[:, 1] > 0]
+    answers = Answers(
+        policy=policy[is_counted],
+        reference=reference[is_counted],
+        counts=counts[is_counted],
+        is_desirable=torch.cat(labels)[is_counted] if labels else None,
+        divergence=ratios.mean().clamp(min=0) if is_kto else None,
+    )
+    return float(LOSSES[section.loss_type](answers, section).mean())
 
 
 def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:

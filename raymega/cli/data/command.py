@@ -66,10 +66,10 @@ def prepare(
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
         format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
-            rejected), classification (text, label), token_classification (tokens, tags) or multiple_choice (context,
+            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags) or multiple_choice (context,
             question, choices, label).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
-        text_key: Key of JSON objects or column of tables that holds the text; default: text, messages, chosen, tokens or choices.
+        text_key: Key of JSON objects or column of tables that holds the text; default: that of the format.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'
