@@ -257,7 +257,8 @@ class StageModule(nn.Module):
         """Call :meth:`forward` for evaluation: without dropout, with plain cross entropy."""
         self.eval()
         try:
-            b, parts = micro_batch, (micro_batch.tokens, micro_batch.labels, micro_batch.mask)
+            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
+            b = micro_batch
             return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)
         finally:
             self.train()

@@ -153,10 +153,10 @@ def _evaluate_set(
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
-    tokens = float(sum(batch.divisor for batch in micro_batches))
     right = sum(float(each.take_sums()[ACCURACY]) for each in objectives)
-    mine = [float(loss_sum), tokens, right] if is_counted else [0.0, 0.0, 0.0]
-    total_loss, total_tokens, total_right = sum_over_world(parts, mine)
+    tokens = float(sum(batch.divisor for batch in micro_batches))
+    mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
+    total_loss, total_tokens, total_right = sum_over_world(parts, [*mine, right * is_counted])
     if not total_tokens:
         raise DataError(no_labels(f"the evaluation of {name!r}" if name else "the evaluation"))
     return SetMeans(loss=total_loss / total_tokens, accuracy=total_right / total_tokens)
