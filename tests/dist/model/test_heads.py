@@ -7,6 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raymega.checkpoint.load.init_from import start_faults
+from raymega.config.heads.section import HeadSection
+from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
@@ -20,7 +23,7 @@ from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
-from tests.support.references import hf_heads, plain_models
+from tests.support.references import hf_heads, hf_models, plain_models
 from tests.support.references.plain_training import whole_weights
 from tests.unit.convert.folders import NOW
 
@@ -164,3 +167,16 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
         ours, original = (hf_heads.scores(model, tokens) for model in (again, theirs))
     # weights that lie elsewhere in memory may be multiplied by another kernel
     assert plain_models.difference(ours, original) < 1e-14
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_a_job_says_which_tensors_of_a_new_head_begin_anew(tmp_path, kind):
+    done = _import(tmp_path, hf_models.make_model(kind))
+    head = HeadSection(kind="sequence_classification", num_labels=3)
+    model = done.model.model_copy(update={"head": head})
+    (fault,) = start_faults(CheckpointSection(init_from=done.uri), model)
+    lines = {"llama2": " checkpoint.init_ignore=[head.weight]", "llama3": ""}  # whose head is tied
+    assert fault.remedy == f"set checkpoint.reinit=[head.score.weight]{lines[kind]}"
+    ignored = () if kind == "llama3" else ("head.weight",)
+    fields = {"init_from": done.uri, "reinit": ("head.score.*",), "init_ignore": ignored}
+    assert start_faults(CheckpointSection(**fields), model) == []
