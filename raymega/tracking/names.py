@@ -78,6 +78,8 @@ METRICS = (
     _gauge("preference/accuracy", "1",
            "Share of pairs whose chosen answer has the larger reward; preference training only."),
     _gauge("head/accuracy", "1", "Share of documents, questions or tokens whose class has the largest score; heads only."),
+    _gauge("preference/divergence", "nats",
+           "Estimate of the divergence from the reference on answers to other prompts; kto only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
     _part_gauge("train/role_lr", "role", "1",

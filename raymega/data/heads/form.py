@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from raymega.config.heads.section import HeadSection
 from raymega.config.schema import Job
 from raymega.data.rows import ANSWERS, PAIRS, TEXTS, RowForm
 from raymega.plan.layers.family_parts import family_parts
 
+Labelled = Literal["classes", "tokens", "values"]
+
 
 def form_of(pair_loss: str, head: HeadSection, family: str) -> RowForm:
     """Return the form of the documents of a job with a loss of pairs, or with a head that reads labels."""
+    if head.kind in ("language_model", "reward"):
+        return {"none": TEXTS, "kto": ANSWERS}.get(pair_loss, PAIRS)
     is_causal = family_parts(family).is_causal
-    forms = {
-        "sequence_classification": RowForm("classes", 1, head.num_labels, is_causal),
-        "token_classification": RowForm("tokens", 1, head.num_labels, is_causal),
-        "multiple_choice": RowForm("choices", head.num_choices, 0, is_causal),
-        "regression": RowForm("values", 1, 0, is_causal),
+    if head.kind == "multiple_choice":
+        return RowForm("choices", head.num_choices, is_causal=is_causal)
+    kinds: dict[str, tuple[Labelled, int]] = {
+        "sequence_classification": ("classes", head.num_labels),
+        "token_classification": ("tokens", head.num_labels),
+        "regression": ("values", 0),
     }
-    others = {"none": TEXTS, "kto": ANSWERS}
-    return forms.get(head.kind, others.get(pair_loss, PAIRS))
+    kind, num_classes = kinds[head.kind]
+    return RowForm(kind, 1, num_classes, is_causal)
 
 
 def job_form(job: Job) -> RowForm:
