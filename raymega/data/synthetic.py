@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import shake_128
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +89,7 @@ class SyntheticDocuments:
         """Return tokens [start, stop) of one document."""
         return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
 
-    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Return which of tokens [start, stop) of one document count as labels; None if all do.
 
         Labelled documents have their labels there, as `raymega.data.heads.labelled` reads them.

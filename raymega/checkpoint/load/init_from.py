@@ -306,10 +306,10 @@ def _tensor_faults(
     given = {new: saved[old] for old, new in names.items() if new not in apart}
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
-    new, left = sorted(taken.keys() - given.keys()), sorted(given.keys() - taken.keys())
-    is_of_head = all(name.startswith(HEAD) for name in (*new, *left))
-    if NEW_HEAD in new and is_of_head and len(unlike) == len(new) + len(left):
-        yield _other_head(section, new, left)
+    lacking, beside = sorted(taken.keys() - given.keys()), sorted(given.keys() - taken.keys())
+    is_of_head = all(name.startswith(HEAD) for name in (*lacking, *beside))
+    if NEW_HEAD in lacking and is_of_head and len(unlike) == len(lacking) + len(beside):
+        yield _other_head(section, lacking, beside)
     elif unlike:
         yield _other_model(section.init_from, f"holds {first_few(unlike)}")
 
