@@ -247,6 +247,7 @@ ROWS = (
             part_curve("Learning rates of roles", "train/role_lr"),
             part_curve("Loss of each validation set", "eval/set_loss"),
             part_curve("Perplexity of each validation set", "eval/set_perplexity", is_log=True),
+            part_curve("Right answers of a head on each validation set", "eval/set_accuracy"),
             curve("Loss scale", "train/loss_scale", "train/skipped_steps", is_log=True),
         ),
     ),

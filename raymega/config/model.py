@@ -20,6 +20,7 @@ from raymega.config.fields import (
     PositiveFloat,
     Section,
 )
+from raymega.config.heads.section import HeadSection
 from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
@@ -129,6 +130,8 @@ class ModelSection(Section):
     """Token types of encoders, and their head that classifies pairs of segments."""
     encoder_decoder: EncoderDecoderSection = EncoderDecoderSection()
     """Division of blocks and tokens between encoder and decoder, and their relative positions."""
+    head: HeadSection = HeadSection()
+    """What follows the last block: a language model's head, a classifier, or scores of documents."""
     mla: MlaSection = MlaSection()
     """Multi-head latent attention; without it heads are projected from the residual stream."""
     num_nextn_predict_layers: NonNegative = 0
@@ -204,6 +207,11 @@ class ModelSection(Section):
         return int(self.head_width * self.attention.partial_rotary_factor)
 
     @property
+    def has_tied_head(self) -> bool:
+        """True where the head multiplies with the token embedding's weight."""
+        return self.tie_word_embeddings and not self.head.is_on
+
+    @property
     def needs_token_table_last(self) -> bool:
         """Return whether the last stage reads the token embedding's weight too."""
-        return self.tie_word_embeddings or self.num_nextn_predict_layers > 0
+        return self.has_tied_head or self.num_nextn_predict_layers > 0

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from raymega.config.fields import PositiveFloat, Section
 
-PreferenceLoss = Literal["none", "sigmoid", "ipo", "hinge", "orpo"]
-REFERENCE_FREE = ("none", "orpo")
+PreferenceLoss = Literal["none", "sigmoid", "ipo", "hinge", "orpo", "kto", "bradley_terry"]
+REFERENCE_FREE = ("none", "orpo", "bradley_terry")
 """Losses that ask no reference for log-probabilities."""
 
 
@@ -19,7 +19,9 @@ class PreferenceSection(Section):
     loss_type: PreferenceLoss = "none"
     """Loss of a pair. none: the loss of tokens. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC's margin on
     DPO's rewards. ipo: squared distance from a margin (Azar et al. 2023). orpo: odds ratio beside the loss of the
-    chosen answer, without a reference (Hong et al. 2024)."""
+    chosen answer, without a reference (Hong et al. 2024). kto: value of an answer that is desirable or not, beside
+    the divergence on answers to other prompts (Ethayarajh et al. 2024). bradley_terry: -log sigmoid of the difference of two
+    scores, for a reward model (model.head.kind=reward)."""
     beta: PositiveFloat = 0.1
     """Weight of the divergence from the reference; ORPO's weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -30,6 +32,16 @@ class PreferenceSection(Section):
     reference: Literal["base", "stored"] = "base"
     """Model whose log-probabilities the loss starts from. base: the frozen weights under the adapters, in a
     forward pass of their own in each step. stored: what `raymega data reference` has put beside the dataset."""
+
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """bradley_terry only: difference that the chosen answer's score should exceed."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """bradley_terry only: weight of (chosen + rejected)^2, which keeps scores around 0; TRL's name."""
+
+    desirable_weight: PositiveFloat = 1.0
+    """kto only: weight of the losses of desirable answers."""
+    undesirable_weight: PositiveFloat = 1.0
+    """kto only: weight of the losses of undesirable answers."""
 
     @property
     def is_on(self) -> bool:

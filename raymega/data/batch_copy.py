@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raymega.parallel.context_parallel.context import EncoderInput, MicroBatch, PairBatch
+from raymega.parallel.context_parallel.context import (
+    EncoderInput,
+    MicroBatch,
+    PairBatch,
+    ScoreBatch,
+)
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.pinned_memory import recycled
 
@@ -114,13 +119,17 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
     )
 
 
-def _change_pairs(pairs: PairBatch, change: Change) -> PairBatch:
+def _change_pairs(pairs: PairBatch | ScoreBatch, change: Change) -> PairBatch | ScoreBatch:
+    if isinstance(pairs, ScoreBatch):
+        names = "places", "documents", "weights", "labels", "is_counted"
+        return replace(pairs, **{name: change(getattr(pairs, name)) for name in names})
     return replace(
         pairs,
         answers=change(pairs.answers),
         counts=change(pairs.counts),
         is_counted=change(pairs.is_counted),
         reference=None if pairs.reference is None else change(pairs.reference),
+        is_desirable=None if pairs.is_desirable is None else change(pairs.is_desirable),
     )
 
 

@@ -22,7 +22,7 @@ from raymega.config.data import (
     source_name,
 )
 from raymega.config.hub import download, hub_name
-from raymega.config.preference import PreferenceSection
+from raymega.config.preference import REFERENCE_FREE, PreferenceSection
 from raymega.config.schema import PluginsSection
 from raymega.data.blends.epochs import cache_need, epoch_faults
 from raymega.data.format import (
@@ -33,6 +33,8 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
+from raymega.data.heads.checks import row_form_faults
+from raymega.data.heads.form import form_of_values
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import (
     answer_cut,
@@ -168,32 +170,6 @@ def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
     ]
 
 
-def _row_faults(path: str, field: str, loss_on: str, *, has_pairs: bool) -> Iterator[Fault]:
-    """Yield the faults of a dataset, sound by itself, whose rows are of another form than the job needs."""
-    if is_computed(path):
-        return
-    meta = None if is_megatron(path) else meta_at(path)
-    is_preference = meta is not None and meta.row_format == "preference"
-    if is_preference and not has_pairs:
-        yield Fault(
-            fact=f"{field}={path!r} holds pairs of a chosen and a rejected answer",
-            rule="a run of this job would learn the rejected ones too",
-            remedy="set preference.loss_type=sigmoid, or prepare the chosen ones with --format chat --text-key chosen",
-        )
-    if has_pairs and not is_preference:
-        yield Fault(
-            fact=f"{field}={path!r} holds no pairs of answers",
-            rule="a job with preference.loss_type trains on pairs of a chosen and a rejected answer",
-            remedy="prepare it with --format preference, or set preference.loss_type=none",
-        )
-    if loss_on in ("assistant", "completion") and not (meta and meta.has_targets):
-        yield Fault(
-            fact=f"data.loss_on={loss_on}, and {field}={path!r} holds texts",
-            rule="only conversations say what the assistant writes",
-            remedy="set data.loss_on=auto, or prepare it with --format chat",
-        )
-
-
 def _not_prepared(path: str, folder: Path, wants: _Wants) -> Fault:
     rule = f"it must be `{SYNTHETIC_PATH}`, {MEGATRON}PREFIX or a folder with the {META_FILE} of a prepared dataset"
     # bytes and their end-of-document token are the smallest vocabulary, and may need more rows
@@ -276,14 +252,15 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     for number, entry in enumerate(named):
         field = f"data.validation[{number}].path"
         faults += check(entry.path, field=field, needs_valid=entry.split == "valid")
-    has_pairs = values.get("preference.loss_type", "none") != "none"
+    form = form_of_values(values)
     # what follows reads datasets that are sound by themselves
     if faults:
         return faults
     fields = section.datasets | {
         entry.path: f"data.validation[{number}].path" for number, entry in enumerate(named)
     }
-    if has_pairs and values.get("preference.reference") == "stored":
+    has_reference = values.get("preference.loss_type", "none") not in REFERENCE_FREE
+    if has_reference and values.get("preference.reference") == "stored":
         faults = [*_stored_faults(section, named, values["preference.loss_type"], is_evaluating)]
         if faults:
             return faults
@@ -292,7 +269,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
         *(
             fault
             for path, field in fields.items()
-            for fault in _row_faults(path, field, section.loss_on, has_pairs=has_pairs)
+            for fault in row_form_faults(path, field, section.loss_on, form)
         ),
     ]
     if faults or (not section.sources and not section.stages):
@@ -304,9 +281,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     plugins = PluginsSection(options=values.get("plugins.options", {}))
     seed = values.get("run.seed", 0)
     return list(
-        epoch_faults(
-            section, seed=seed, num_samples=num_samples, plugins=plugins, has_pairs=has_pairs
-        )
+        epoch_faults(section, seed=seed, num_samples=num_samples, plugins=plugins, form=form)
     )
 
 

@@ -36,6 +36,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 SPLITS = ("train", "valid")
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, without the end of its last document."""
+RowFormat = Literal[
+    "text", "chat", "preference", "kto", "classification", "token_classification", "multiple_choice"
+]
+"""Forms of the rows that a dataset is prepared from."""
 CONTEXT, EARLIER_ANSWER, LAST_ANSWER = 0, 1, 2
 """Kind of a token of a conversation as a label: none, of an earlier answer of the assistant, of its last one."""
 
@@ -156,7 +160,7 @@ class DatasetMeta:
     source: SourceMeta
     tokenizer: TokenizerMeta = TokenizerMeta()
     version: Literal[1, 2, 3] = 2
-    row_format: Literal["text", "chat", "preference"] = "text"
+    row_format: RowFormat = "text"
 
     @property
     def has_documents(self) -> bool:

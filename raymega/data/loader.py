@@ -7,12 +7,14 @@ assigns rows to samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 
+from raymega.config.heads.section import Pooling
 from raymega.data.batch_copy import PackedBatches, pack_batches
+from raymega.data.heads.score_batch import score_batch
 from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
@@ -20,7 +22,9 @@ from raymega.parallel.context_parallel.context import (
     Context,
     EncoderInput,
     MicroBatch,
+    PairBatch,
     Rows,
+    ScoreBatch,
     complete_rows,
     held_positions,
     no_context,
@@ -48,6 +52,7 @@ class Loader(Generic[R]):
         is_guessing: bool = False,
         is_encoder: bool = False,
         empty: Callable[[int], Row] = empty_row,
+        pooling: Pooling | Literal["none"] = "none",
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -60,12 +65,13 @@ class Loader(Generic[R]):
             depth: Number of further tokens to predict, see `MicroBatch.later`; 0 for none.
             is_encoder: True where rows have masks, so that micro-batches have an encoder's input.
             empty: Function from S to the row of a slot without a sample.
+            pooling: Tokens of a document that a head's scores are read at; none where documents have no scores.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
-        self._is_encoder, self._empty = is_encoder, empty
+        self._is_encoder, self._empty, self._pooling = is_encoder, empty, pooling
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -125,7 +131,7 @@ class Loader(Generic[R]):
             ),
             later=take_later() if self._depth else None,
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
-            pairs=pair_batch(rows, held, self._context) if any(r.num_pairs for r in rows) else None,
+            pairs=self._groups(rows, held),
         )
 
     def _places(self, rows: Sequence[Row]) -> tuple[Places, Places] | None:
@@ -141,6 +147,13 @@ class Loader(Generic[R]):
             documents, positions = documents[:1], positions[:1]
         cp, cp_rank = self._context.degree, self._context.index
         return stream_places(documents, positions, rows[0].documents, cp=cp, cp_rank=cp_rank)
+
+    def _groups(self, rows: Sequence[Row], held: torch.Tensor) -> PairBatch | ScoreBatch | None:
+        """Return the pairs of answers of rows, or their scored documents, of which there may be none."""
+        if self._pooling != "none":
+            return score_batch(rows, held, self._context, pooling=self._pooling)
+        has_pairs = any(row.num_pairs for row in rows)
+        return pair_batch(rows, held, self._context) if has_pairs else None
 
     def _row(self, sample: int) -> Row:
         """Return the row of a global sample; a masked slot gets an empty row, without labels."""

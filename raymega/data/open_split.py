@@ -19,12 +19,13 @@ from raymega.data.format import (
     META_FILE,
     DatasetMeta,
 )
+from raymega.data.heads.labelled import LabelledSource
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_key
 from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_keep, to_tables
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.row_rules.plugin_rows import open_named
-from raymega.data.rows import DocumentSource, Pairs, Source, SourceSetup
+from raymega.data.rows import TEXTS, DocumentSource, Pairs, RowForm, Source, SourceSetup
 from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
@@ -57,8 +58,10 @@ def answer_cut(shape: Shape) -> dict[str, object]:
     }
 
 
-def shape_of(section: DataSection, preference: PreferenceSection | None = None) -> Shape:
-    """Return the shape that a job's data section sets, for texts or for pairs."""
+def shape_of(
+    section: DataSection, preference: PreferenceSection | None = None, form: RowForm = TEXTS
+) -> Shape:
+    """Return the shape that a job's data section sets, for texts, for pairs, or for labelled documents."""
     return Shape(
         seq_len=section.text_len,
         packing=section.packing,
@@ -66,6 +69,7 @@ def shape_of(section: DataSection, preference: PreferenceSection | None = None) 
         multiple=section.document_multiple,
         loss_on=section.loss_on,
         pairs="none" if preference is None else pairs_of(preference),
+        form=form,
     )
 
 
@@ -113,7 +117,8 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
         raise DataError(no_documents(path))
     # open the rows: labels that count, and the key by which a node shares tables
     stream = TokenStream(files, meta.splits[split])
-    labels = labels_of(stream, meta, shape.counted_on)
+    is_labelled = shape.grouped.has_labels and meta.has_targets
+    labels = stream.read_targets if is_labelled else labels_of(stream, meta, shape.counted_on)
     key = split_key(meta, split) if is_packed else ""
     setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=meta.vocab_size)
     return _rows_of(stream, setup, labels=labels, key=key)
@@ -124,7 +129,11 @@ def open_synthetic(setup: SourceSetup) -> Source:
     shape, own = setup.shape, seed_of(setup.path, setup.seed)
     if shape.packing != "none":
         documents = SyntheticDocuments(
-            split=setup.split, seq_len=shape.seq_len, seed=own, loss_on=shape.counted_on
+            split=setup.split,
+            seq_len=shape.seq_len,
+            seed=own,
+            loss_on=shape.counted_on,
+            form=shape.grouped,
         )
         source = packed(documents, shape)
         if shape.pairs == "stored":
@@ -190,7 +199,8 @@ def pack_stream(
     lengths = share(key, "lengths", lambda: {"lengths": stream.document_lengths()})
     documents = StreamDocuments(stream, lengths["lengths"], vocab_size=vocab_size, labels=labels)
     # rows, under a name with everything that packing depends on
-    kind = "pairs" if shape.pairs != "none" else "rows"
+    form = shape.grouped
+    kind = f"{form.kind}-{form.size}-{int(form.is_causal)}" if form.size else "rows"
     name = f"{kind}-{shape.seq_len}-{shape.window}-{shape.multiple}-{int(documents.is_truncated)}"
     return packed(
         documents, shape, lambda make: from_tables(share(key, name, lambda: to_tables(make())))
@@ -199,8 +209,14 @@ def pack_stream(
 
 def packed(documents: Documents, shape: Shape, keep: Keep = no_keep) -> PackedSource:
     """Pack ``documents``, or pairs of them, into rows of ``shape``."""
-    if shape.pairs != "none":
-        pairs = PairDocuments(documents, seq_len=shape.seq_len, multiple=shape.multiple)
+    form = shape.grouped
+    if form.size:
+        pairs = PairDocuments(
+            documents, seq_len=shape.seq_len, multiple=shape.multiple, size=form.size, is_causal=form.is_causal,
+            least=LEAST_TARGET[shape.counted_on] if form.kind == "answers" else -1,
+        )  # fmt: skip
+        if form.has_labels:
+            return LabelledSource(pairs, form, window=shape.window, keep=keep)
         return PairedSource(pairs, window=shape.window, keep=keep)
     return PackedSource(
         documents, seq_len=shape.seq_len, window=shape.window, multiple=shape.multiple, keep=keep

@@ -47,8 +47,11 @@ class Documents(Protocol):
     def read(self, document: int, start: int, stop: int) -> Ints:
         """Return tokens [start, stop) of one document."""
 
-    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[Any] | None:
+        """Return which of tokens [start, stop) of one document count as labels; None if all do.
+
+        They are bools, or bytes with labels where the job reads such.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,14 @@ class Row:
             documents do not attend to each other. A row that is not packed is one document.
         token_types: Segment of each token, [S] int64, in a row with masks; else None.
         segment_pairs: Class of the pair of segments that begins at each token, [S] int64, -1 where none does.
-        num_pairs: Number of pairs of a chosen and a rejected answer: they are the first documents, the chosen one
-            of each pair first. 0 in a row of texts.
+        num_pairs: Number of pairs of a chosen and a rejected answer, or of other groups of documents: they are
+            the first documents, the chosen one of each pair first. 0 in a row of texts.
         stream_documents: Document of each token, [S] int64, -1 of padding, in a row of an encoder-decoder model; its
             ``documents`` are the tokens of the encoder and those of the decoder. Else None.
         stream_positions: Position of each token in its document's part of its stream, [S] int64; likewise.
         reference: Reference log-probability of each answer, [2 * num_pairs] float64; None where none is stored.
+        lengths: Number of tokens of each document of the groups, without its padding.
+        classes: Class, right choice or value of each group, [num_pairs] int64; None where documents have none.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -43,6 +45,8 @@ class Row:
     stream_positions: Ints | None = None
     num_pairs: int = 0
     reference: npt.NDArray[np.float64] | None = None
+    lengths: tuple[int, ...] = ()
+    classes: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +112,38 @@ LossOn = Literal["auto", "assistant", "completion", "all"]
 Pairs = Literal["none", "alone", "base", "stored"]
 
 
+class RowForm(NamedTuple):
+    """Form of the documents that a job reads.
+
+    Attributes:
+        kind: ``texts``; ``pairs`` of answers; ``answers`` with a boolean label, each before one of another prompt;
+            documents with ``classes`` or ``values``; ``choices`` of a question; ``tokens`` with classes.
+        size: Number of documents that belong together, and stay in one row; 0 for texts, which may be cut.
+        num_classes: Classes of a document or token; 0 without.
+        is_causal: Whether padding behind a document is seen by none of its tokens.
+    """
+
+    kind: Literal["texts", "pairs", "answers", "classes", "values", "choices", "tokens"]
+    size: int = 0
+    num_classes: int = 0
+    is_causal: bool = True
+
+    @property
+    def has_labels(self) -> bool:
+        """True where the dataset holds labels beside the tokens that count."""
+        return self.kind not in ("texts", "pairs")
+
+
+TEXTS, PAIRS, ANSWERS = RowForm("texts"), RowForm("pairs", 2), RowForm("answers", 2)
+UNDESIRABLE = 4
+"""Bit beside the tokens of an undesirable answer; the lower bits say which tokens the assistant wrote."""
+
+
+def choice_target(num_choices: int, *, is_right: bool) -> int:
+    """Return the byte beside the tokens of a question's choice."""
+    return 2 * num_choices + is_right
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """Rules by which a split is cut into samples.
@@ -120,6 +156,7 @@ class Shape:
         loss_on: Labels that count, as ``data.loss_on``.
         pairs: Use of a preference dataset: ``none`` for one of texts, else as ``preference.reference``, or
             ``alone`` where the loss asks no reference.
+        form: Form of the documents.
     """
 
     seq_len: int
@@ -128,6 +165,12 @@ class Shape:
     multiple: int = 1
     loss_on: LossOn = "auto"
     pairs: Pairs = "none"
+    form: RowForm = TEXTS
+
+    @property
+    def grouped(self) -> RowForm:
+        """Form of the documents, that of pairs where only their use is given."""
+        return PAIRS if self.form.kind == "texts" and self.pairs != "none" else self.form
 
     @property
     def counted_on(self) -> LossOn:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from raymega.config.data import DataSource, is_computed
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture, mixture_of
-from raymega.data.open_split import open_split, shape_of
+from raymega.data.heads.form import job_form
+from raymega.data.open_split import Shape, open_split, shape_of
 from raymega.data.order import RowOrder
 from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.row_rules.masking import Masks, Text
@@ -187,8 +188,12 @@ def first_rows(job: Job) -> list[list[int]]:
     return [[held.length for held in samples.held(sample)] for sample in first]
 
 
+def _shape(job: Job) -> Shape:
+    return shape_of(job.data, job.preference, job_form(job))
+
+
 def _open(mixture: Mixture, split: str, job: Job) -> Samples:
-    shape, seed, vocab_size = shape_of(job.data, job.preference), job.run.seed, job.model.vocab_size
+    shape, seed, vocab_size = _shape(job), job.run.seed, job.model.vocab_size
     fetcher = None
     if any(map(is_remote, mixture.datasets)):
         timeout_s = job.elastic.collective_timeout_s

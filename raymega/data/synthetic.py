@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import shake_128
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raymega.config.data import SYNTHETIC_PATH
-from raymega.data.rows import Row, ShardRows, whole_row
+from raymega.data.rows import TEXTS, UNDESIRABLE, Row, RowForm, ShardRows, choice_target, whole_row
 
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
@@ -67,9 +68,12 @@ class SyntheticDocuments:
     If a job asks for the labels of answers, they are conversations, as the windows of :class:`SyntheticSource`.
     """
 
-    def __init__(self, *, split: str, seq_len: int, seed: str, loss_on: str = "auto") -> None:
-        """Draw the lengths, uniform in their logarithm, up to 1.25 * S."""
-        self._loss_on, self.is_truncated = loss_on, loss_on in ANSWERS
+    def __init__(
+        self, *, split: str, seq_len: int, seed: str, loss_on: str = "auto", form: RowForm = TEXTS
+    ) -> None:
+        """Draw the lengths, uniform in their logarithm, up to 1.25 * S; ``form`` has the labels beside the tokens."""
+        self._loss_on, self.is_truncated = loss_on, loss_on in ANSWERS or form.has_labels
+        self._form = form
         self._name = f"{seed}/{split}/document"
         digits = shake_128(self._name.encode()).digest(2 * NUM_DOCUMENTS[split])
         shares = np.frombuffer(digits, dtype="<u2") / (1 << 16)
@@ -85,12 +89,39 @@ class SyntheticDocuments:
         """Return tokens [start, stop) of one document."""
         return _noisy_cycle(f"{self._name}/{document}", int(self.lengths[document]))[start:stop]
 
-    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Return which of tokens [start, stop) of one document count as labels; None if all do."""
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[Any] | None:
+        """Return which of tokens [start, stop) of one document count as labels; None if all do.
+
+        Labelled documents have their labels there, as `raymega.data.heads.labelled` reads them.
+        """
         if not self.is_truncated:
             return None
+        if self._form.has_labels:
+            return self._labels(document)[start:stop]
         name, length = f"{self._name}/{document}", int(self.lengths[document])
         return _answers(name, length, is_last_only=self._loss_on == "completion")[start:stop]
+
+    def _labels(self, document: int) -> npt.NDArray[np.uint8]:
+        """Return labels that the tokens decide: the first one a document's, each one its own, the largest first one."""
+        form, length = self._form, int(self.lengths[document])
+        first = int(self.read(document, 0, 1)[0])
+        if form.kind == "answers":
+            name, is_last_only = f"{self._name}/{document}", self._loss_on == "completion"
+            is_drawn = self._loss_on in ANSWERS
+            counted = (
+                _answers(name, length, is_last_only=is_last_only) if is_drawn else np.ones(length)
+            )
+            is_undesirable = int(self.read(document // 2 * 2, 0, 1)[0]) % 2
+            return (2 * counted + UNDESIRABLE * is_undesirable).astype(np.uint8)
+        if form.kind == "tokens":
+            tokens = self.read(document, 0, length)
+            return np.where(tokens % 5 == 0, 0, tokens % form.num_classes + 1).astype(np.uint8)
+        if form.kind == "choices":
+            begin = document // form.size * form.size
+            all_first = [int(self.read(begin + n, 0, 1)[0]) for n in range(form.size)]
+            is_right = int(np.argmax(all_first)) == document - begin
+            return np.full(length, choice_target(form.size, is_right=is_right), dtype=np.uint8)
+        return np.full(length, first % (form.num_classes or 8) + 1, dtype=np.uint8)
 
 
 def drawn_reference(name: str, num_pairs: int) -> npt.NDArray[np.float64]:

@@ -85,7 +85,7 @@ def plan_on(
     Raises:
         ConfigError: The grid is not legal for the model.
     """
-    raise_faults(ConfigError, encoder_faults(model, is_for_export=options.is_for_export))
+    raise_faults(ConfigError, next_token_faults(model, is_for_export=options.is_for_export))
     grid, degrees = grid_overrides(options.grid), degrees_of(options.grid)
     cpus = values.get("cpus") or (os.cpu_count() or 1) // prod(degrees.values()) or CPUS_OF_MANY
     raw: dict[str, Any] = {
@@ -115,8 +115,17 @@ def plan_on(
     return make_plan(parsed.job())
 
 
-def encoder_faults(model: ModelSection, *, is_for_export: bool = False) -> list[Fault]:
+def next_token_faults(model: ModelSection, *, is_for_export: bool = False) -> list[Fault]:
     """Return the fault of a model that scores no next token of a row, as its export may."""
+    if model.head.is_on:
+        return [
+            Fault(
+                fact=f"the checkpoint's model.head.kind={model.head.kind}",
+                rule="tasks and generation read the next token's scores, and this head has no vocabulary",
+                remedy="train with run.eval_samples above 0, which measures its loss and accuracy, or "
+                "export it with `raymega convert hf-export`",
+            )
+        ]
     parts = parts_of(model)
     if parts.is_encoder_decoder and not is_for_export:
         return [

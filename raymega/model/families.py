@@ -16,6 +16,7 @@ from raymega.model.attention.latent_attention import LatentAttention
 from raymega.model.attention.relative_attention import RelativeAttention
 from raymega.model.attention.rope import Rope
 from raymega.model.attention.self_attention import Attention
+from raymega.model.heads.score_head import ScoreHead
 from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.encoder_head import HeadTransform, PairHead
 from raymega.model.layers.lm_head import Head
@@ -83,6 +84,14 @@ def make_head(
     head = Head(norm, weight, model, factory, transform)
     head.segment_pairs = PairHead(factory) if model.encoder.has_pairs else None
     return head
+
+
+def make_score_head(factory: ParameterFactory, model: ModelSection) -> ScoreHead:
+    """Return the head of ``model.head`` behind the family's final norm."""
+    has_norm = parts_of(model).norms != "sum"
+    return ScoreHead(
+        factory, make_norm(factory, "final_norm", model) if has_norm else nn.Identity()
+    )
 
 
 def make_block(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
-from raymega.model.families import TOKEN_TABLE, make_block, make_head, make_norm
+from raymega.model.families import TOKEN_TABLE, make_block, make_head, make_norm, make_score_head
+from raymega.model.heads.score_head import ScoreHead
 from raymega.model.layers.lm_head import Head
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
@@ -35,11 +36,13 @@ def make_last(
     table: ShardedParameter | None,
     positions: nn.Module,
     experts: ExpertGroups,
-) -> Head:
+) -> Head | ScoreHead:
     """Return the head, with multi-token prediction; both share the token table where they need it.
 
     ``table`` is the embedding's weight if it is on this rank; else a new tied copy is made.
     """
+    if model.head.is_on:
+        return make_score_head(factory, model)
     if model.needs_token_table_last and table is None:
         table = factory.make(TOKEN_TABLE)
     head = make_head(factory, model, table)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.attention.rope import Rope
 from raymega.model.families import TOKEN_TABLE, make_block, make_embedding, make_positions
+from raymega.model.heads.objective import ScoreObjective
+from raymega.model.heads.score_head import ScoreHead, language_head
 from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
 from raymega.model.layers.embedding import EmbeddingNoise
 from raymega.model.layers.lm_head import Head
@@ -29,6 +31,7 @@ from raymega.parallel.context_parallel.context import (
     MicroBatch,
     PairBatch,
     Rows,
+    ScoreBatch,
     TokenLayout,
     make_token_ids,
     make_token_layout,
@@ -130,7 +133,7 @@ class StageModule(nn.Module):
         self.noise = EmbeddingNoise(seed, model.neftune_noise_alpha)
         self.embedding_dropout = ResidualDropout(seed, "embedding", model.hidden_dropout)
         self.layers = nn.ModuleDict(blocks)
-        self.head: Head | None = None
+        self.head: Head | ScoreHead | None = None
         if stage.is_last:
             if model.needs_token_table_last and self.embedding is not None:
                 token_table = self.embedding.tokens.weight
@@ -138,7 +141,7 @@ class StageModule(nn.Module):
                 factory, model, table=token_table, positions=self.rope, experts=experts
             )
         # set by others: the step, build, the weight buffer, memory.offload
-        self.objective: PairObjective | None = None
+        self.objective: PairObjective | ScoreObjective | None = None
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
         self.offloader: ActivationOffloader | None = None
@@ -171,7 +174,7 @@ class StageModule(nn.Module):
         rows: Rows | None = None,
         later: FutureLabels | None = None,
         encoder: EncoderInput | None = None,
-        pairs: PairBatch | None = None,
+        pairs: PairBatch | ScoreBatch | None = None,
     ) -> Tensor:
         """Run the stage's forward on one micro-batch.
 
@@ -187,7 +190,7 @@ class StageModule(nn.Module):
             rows: Documents in each row; None is one document a row, whole on this rank.
             later: Labels and mask of multi-token prediction; None predicts the next token only.
             encoder: Token types and pairs of encoders; None is type 0 everywhere and no pairs.
-            pairs: Pairs whose loss it is, by :attr:`objective`; None for the loss of tokens.
+            pairs: Pairs or scored documents whose loss it is, by :attr:`objective`; None for the loss of tokens.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
@@ -203,11 +206,10 @@ class StageModule(nn.Module):
             return x
         # head: the loss of the next token
         self.before_use(self.head)
-        if pairs is not None:
-            assert self.objective is not None, "a job that reads pairs has set it"
-            losses = self.head.token_losses(x, labels)
-            loss = self.objective.loss_sum(losses, mask, pairs, token_layout.context)
-            return self._used(self.head, loss)
+        if pairs is not None or isinstance(self.head, ScoreHead):
+            assert self.objective is not None, "a job that reads pairs or has scores has set it"
+            given = self.head, x, (labels, mask), pairs, token_layout.context
+            return self._used(self.head, self.objective.stage_loss(*given))
         if self.head.segment_pairs is not None and encoder is not None:
             x = self.head.norm(x)
             loss = self.head.loss_sum_after_norm(x, labels, mask)
@@ -266,7 +268,7 @@ class StageModule(nn.Module):
     def score(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor | TokenScores:
         """Return the activation for the next stage, or the last stage's scores [S/cp, B] of the labels that count."""
         x = self.evaluated(micro_batch, hidden)
-        return x if self.head is None else self.head.scores(x, micro_batch)
+        return x if self.head is None else language_head(self.head).scores(x, micro_batch)
 
     def top_tokens(
         self, micro_batch: MicroBatch, hidden: Tensor | None, k: int
@@ -276,7 +278,8 @@ class StageModule(nn.Module):
         They are those of the n positions where a label is above 0: logits and ids, [n, k] each.
         """
         x = self.evaluated(micro_batch, hidden)
-        return x if self.head is None else self.head.top_tokens(x, micro_batch.labels > 0, k)
+        is_asked = micro_batch.labels > 0
+        return x if self.head is None else language_head(self.head).top_tokens(x, is_asked, k)
 
     def evaluated(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Return the residual stream behind this stage's blocks, without dropout."""

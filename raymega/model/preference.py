@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from raymega.config.preference import PreferenceSection
-from raymega.model.preference_losses import LOSSES, Answers, rewards
+from raymega.model.layers.lm_head import Head
+from raymega.model.preference_losses import LOSSES, Answers, kto_margin, rewards
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.context_parallel.context import Context, PairBatch
 from raymega.parallel.core.linear_map import with_gradient
 
-STATISTICS = ("chosen_reward", "rejected_reward", "accuracy")
+STATISTICS = ("chosen_reward", "rejected_reward", "accuracy", "divergence")
 """Means over pairs that are reported beside the loss."""
 
 
@@ -24,7 +25,7 @@ class PairObjective:
 
     Attributes:
         section: Loss and its parameters.
-        sums: Sums of the statistics since they were taken, [3] float64.
+        sums: Sums of the statistics since they were taken, [4] float64.
     """
 
     def __init__(self, section: PreferenceSection, device: torch.device) -> None:
@@ -37,6 +38,28 @@ class PairObjective:
         loss, statistics = pair_loss_sum(own, pairs, self.section, context)
         self.sums = self.sums + statistics
         return loss
+
+    def stage_loss(
+        self,
+        head: object,
+        x: Tensor,
+        targets: tuple[Tensor, Tensor],
+        pairs: object,
+        context: Context,
+    ) -> Tensor:
+        """Return :meth:`loss_sum` of a residual stream x [S/sp, B, D], by the language model's head.
+
+        Args:
+            head: Head of the stage.
+            x: Residual stream.
+            targets: Labels and loss mask, [B, S/cp] each.
+            pairs: Pairs of the micro-batch.
+            context: Ranks that share the tokens.
+        """
+        assert isinstance(head, Head), "pairs have log-probabilities"
+        assert isinstance(pairs, PairBatch), "a job of this objective reads pairs"
+        labels, mask = targets
+        return self.loss_sum(head.token_losses(x, labels), mask, pairs, context)
 
     def take_sums(self) -> Tensor:
         """Return and reset the sums of the statistics."""
@@ -77,8 +100,8 @@ def pair_loss_sum(
         context: Ranks that share the tokens.
 
     Returns:
-        A scalar float64, and [3] float64: rewards of chosen answers, of rejected ones, and the
-        number of pairs in which the chosen one's is larger.
+        A scalar float64, and [4] float64: rewards of chosen answers, of rejected ones, the number of pairs in
+        which the chosen one's is larger, and the divergence that kto estimates.
     """
     whole = sum_over_context(own, context).requires_grad_()
     reference = pairs.reference
@@ -92,14 +115,30 @@ def pair_loss_sum(
             policy=torch.where(pairs.is_counted[:, None] > 0, whole.view(-1, 2), -1.0),
             reference=reference.view(-1, 2),
             counts=pairs.counts.view(-1, 2).clamp(min=1),
+            is_desirable=pairs.is_desirable,
+            divergence=None if pairs.baseline is None else pairs.baseline[0],
         )
         by_pair = LOSSES[section.loss_type](answers, section)
         loss = (by_pair * pairs.is_counted).sum()
         (slope,) = torch.autograd.grad(loss, whole)
     # of this rank's tokens: a linear function with the same derivative
     is_first = float(context.index == 0)
-    earned = rewards(answers, section).detach() * pairs.is_counted[:, None]
-    is_right = (earned[:, 0] > earned[:, 1]).double()
-    statistics = torch.stack((*earned.sum(0), is_right.sum())) * is_first
+    statistics = _statistics(answers, pairs, section) * is_first
     total = loss.detach() * is_first
     return with_gradient(total, (own * slope).sum(), lambda gradient: gradient), statistics
+
+
+def _statistics(answers: Answers, pairs: PairBatch, section: PreferenceSection) -> Tensor:
+    """Return the sums over pairs of STATISTICS; of kto the rewards are scaled to means over answers of their label."""
+    counted = pairs.is_counted
+    earned = rewards(answers, section).detach() * counted[:, None]
+    if pairs.is_desirable is None:
+        is_right = (earned[:, 0] > earned[:, 1]).double()
+        nothing = torch.zeros_like(is_right)
+        return torch.stack((*earned.sum(0), is_right.sum(), nothing.sum()))
+    assert pairs.baseline is not None, "a pass before the step estimates it"
+    is_right = (kto_margin(answers).detach() > 0).double() * counted
+    divergence, of_desirable, of_others = pairs.baseline.unbind()
+    good = (earned[:, 0] * pairs.is_desirable).sum() * of_desirable
+    bad = (earned[:, 0] * (1 - pairs.is_desirable)).sum() * of_others
+    return torch.stack((good, bad, is_right.sum(), divergence * counted.sum()))

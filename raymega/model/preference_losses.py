@@ -23,11 +23,15 @@ class Answers:
         policy: Sum over an answer's labels of their log-probabilities by the model that is trained.
         reference: The same by the reference model; 0 where there is none.
         counts: Number of labels of each answer, at least 1.
+        is_desirable: kto only: 1 where the first answer is desirable, else 0: [P]. The second is that of another prompt.
+        divergence: kto only: estimate of the divergence from the reference, a scalar.
     """
 
     policy: Tensor
     reference: Tensor
     counts: Tensor
+    is_desirable: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 Loss = Callable[[Answers, PreferenceSection], Tensor]
@@ -77,5 +81,21 @@ def orpo(answers: Answers, section: PreferenceSection) -> Tensor:
     return -means[:, 0] - section.beta * logsigmoid(chosen - rejected)
 
 
-LOSSES: dict[str, Loss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "orpo": orpo}
+def kto(answers: Answers, section: PreferenceSection) -> Tensor:
+    """KTO (Ethayarajh et al. 2024, equation 7), as TRL's KTOTrainer has it: 1 less the value of each answer."""
+    assert answers.is_desirable is not None, "the data have a label an answer"
+    good = answers.is_desirable
+    weight = good * section.desirable_weight + (1 - good) * section.undesirable_weight
+    return weight * (1 - torch.sigmoid(section.beta * kto_margin(answers)))
+
+
+def kto_margin(answers: Answers) -> Tensor:
+    """Return by how much the log-ratio of each pair's first answer is on the side of its label, [P]."""
+    assert answers.is_desirable is not None, "the data have a label an answer"
+    assert answers.divergence is not None, "a pass before the step estimates it"
+    side = torch.where(answers.is_desirable > 0, 1.0, -1.0)
+    return side * ((answers.policy - answers.reference)[:, 0] - answers.divergence)
+
+
+LOSSES: dict[str, Loss] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo, "orpo": orpo, "kto": kto}
 """Losses by ``preference.loss_type``."""

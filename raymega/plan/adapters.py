@@ -88,7 +88,9 @@ def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
 def is_target(tensor: TableTensor, model: ModelSection) -> bool:
     """Return whether a weight of a block gets an adapter."""
     name, lora = tensor.name, model.lora
-    if not lora.r or tensor.role != "matrix" or name.endswith(NO_LINEARS) or "." not in name:
+    if not lora.r or _is_of_new_head(name, model):
+        return False
+    if tensor.role != "matrix" or name.endswith(NO_LINEARS) or "." not in name:
         return False
     linear = name.removesuffix(".weight")
     return any(
@@ -118,7 +120,14 @@ def _meets(pattern: str, layer: int) -> bool | int:
 def _is_trained(name: str, model: ModelSection) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in model.train):
         return True
+    # beside adapters a new head is trained whole, as PEFT does
+    if model.lora.r and _is_of_new_head(name, model):
+        return True
     return not (model.lora.r or any(fnmatchcase(name, pattern) for pattern in model.freeze))
+
+
+def _is_of_new_head(name: str, model: ModelSection) -> bool:
+    return model.head.is_on and name.startswith("head.")
 
 
 def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:

@@ -43,11 +43,11 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     if parts_of(model).is_encoder_decoder:
         # each side has tokens of its own, and only the decoder's meet the head
         _, decoder = side_lengths(model, seq_len)
-        forward = sum(layer_flops(model, seq_len)) + decoder * _head_flops(model)
+        forward = sum(layer_flops(model, seq_len)) + decoder * 2 * head_weights(model)
         return FORWARD_AND_BACKWARD * forward / seq_len
     # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
-    head = model.vocab_size * model.hidden_size + _transform_weights(model)
+    head = head_weights(model)
     layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
     forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
     forward += 2 * active_weights(mtp_tensors(model), model)
@@ -91,8 +91,15 @@ def layer_costs(model: ModelSection, seq_len: float) -> tuple[float, ...]:
     return tuple(each / flops[-1] for each in flops)
 
 
-def _head_flops(model: ModelSection) -> float:
-    return 2.0 * model.vocab_size * model.hidden_size
+def head_weights(model: ModelSection) -> int:
+    """Return the matrix elements of the head that one token is multiplied with.
+
+    A pooler, and a head of whole documents unless it takes means, see few tokens; they are counted as none.
+    """
+    if not model.head.is_on:
+        return model.vocab_size * model.hidden_size + _transform_weights(model)
+    is_of_all = model.head.pooling == "mean" or model.head.kind == "token_classification"
+    return model.head.num_scores * model.hidden_size * is_of_all
 
 
 def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
@@ -126,10 +133,14 @@ def loss_cost(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
     if parts_of(model).is_encoder_decoder:
         _, decoder = side_lengths(model, seq_len)
-        return decoder * _head_flops(model) / layer_flops(model, seq_len)[-1]
+        return decoder * 2 * head_weights(model) / layer_flops(model, seq_len)[-1]
     layer = active_weights(layer_tensors(model, model.num_layers - 1), model)
     further = active_weights(mtp_tensors(model), model)
-    head = embedding_tensors(model)[0].num_elements + _transform_weights(model)
+    head = (
+        head_weights(model)
+        if model.head.is_on
+        else embedding_tensors(model)[0].num_elements + _transform_weights(model)
+    )
     return ((1 + model.num_nextn_predict_layers) * head + further) / layer
 
 

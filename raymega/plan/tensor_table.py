@@ -267,6 +267,8 @@ def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Return the final norm, the head's own weight when it is not tied, and an encoder's heads."""
     family = parts_of(model)
     table = _norm("final_norm", model) if family.norms != "sum" else []
+    if model.head.is_on:
+        return with_tuning([*table, *_score_head_tensors(model)], model)
     if not model.tie_word_embeddings:
         head = _table("head", model, role="head")
         is_t5, std = family.is_encoder_decoder, model.hidden_size**-0.5
@@ -287,6 +289,19 @@ def _encoder_head_tensors(model: ModelSection) -> list[GlobalTensor]:
         table += [_scaled(weight, model), _bias(f"head.{name}", size, tp_dim=-1)]
     of_rows = replace(_bias("head", rows, tp_dim=0), padded_rows=rows - model.vocab_size)
     return [*table, *_norm("head.transform_norm", model), of_rows]
+
+
+def _score_head_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Return the linear layer of a head without a vocabulary, and BERT's pooler before it; whole on every rank."""
+    width, head, table = model.hidden_size, model.head, []
+    is_causal = parts_of(model).is_causal
+    sizes = {"pooler": width} if head.has_pooler(is_causal=is_causal) else {}
+    for name, size in (sizes | {"score": head.num_scores}).items():
+        weight = _weight(f"head.{name}", (size, width), tp_dim=-1, std=model.initializer_range)
+        table.append(_scaled(weight, model))
+        if name == "pooler" or head.has_bias(is_causal=is_causal):
+            table.append(_bias(f"head.{name}", size, tp_dim=-1))
+    return table
 
 
 def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from raymega.data.format import local_folder
 from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, first_few
-from raymega.prepare.chat.rows import RowFormat
+from raymega.prepare.chat.rows import CHATS, RowFormat
 from raymega.prepare.output import FolderOutput
 from raymega.prepare.readers.pieces import SourceFile
 from raymega.prepare.remote_output import StoreOutput
@@ -156,12 +156,12 @@ def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
     if options.row_format != "text" and options.tokenizer.startswith(BPE_PREFIX):
         yield Fault(
             fact=f"--format {options.row_format} with --tokenizer {options.tokenizer}",
-            rule="conversations are tokenized as the model is that they tune, by its own tokenizer",
+            rule="these rows are tokenized as the model is that they tune, by its own tokenizer",
             remedy="give the folder of that model as --tokenizer",
         )
-    if options.chat_template and options.row_format == "text":
+    if options.chat_template and options.row_format not in CHATS:
         yield Fault(
-            fact=f"--chat-template {options.chat_template} with --format text",
+            fact=f"--chat-template {options.chat_template} with --format {options.row_format}",
             rule="only conversations are rendered",
             remedy="add --format chat, or leave it out",
         )
@@ -176,7 +176,7 @@ def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
 def _no_rows(files: Sequence[str], row_format: RowFormat) -> Fault:
     return Fault(
         fact=f"{first_few(files)} with --format {row_format}",
-        rule=f"conversations are rows of {', '.join(ROW_FORMATS)}",
+        rule=f"such rows are read of {', '.join(ROW_FORMATS)}",
         remedy="name the files with rows by --include '*.jsonl'",
     )
 

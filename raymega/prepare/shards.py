@@ -6,6 +6,7 @@ wrote is joined to the dataset's shards by `raymega.prepare.assembly`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -15,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.arrow import ShardWriter
-from raymega.data.format import TOKENIZER_FILE, ShardMeta
+from raymega.data.format import TOKENIZER_FILE, RowFormat, ShardMeta
 from raymega.errors import Fault, RaymegaError
+from raymega.prepare.chat.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
-from raymega.prepare.chat.targets import Labelled
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
+from raymega.prepare.labels.documents import labelled_documents
+from raymega.prepare.labels.labelled import Labelled
+from raymega.prepare.labels.rows import LABELLED
 from raymega.prepare.readers.pieces import ShardGroup
 from raymega.prepare.sources import split_of
 from raymega.prepare.tokenizer.encoder import (
@@ -110,29 +114,32 @@ def _write_group(
     group: ShardGroup, documents: Documents, folder: Path, valid_fraction: float, encoder: Encoder
 ) -> GroupDone:
     splits: dict[str, _Split] = {}
+    answers = defaultdict[str, AnswerPairs](lambda: AnswerPairs(encoder.label))
     # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
     with ExitStack() as stack:
         for document in documents:
-            labelled = list[Labelled]()
-            if encoder.labeller:
-                try:
-                    labelled = list(map(encoder.labeller.label, read_conversations(document.text)))
-                except RenderError as error:
-                    documents.refuse(document.name, str(error))
-                    continue
             name = split_of(document.text, valid_fraction)
+            try:
+                labelled = _labelled(document, group.row_format, encoder, answers[name])
+            except RenderError as error:
+                documents.refuse(document.name, str(error))
+                continue
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(
-                    folder, file, dtype=encoder.dtype, has_targets=encoder.labeller is not None
+                    folder, file, dtype=encoder.dtype, has_targets=group.row_format != "text"
                 )
                 splits[name] = _Split(stack.enter_context(writer), encoder)
-            if encoder.labeller:
+            if group.row_format != "text":
                 splits[name].add_labelled(document, labelled)
             else:
                 splits[name].add(document)
             num_replaced += document.num_replaced
+        # the first row of each split, which the last one's answer follows
+        for name, waiting in answers.items():
+            for document, labelled in waiting.close():
+                splits[name].add_labelled(document, labelled)
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
     for name, part in parts.items():
@@ -147,6 +154,27 @@ def _write_group(
         bad=tuple(documents.bad),
         parts=parts,
     )
+
+
+def _labelled(
+    document: Document, row_format: RowFormat, encoder: Encoder, answers: AnswerPairs
+) -> list[Labelled]:
+    """Return the documents of a row with the byte beside each token; none of plain text, or of a row that waits.
+
+    Raises:
+        RenderError: The row's conversation is refused.
+    """
+    text = document.text
+    if row_format == "kto":
+        return answers.add(document)
+    if row_format in LABELLED:
+        rules = encoder.rules
+        return labelled_documents(
+            text, row_format, encoder.ids, bos_id=rules.bos_id, eod_id=rules.eod_id
+        )
+    if encoder.labeller is None:
+        return []
+    return list(map(encoder.labeller.label, read_conversations(text)))
 
 
 def encode_array(array: Counts) -> bytes:
@@ -175,7 +203,7 @@ class _Split:
             self._encode()
 
     def add_labelled(self, document: Document, labelled: list[Labelled]) -> None:
-        self._num_text_bytes += document.num_bytes
+        self._num_text_bytes += document.num_bytes * bool(labelled)
         for each in labelled:
             self.origins.append((document.piece, document.row))
             self._counts += np.bincount(each.ids, minlength=len(self._counts))

@@ -53,6 +53,7 @@ STEP_COLUMNS = (
 EVALUATION_COLUMNS = (
     ("eval/loss", "loss {:.4f}", 1.0),
     ("eval/perplexity", "perplexity {:.2f}", 1.0),
+    ("eval/accuracy", "accuracy {:.4f}", 1.0),
 )
 Trouble = SaveFailed | AttemptFailed | BadStep | StragglerDetected | RoutingCollapsed
 
@@ -122,16 +123,16 @@ def _cells(metrics: Mapping[str, float], columns: tuple[tuple[str, str, float], 
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """Return loss and perplexity, of each named set where there are any."""
+    """Return loss and perplexity or accuracy, of each named set where there are any."""
     start = "eval/set_loss/"
     names = [name.removeprefix(start) for name in metrics if name.startswith(start)]
     if not names:
         return ", ".join(_cells(metrics, EVALUATION_COLUMNS))
-    return "; ".join(
-        f"{name} loss {metrics[start + name]:.4f}, "
-        f"perplexity {metrics[f'eval/set_perplexity/{name}']:.2f}"
+    columns = {
+        name: [(f"{of.replace('/', '/set_')}/{name}", form, factor) for of, form, factor in EVALUATION_COLUMNS]
         for name in names
-    )
+    }  # fmt: skip
+    return "; ".join(f"{name} {', '.join(_cells(metrics, columns[name]))}" for name in names)
 
 
 def _tasks(metrics: Mapping[str, float]) -> str:

@@ -77,6 +77,9 @@ METRICS = (
     _gauge("preference/rejected_reward", "1", "Mean reward of rejected answers; preference training only."),
     _gauge("preference/accuracy", "1",
            "Share of pairs whose chosen answer has the larger reward; preference training only."),
+    _gauge("head/accuracy", "1", "Share of documents, questions or tokens whose class has the largest score; heads only."),
+    _gauge("preference/divergence", "nats",
+           "Estimate of the divergence from the reference on answers to other prompts; kto only."),
     _gauge("train/grad_norm", "1", "L2 norm of the whole gradient, before clipping."),
     _gauge("train/lr", "1", "Learning rate of the step."),
     _part_gauge("train/role_lr", "role", "1",
@@ -136,6 +139,8 @@ METRICS = (
     _part_gauge("moe/router_loss", "layer", "1", "Load balancing loss plus z-loss, mean over tokens."),
     # validation
     _gauge("eval/loss", "nats", "Mean cross entropy of the validation tokens."),
+    _gauge("eval/accuracy", "1", "Share of validation documents, questions, tokens or pairs that a head gets right."),
+    _part_gauge("eval/set_accuracy", "set", "1", "eval/accuracy of a named validation set."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
     _part_gauge(
         "eval/set_loss", "set", "nats", "Mean cross entropy of a named validation set's tokens."

@@ -18,6 +18,7 @@ from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader
 from raymega.data.row_rules.span_corruption import empty_row_of
 from raymega.data.samples import Samples, open_samples, open_validation
+from raymega.model.heads.objective import ScoreObjective
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference import PairObjective
@@ -37,7 +38,7 @@ from raymega.pipeline.pass_timer import PassTimer
 from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
 from raymega.plan.hardware.tp_overlap import overlaps_messages
-from raymega.plan.layers.family_parts import parts_of
+from raymega.plan.layers.family_parts import parts_of, score_pooling
 from raymega.plan.memory.activation_bytes import attention_weight_bytes
 from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.packing.step_estimate import step_cost, step_limits
@@ -45,7 +46,13 @@ from raymega.plan.run_plan import RunPlan
 from raymega.schedule.posting import receive_posts
 from raymega.schedule.table import make_forward_only, make_schedule
 from raymega.train.build_model import DTYPES, build_model
-from raymega.train.forward_only import AddReference, ForwardOnly, no_reference, reference_by_base
+from raymega.train.forward_only import (
+    AddReference,
+    ForwardOnly,
+    no_reference,
+    reference_by_base,
+    with_baseline,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,14 +194,21 @@ def build_parts(
 def _with_objective(
     parts: TrainingComponents, p2p: PointToPoint, progress: Callable[[], None]
 ) -> TrainingComponents:
-    """Return the components with the loss of pairs, and with the pass that computes its reference, if the job has them."""
-    section = parts.plan.job.preference
+    """Return the components with the loss of pairs or scores, and with the pass that computes a reference, if the job has them."""
+    section, model = parts.plan.job.preference, parts.plan.job.model
     for module in parts.modules:
-        module.objective = PairObjective(section, parts.device) if section.is_on else None
-    if not section.needs_reference or section.reference != "base":
+        if model.head.is_on:
+            module.objective = ScoreObjective(model, section, parts.device)
+        elif section.is_on:
+            module.objective = PairObjective(section, parts.device)
+    is_live, is_kto = section.reference == "base", section.loss_type == "kto"
+    if not section.needs_reference or not (is_live or is_kto):
         return parts
     forward = make_forward(parts, p2p, progress)
-    return replace(parts, add_reference=reference_by_base(forward))
+    add = reference_by_base(forward) if is_live else no_reference
+    if is_kto:
+        add = with_baseline(add, forward, parts.groups.world, parts.coords.tp)
+    return replace(parts, add_reference=add)
 
 
 def make_forward(
@@ -279,6 +293,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             is_guessing=is_training,
             is_encoder=not parts_of(job.model).is_causal,
             empty=empty_row_of(job.model),
+            pooling=score_pooling(job.model),
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.

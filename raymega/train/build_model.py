@@ -15,6 +15,7 @@ from torch import Tensor
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
 from raymega.model.encoder_decoder import stage_type
+from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import Context
@@ -185,8 +186,8 @@ def _build_modules(
             )
         )
         modules[-1].recompute(job.memory, host)
-        if modules[-1].head is not None and job.model.loss != "cross_entropy":
-            modules[-1].head.training_loss = plugin_loss(job)
+        if job.model.loss != "cross_entropy" and (head := modules[-1].head):
+            language_head(head).training_loss = plugin_loss(job)
     return modules
 
 

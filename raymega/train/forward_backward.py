@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
+from typing import NamedTuple
 
 import torch
 
 from raymega.errors import DataError, Fault
+from raymega.model.heads.objective import ACCURACY, reported_statistics
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.world import raise_if_aborted
 from raymega.parallel.context_parallel.context import MicroBatch
@@ -96,26 +98,41 @@ def evaluate(parts: TrainingComponents) -> dict[str, float]:
     """
     if parts.evaluation is None:
         return {}
-    losses = {
+    found = {
         name: _evaluate_set(parts, parts.evaluation, name, loader.micro_batches(batch, 0))
         for name, (batch, loader) in parts.evaluation.sets.items()
     }
-    # The loss of a pair is no logarithm of a probability.
-    metrics_of = _loss_alone if parts.plan.job.preference.is_on else _with_perplexity
-    metrics = metrics_of("eval/", "", next(iter(losses.values())))
-    for name, loss in losses.items():
-        metrics |= metrics_of("eval/set_", f"/{name}", loss) if name else {}
+    # The loss of a pair or of a class is no logarithm of a token's probability.
+    job = parts.plan.job
+    has_accuracy = job.model.head.is_on and "accuracy" in reported_statistics(job)
+    metrics_of = _with_perplexity
+    if job.preference.is_on or job.model.head.is_on:
+        metrics_of = _with_accuracy if has_accuracy else _loss_alone
+    metrics = metrics_of("eval/", "", next(iter(found.values())))
+    for name, each in found.items():
+        metrics |= metrics_of("eval/set_", f"/{name}", each) if name else {}
     return metrics
 
 
-def _loss_alone(prefix: str, suffix: str, loss: float) -> dict[str, float]:
-    return {f"{prefix}loss{suffix}": loss}
+class SetMeans(NamedTuple):
+    """Means over a validation set: loss in nats per token, or of a pair or document, and share of right answers."""
+
+    loss: float
+    accuracy: float
 
 
-def _with_perplexity(prefix: str, suffix: str, loss: float) -> dict[str, float]:
+def _loss_alone(prefix: str, suffix: str, means: SetMeans) -> dict[str, float]:
+    return {f"{prefix}loss{suffix}": means.loss}
+
+
+def _with_accuracy(prefix: str, suffix: str, means: SetMeans) -> dict[str, float]:
+    return {f"{prefix}loss{suffix}": means.loss, f"{prefix}accuracy{suffix}": means.accuracy}
+
+
+def _with_perplexity(prefix: str, suffix: str, means: SetMeans) -> dict[str, float]:
     # exp(700) is near the largest float64; a diverged loss must not raise OverflowError
-    perplexity = exp(min(loss, 700.0))
-    return {f"{prefix}loss{suffix}": loss, f"{prefix}perplexity{suffix}": perplexity}
+    perplexity = exp(min(means.loss, 700.0))
+    return {f"{prefix}loss{suffix}": means.loss, f"{prefix}perplexity{suffix}": perplexity}
 
 
 def _evaluate_set(
@@ -123,8 +140,11 @@ def _evaluate_set(
     evaluation: Evaluation,
     name: str,
     micro_batches: Sequence[MicroBatch],
-) -> float:
-    """Return the mean loss of a validation set, in nats per token, or of a pair."""
+) -> SetMeans:
+    """Return the means over a validation set."""
+    objectives = [module.objective for module in parts.modules if module.objective]
+    for objective in objectives:  # what training left is no part of this set
+        objective.take_sums()
     micro_batches = parts.add_reference(micro_batches)
     parts.weights.start_gather()
     executor = evaluation.executor_for(len(micro_batches))
@@ -133,12 +153,13 @@ def _evaluate_set(
     loss_sum = executor.run(micro_batches, is_recording=False, lengths=lengths).loss_sum
     # tp ranks compute the same loss; count it once
     is_counted = parts.has_loss and parts.coords.tp == 0
+    right = sum(float(each.take_sums()[ACCURACY]) for each in objectives)
     tokens = float(sum(batch.divisor for batch in micro_batches))
     mine = [float(loss_sum), tokens] if is_counted else [0.0, 0.0]
-    total_loss, total_tokens = sum_over_world(parts, mine)
+    total_loss, total_tokens, total_right = sum_over_world(parts, [*mine, right * is_counted])
     if not total_tokens:
         raise DataError(no_labels(f"the evaluation of {name!r}" if name else "the evaluation"))
-    return total_loss / total_tokens
+    return SetMeans(loss=total_loss / total_tokens, accuracy=total_right / total_tokens)
 
 
 def no_labels(what: str) -> Fault:

@@ -15,9 +15,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference import own_log_probs, sum_over_context
-from raymega.parallel.context_parallel.context import MicroBatch
+from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.context_parallel.context import MicroBatch, PairBatch
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.run_plan import RunPlan
@@ -108,12 +111,64 @@ def reference_by_base(forward: ForwardOnly) -> AddReference:
             return list(micro_batches)
         return [
             batch
-            if batch.pairs is None
+            if not isinstance(batch.pairs, PairBatch)
             else replace(batch, pairs=replace(batch.pairs, reference=sums))
             for batch, sums in zip(micro_batches, found, strict=True)
         ]
 
     return add
+
+
+def with_baseline(
+    add: AddReference, forward: ForwardOnly, world: Group, tp_rank: int
+) -> AddReference:
+    """Return ``add``, followed by kto's estimate of the divergence from the reference on a whole batch.
+
+    A further pass has the log-probabilities of answers to other prompts, by the weights that are trained.
+
+    Args:
+        add: Function that adds the reference.
+        forward: Forward-only pipeline of the rank.
+        world: All ranks.
+        tp_rank: Tensor-parallel coordinate; the first one counts.
+    """
+
+    def add_baseline(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        batches = add(micro_batches)
+        found: list[Tensor] = forward.run(answer_log_probs, batches)
+        sums = torch.zeros(4, dtype=torch.float64, device=world_device(forward))
+        for batch, policy in zip(batches, found, strict=False):
+            if isinstance(pairs := batch.pairs, PairBatch):
+                sums += _baseline_sums(pairs, policy)
+        first = (batches[0].rows.context or forward.modules[0].context).index == 0
+        total = all_reduce(sums * float(first and tp_rank == 0), world)
+        divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+        both = total[2] + total[3]
+        baseline = torch.stack((divergence, *(both / total[2:].clamp(min=1)).unbind()))
+        return [
+            replace(batch, pairs=replace(batch.pairs, baseline=baseline))
+            if isinstance(batch.pairs, PairBatch)
+            else batch
+            for batch in batches
+        ]
+
+    return add_baseline
+
+
+def world_device(forward: ForwardOnly) -> torch.device:
+    """Return the device of a pipeline's weights."""
+    return next(forward.modules[0].parameters()).device
+
+
+def _baseline_sums(pairs: PairBatch, policy: Tensor) -> Tensor:
+    """Return sums over pairs: log-ratios of second answers, their number, and desirable and other first answers."""
+    assert pairs.reference is not None, "it was added before"
+    assert pairs.is_desirable is not None, "the data have a label an answer"
+    counts = (pairs.counts.view(-1, 2)[:, 1] > 0).double()
+    ratios = (policy - pairs.reference).view(-1, 2)[:, 1] * counts
+    good, counted = pairs.is_desirable, pairs.is_counted
+    sums = ratios.sum(), counts.sum(), (good * counted).sum(), ((1 - good) * counted).sum()
+    return torch.stack(sums)
 
 
 def answer_log_probs(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
@@ -124,10 +179,10 @@ def answer_log_probs(module: StageModule, micro_batch: MicroBatch, hidden: Tenso
     x, pairs = module.evaluated(micro_batch, hidden), micro_batch.pairs
     if module.head is None:
         return x
-    if pairs is None:  # no pair in any row
+    if not isinstance(pairs, PairBatch):  # no pair in any row
         return x.new_zeros(0)
     # sum each answer's labels, then over the ranks that share its tokens
-    losses = module.head.token_losses(x, micro_batch.labels)
+    losses = language_head(module.head).token_losses(x, micro_batch.labels)
     context = micro_batch.rows.context or module.context
     return sum_over_context(own_log_probs(losses, micro_batch.mask, pairs), context)
 

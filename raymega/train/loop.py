@@ -241,7 +241,9 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
     }
-    metrics |= {f"preference/{name}": mean for name, mean in outcome.pair_means.items()}
+    # pairs of answers have rewards beside their accuracy, classes have the accuracy alone
+    of_pairs = "preference" if "chosen_reward" in outcome.pair_means else "head"
+    metrics |= {f"{of_pairs}/{name}": mean for name, mean in outcome.pair_means.items()}
     if outcome.mtp_loss is not None:
         metrics["train/mtp_loss"] = outcome.mtp_loss
     if outcome.pair_loss is not None:

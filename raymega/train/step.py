@@ -16,6 +16,7 @@ import torch
 from raymega.errors import DataError
 from raymega.events import BadStep
 from raymega.messages import Requests
+from raymega.model.heads.objective import reported_statistics
 from raymega.model.moe.load_balancing import Load
 from raymega.model.preference import STATISTICS
 from raymega.optim.clip import clip_factor, local_norm_sq
@@ -57,7 +58,7 @@ class StepOutcome:
         stop: Whether the driver asked any rank to stop.
         save: Whether the driver asked for a save.
         extra_reductions: Sums over all ranks of the numbers given to :func:`train_step`.
-        pair_means: Means of the statistics of pairs by name; empty where the loss is that of tokens.
+        pair_means: Means of the statistics of pairs, or of a head's scores, by name; empty where the loss has none.
         loads: Routing of all tokens, by layer with experts.
         events: Recorded events of this rank; empty unless the step was recorded.
         bad_step: Fault of the step's first pass, if it had one.
@@ -155,13 +156,12 @@ def train_step(
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
         extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
         pair_loss=seen.pair_loss,
-        pair_means=_pair_means(totals) if job.preference.is_on else {},
+        pair_means=_pair_means(totals, reported_statistics(job)),
     )  # fmt: skip
 
 
-def _pair_means(totals: _Totals) -> dict[str, float]:
-    sums = zip(STATISTICS, totals.pair_statistics, strict=True)
-    return {name: total / totals.divisor for name, total in sums}
+def _pair_means(totals: _Totals, reported: Mapping[str, int]) -> dict[str, float]:
+    return {name: totals.pair_statistics[at] / totals.divisor for name, at in reported.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

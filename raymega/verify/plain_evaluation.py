@@ -7,7 +7,7 @@ it is the reference that layouts are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -16,17 +16,21 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raymega.config.data import DataSource
+from raymega.config.preference import PreferenceSection
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture
+from raymega.data.heads.form import job_form
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.row_rules.rules import row_rules
 from raymega.data.rows import Row
 from raymega.data.samples import Samples
 from raymega.evaluate.requests import Request
 from raymega.model.encoder_decoder import EncoderDecoderStage
+from raymega.model.heads.score_losses import LOSSES as SCORE_LOSSES
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference_losses import LOSSES, Answers
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
+from raymega.plan.layers.family_parts import parts_of, score_pooling
 from raymega.train.build import TrainingComponents
 from raymega.verify.compare import EVAL_LOSS
 from raymega.verify.tasks import TASK_SCORES, Floats, compared_number, drawn_requests
@@ -44,6 +48,7 @@ def plain_eval_losses(parts: TrainingComponents) -> dict[str, float]:
     (module,) = parts.modules
     if job.run.eval_samples:
         mean = _pair_loss if job.preference.is_on else _loss
+        mean = _score_loss if job.model.head.is_on else mean
         losses = {name: mean(module, samples, job) for name, samples in _sets(job)}
         found[EVAL_LOSS] = next(iter(losses.values()))
         found |= {f"{EVAL_LOSS}/{name}": loss for name, loss in losses.items() if name}
@@ -66,7 +71,11 @@ def _log_probs(module: StageModule, request: Request) -> Floats:
 
 def _sets(job: Job) -> Iterator[tuple[str, Samples]]:
     """Yield each validation set and its samples, opened here anew; the blend's has no name."""
-    shape, seed, vocab_size = shape_of(job.data, job.preference), job.run.seed, job.model.vocab_size
+    shape, seed, vocab_size = (
+        shape_of(job.data, job.preference, job_form(job)),
+        job.run.seed,
+        job.model.vocab_size,
+    )
     blends = [("", "valid", job.data.blends[:1])]
     if job.data.validation:
         blends = [
@@ -132,11 +141,11 @@ def _target_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
 
 def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
     """Return the mean loss of the pairs in a set's first samples, by the loss's formula on answers alone."""
-    section, losses = job.preference, list[float]()
+    section, found = job.preference, list[Answers]()
 
     def sums(row: Row) -> Tensor:
-        found = [-each.sum() for each in _document_losses(module, row)]
-        return torch.stack(found[: 2 * row.num_pairs]).view(-1, 2)
+        losses = [-each.sum() for each in _document_losses(module, row)]
+        return torch.stack(losses[: 2 * row.num_pairs]).view(-1, 2)
 
     module.eval()
     with torch.no_grad():
@@ -150,12 +159,63 @@ def _pair_loss(module: StageModule, samples: Samples, job: Job) -> float:
             if row.reference is not None:
                 reference = torch.from_numpy(row.reference).view(-1, 2)
             labels = torch.tensor(counts, dtype=policy.dtype).view(-1, 2)
-            for pair in torch.nonzero((labels > 0).all(1)).flatten():
-                each = Answers(
-                    policy=policy[pair, None],
-                    reference=reference[pair, None],
-                    counts=labels[pair, None],
-                )
-                losses.append(float(LOSSES[section.loss_type](each, section)))
+            classes = None if row.classes is None else torch.from_numpy(row.classes).double()
+            found.append(
+                Answers(policy=policy, reference=reference, counts=labels, is_desirable=classes)
+            )
     module.train()
-    return sum(losses) / len(losses)
+    return _mean_pair_loss(found, section)
+
+
+def _mean_pair_loss(found: Sequence[Answers], section: PreferenceSection) -> float:
+    """Return the mean loss of the pairs that count; kto's divergence is that of all answers to other prompts."""
+    policy, reference, counts = (
+        torch.cat([getattr(each, name) for each in found])
+        for name in ("policy", "reference", "counts")
+    )
+    is_kto = section.loss_type == "kto"
+    is_counted = counts[:, 0] > 0 if is_kto else (counts > 0).all(1)
+    labels = [each.is_desirable for each in found if each.is_desirable is not None]
+    ratios = (policy - reference)[:, 1][counts[:, 1] > 0]
+    answers = Answers(
+        policy=policy[is_counted],
+        reference=reference[is_counted],
+        counts=counts[is_counted],
+        is_desirable=torch.cat(labels)[is_counted] if labels else None,
+        divergence=ratios.mean().clamp(min=0) if is_kto else None,
+    )
+    return float(LOSSES[section.loss_type](answers, section).mean())
+
+
+def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:
+    """Return the mean loss of a head's documents or tokens in a set's first samples, by its formula on one at a time."""
+    losses, kind = list[Tensor](), job.model.head.kind
+    is_causal = parts_of(job.model).is_causal
+    module.eval()
+    with torch.no_grad():
+        for sample in range(min(job.run.eval_samples, samples.num_samples)):
+            row, starts = samples.row(sample), accumulate(samples.row(sample).documents, initial=0)
+            found, pooling = list[Tensor](), score_pooling(job.model)
+            for start, length, padded in zip(starts, row.lengths, row.documents, strict=False):
+                # an encoder's tokens see padding, which a short document has
+                here = slice(start, start + (length if is_causal else padded))
+                tokens = torch.from_numpy(row.tokens[here].copy())
+                scores = module.logits(tokens[None], None)[:length, 0].double()
+                if pooling == "none":
+                    labels, counted = (
+                        torch.from_numpy(a[here][:length].copy()) for a in (row.labels, row.mask)
+                    )
+                    losses.append(cross_entropy(scores, labels, reduction="none")[counted])
+                else:
+                    pooled = {"last": scores[-1], "first": scores[0], "mean": scores.mean(0)}
+                    found.append(pooled[pooling])
+            if found:
+                classes = (
+                    torch.zeros(row.num_pairs)
+                    if row.classes is None
+                    else torch.from_numpy(row.classes)
+                )
+                whole = torch.stack(found).view(row.num_pairs, -1)
+                losses.append(SCORE_LOSSES[kind](whole, classes, job.preference)[0])
+    module.train()
+    return float(torch.cat(losses).mean())

@@ -59,7 +59,7 @@ def _synthetic(
     if sets := data["validation"]:
         own = {each["path"]: f"{SYNTHETIC_PATH}:valid-{number}" for number, each in enumerate(sets)}
         yield "data.validation", _with_paths(sets, own), why
-    is_auto = job.data.loss_on == "auto" and not job.preference.is_on
+    is_auto = job.data.loss_on == "auto" and not (job.preference.is_on or job.model.head.is_on)
     if is_data_there and is_auto and any(map(_has_answers, paths)):
         yield "data.loss_on", "assistant", "synthetic conversations take their place"
 
@@ -90,7 +90,8 @@ def drawn_blend(job: Job, seed: int) -> Iterator[tuple[str, object, str]]:
     yield "data.path", NO_PATH, why
     family = parts_of(job.model)
     is_decoder = family.is_causal and not family.is_encoder_decoder
-    has_labels_of_answers = is_decoder and not job.preference.is_on
+    has_others = job.preference.is_on or job.model.head.is_on
+    has_labels_of_answers = is_decoder and not has_others
     if job.data.loss_on == "auto" and has_labels_of_answers:
         loss_on = random.choice(("all", "assistant", "completion"))
         yield "data.loss_on", loss_on, "drawn, so that labels that do not count are tested"

@@ -36,12 +36,12 @@ NUM_CONTEXTS = 7
 def tasks_of(job: Job) -> tuple[dict[str, str], ...]:
     """Return ``run.eval_tasks`` of a verified job.
 
-    There are none of encoders, which score no next token, none where a score depends on the rows of its request, and none with fp8: workers beside a run multiply in
+    There are none of encoders and of other heads, which score no next token, none where a score depends on the rows of its request, and none with fp8: workers beside a run multiply in
     its dtype, so they have other scores by design.
     """
     has_none = depends_on_micro_batch_size(job) or job.precision.fp8 != "none"
     family = parts_of(job.model)
-    has_none |= not family.is_causal or family.is_encoder_decoder
+    has_none |= job.model.head.is_on or not family.is_causal or family.is_encoder_decoder
     return () if has_none else (DRAWN,)
 
 

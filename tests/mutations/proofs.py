@@ -53,6 +53,40 @@ PROOFS: tuple[ProofMutation, ...] = (
         ),
     ),
     ProofMutation(
+        name="a new head is frozen below adapters",
+        file="plan/adapters.py",
+        old="    if model.lora.r and _is_of_new_head(name, model):\n        return True\n",
+        new="",
+        tests=(
+            "tests/unit/plan/test_adapters.py::test_a_new_head_is_trained_whole_beside_adapters",
+        ),
+    ),
+    ProofMutation(
+        name="a score is read at the padding behind its document",
+        file="data/heads/score_batch.py",
+        old="            found = here[start : start + length][at[pooling]]\n",
+        new="            found = here[start + 1 : start + length + 1][at[pooling]]\n",
+        tests=("tests/unit/data/heads/test_score_batch.py::test_padding_is_never_read",),
+    ),
+    ProofMutation(
+        name="KTO weighs desirable answers as the others",
+        file="model/preference_losses.py",
+        old="good * section.desirable_weight + (1 - good) * section.undesirable_weight",
+        new="(1 - good) * section.desirable_weight + good * section.undesirable_weight",
+        tests=(
+            "tests/unit/model/test_preference_losses.py::test_kto_weighs_answers_by_their_side_of_the_divergence",
+        ),
+    ),
+    ProofMutation(
+        name="KTO's divergence is estimated on the answers to their own prompts",
+        file="prepare/chat/answers.py",
+        old="(answer.conversation, other.under(answer))",
+        new="(answer.conversation, answer.under(answer))",
+        tests=(
+            "tests/unit/prepare/labels/test_labelled_dataset.py::test_an_answer_is_beside_one_to_another_prompt",
+        ),
+    ),
+    ProofMutation(
         name="a merge forgets the scale",
         file="convert/tuned/merge.py",
         old="self._tuned.lora.scale * (b @ a)",

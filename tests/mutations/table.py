@@ -10,6 +10,7 @@ from tests.mutations.encoders import ENCODERS
 from tests.mutations.evaluations import EVALUATIONS
 from tests.mutations.experts import EXPERTS
 from tests.mutations.fp8 import FP8
+from tests.mutations.heads import HEADS
 from tests.mutations.kernels import KERNELS
 from tests.mutations.layers import LAYERS
 from tests.mutations.mutation import Mutation
@@ -34,5 +35,6 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "encoders": ENCODERS,
     "two streams": TWO_STREAMS,
     "preference": PREFERENCE,
+    "heads": HEADS,
 }
 MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

@@ -7,7 +7,7 @@ A start takes weights only: no moments and no position in the data. The job's ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -35,6 +35,8 @@ from raymega.storage.store import Store
 WEIGHTS = "model"
 """Kind of a checkpoint's tensors that are weights: their saved names are ``model/NAME``."""
 FIELD, ADAPTER = "checkpoint.init_from", "checkpoint.init_adapter"
+HEAD, NEW_HEAD = "head.", "head.score.weight"
+"""Begin of the names of a head's tensors, and the tensor that every head without a vocabulary has."""
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
     "linear_attention.num_key_heads": ("layers.*.linear_attention.*",),
@@ -305,7 +307,11 @@ def _tensor_faults(
     given = {new: saved[old] for old, new in names.items() if new not in apart}
     taken = {name: shape for name, shape in wanted.items() if name not in apart}
     unlike = _unlike(given, taken)
-    if unlike:
+    lacking, beside = sorted(taken.keys() - given.keys()), sorted(given.keys() - taken.keys())
+    is_of_head = all(name.startswith(HEAD) for name in (*lacking, *beside))
+    if NEW_HEAD in lacking and is_of_head and len(unlike) == len(lacking) + len(beside):
+        yield _other_head(section, lacking, beside)
+    elif unlike:
         yield _other_model(section.init_from, f"holds {first_few(unlike)}")
 
 
@@ -343,6 +349,21 @@ def _other_function(uri: str, field: str, fact: str) -> Fault:
     rule = "with it the same weights compute something else than what they were trained for"
     remedy = f"set model.{field} back, or {CHANGED}=[{field}] if it is meant"
     return _fault(uri, fact, rule, remedy)
+
+
+def _other_head(section: CheckpointSection, new: Sequence[str], left: Sequence[str]) -> Fault:
+    """Return the fault of a checkpoint that differs in its head alone: tensors that it lacks, and that it has beside."""
+    parts = {
+        REINIT: [*section.reinit, *new] if new else [],
+        IGNORE: [*section.init_ignore, *left] if left else [],
+    }
+    remedy = " ".join(f"{field}=[{','.join(names)}]" for field, names in parts.items() if names)
+    return _fault(
+        section.init_from,
+        f"its head differs: it lacks {first_few(new) or 'nothing'}, and has {first_few(left) or 'nothing'} beside",
+        "a new head begins with initial values, and the job says which tensors do",
+        f"set {remedy}",
+    )
 
 
 def _other_model(uri: str, fact: str) -> Fault:

@@ -16,7 +16,7 @@ from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
 from raymega.data.export import export_megatron
-from raymega.data.format import DatasetMeta
+from raymega.data.format import DatasetMeta, RowFormat
 from raymega.data.inspect import describe, describe_blocks, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
 from raymega.prepare.origins import trace
@@ -40,7 +40,7 @@ def prepare(
     eod_token: str = "",
     add_bos: bool = False,
     parse_special_tokens: bool = False,
-    format: Literal["text", "chat", "preference"] = "text",  # the option's name
+    format: RowFormat = "text",  # the option's name
     chat_template: str = "",
     text_key: str | None = None,
     max_bad_lines: int = 0,
@@ -65,10 +65,11 @@ def prepare(
         eod_token: Token that ends each document; default: the eos_token of tokenizer_config.json.
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
-        format: Form of a row: text, chat (messages, of which the assistant's are learned), or preference (chosen and
-            rejected).
+        format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
+            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags) or multiple_choice (context,
+            question, choices, label).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
-        text_key: Key of JSON objects or column of tables that holds the text; default: text, messages or chosen.
+        text_key: Key of JSON objects or column of tables that holds the text; default: that of the format.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
     Example: raymega data prepare corpus/ --out corpus-tokens --tokenizer bpe:2048 --include '*.py'

@@ -26,6 +26,7 @@ from raymega.convert.huggingface.architectures import (
 from raymega.convert.huggingface.config_types import kind_faults
 from raymega.convert.huggingface.families.family import KINDS, HfFamily
 from raymega.convert.huggingface.families.table import architecture, hf_family, known_types
+from raymega.convert.huggingface.heads import compared_head, head_config, head_values
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
 from raymega.convert.huggingface.rope_config import (
     local_rope_of,
@@ -81,6 +82,7 @@ def _section_of(config: Config) -> ModelSection:
         if kind != "gpt2" and not (family and family.owns_settings):
             values = _llama_values(whole)
         values |= family_values(whole, family) if family else {}
+        values |= head_values(whole)
         return ModelSection.model_validate({"family": known.family, **values})
     except KeyError as error:
         raise ConfigError(_incomplete(f"has no {error.args[0]}")) from error
@@ -134,6 +136,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
         **(family.renamed_back(settings) if family else settings),
+        **head_config(model, known.name),
     }
 
 
@@ -165,7 +168,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     """Return the fields that determine what the model computes, by dotted path, in comparable form."""
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
     parts_apart = {
-        "moe", "mla", "attention", "linear_attention", "multipliers", "encoder", "encoder_decoder",
+        "moe", "mla", "attention", "linear_attention", "multipliers", "encoder", "encoder_decoder", "head",
     }  # fmt: skip
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
@@ -183,6 +186,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         "moe": experts, "mla": model.mla.model_dump(), "attention": attention,
         "multipliers": model.multipliers.model_dump(),
         "linear_attention": model.linear_attention.model_dump(),
+        "head": compared_head(model),
     }  # fmt: skip
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})

@@ -240,8 +240,9 @@ def _without_copies(
         ConfigError: Such a copy differs from the model's own tensor.
     """
     kept, faults = dict(entries), []
-    # a pooler without a head for pairs changes no output
-    if not parts_of(model).is_causal and not model.encoder.has_pairs:
+    # a pooler that no head reads changes no output
+    is_pooled = model.encoder.has_pairs or model.head.has_pooler(is_causal=False)
+    if not parts_of(model).is_causal and not is_pooled:
         kept = {name: entry for name, entry in kept.items() if not name.startswith(POOLERS)}
     for name in tuple(kept):
         original = original_of(name, model)

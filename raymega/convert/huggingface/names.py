@@ -19,6 +19,7 @@ from raymega.convert.huggingface.families.bert import COPIES
 from raymega.convert.huggingface.families.family import StackedExperts
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
+from raymega.convert.huggingface.heads import head_names
 from raymega.convert.number_formats import Array
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
@@ -187,6 +188,7 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     names: dict[str, tuple[str, ...]] = dict(_GPT2_OUTER if model.family == "gpt2" else llama_outer)
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
+    names |= head_names(model)
     # Tables of names cover all families: only tensors that this model has are kept.
     found = [
         _hf_tensor(f"{theirs}.{kind}", [f"{part}.{kind}" for part in parts], ours, model)

@@ -16,9 +16,11 @@ import numpy as np
 from raymega.config.data import DataSection, is_computed
 from raymega.config.schema import Job, PluginsSection
 from raymega.data.blends.mixture import mixture_of
+from raymega.data.heads.form import form_of_values, job_form
 from raymega.data.megatron import is_megatron
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import two_blocks_bytes
+from raymega.data.rows import TEXTS, RowForm
 from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import Fault, RaymegaError
 from raymega.plan.batch import samples_after, steps_for
@@ -30,13 +32,13 @@ def epoch_faults(
     seed: int,
     num_samples: int,
     plugins: PluginsSection,
-    has_pairs: bool = False,
+    form: RowForm = TEXTS,
 ) -> Iterator[Fault]:
     """Yield a fault for each dataset that the run would read more often than its ``max_epochs``."""
     limits = [source.max_epochs for _, sources in section.blends for source in sources]
     if not any(limits):
         return
-    mixture, count = mixture_of(section), partial(num_rows, plugins=plugins, has_pairs=has_pairs)
+    mixture, count = mixture_of(section), partial(num_rows, plugins=plugins, form=form)
     for (_, sources), first, end in zip(
         section.blends, mixture.firsts, [*mixture.firsts[1:], num_samples], strict=True
     ):
@@ -62,7 +64,7 @@ def num_rows(
     *,
     seed: int,
     plugins: PluginsSection,
-    has_pairs: bool = False,
+    form: RowForm = TEXTS,
 ) -> int:
     """Return the sequences of one epoch of a training dataset, of texts or of pairs; reads no tokens.
 
@@ -70,7 +72,7 @@ def num_rows(
     """
     is_packed = section.packing != "none"
     if is_computed(path) or is_megatron(path) or (is_packed and not is_remote(path)):
-        shape = replace(shape_of(section), pairs="alone" if has_pairs else "none")
+        shape = replace(shape_of(section), form=form)
         return open_split(path, "train", shape, seed=seed, plugins=plugins).num_windows
     shards, seq_len = meta_at(path).splits["train"].shards, section.text_len
     if is_packed:
@@ -115,11 +117,8 @@ def budget_steps(values: Mapping[str, Any]) -> tuple[int, list[Fault]]:
         return 0, [_no_epoch(epochs)]
     try:
         plugins = PluginsSection(options=values.get("plugins.options", {}))
-        has_pairs, seed = (
-            values.get("preference.loss_type", "none") != "none",
-            values.get("run.seed", 0),
-        )
-        rows = num_rows(section.path, section, seed=seed, plugins=plugins, has_pairs=has_pairs)
+        form, seed = form_of_values(values), values.get("run.seed", 0)
+        rows = num_rows(section.path, section, seed=seed, plugins=plugins, form=form)
     except RaymegaError as error:
         return 0, [_unread(epochs, section.path, str(error))]
     return steps_for(ceil(epochs * rows), section), []
@@ -223,8 +222,8 @@ def streamed_reads(job: Job) -> StreamedReads | None:
         ):
             if is_remote(path):
                 sizes = [shard.num_bytes for shard in meta_at(path).splits["train"].shards]
-                has_pairs, seed = job.preference.is_on, job.run.seed
-                rows = num_rows(path, section, seed=seed, plugins=job.plugins, has_pairs=has_pairs)
+                form, seed = job_form(job), job.run.seed
+                rows = num_rows(path, section, seed=seed, plugins=job.plugins, form=form)
                 step_bytes += float(share) * section.global_batch_size * sum(sizes) / rows
     except (RaymegaError, KeyError):
         return None
@@ -242,7 +241,7 @@ def cache_need(path: str, split: str, section: DataSection) -> int:
 def _known_rows(path: str, job: Job) -> int:
     """Return the sequences of a dataset; 0 where it cannot be read here."""
     try:
-        has_pairs, seed = job.preference.is_on, job.run.seed
-        return num_rows(path, job.data, seed=seed, plugins=job.plugins, has_pairs=has_pairs)
+        form, seed = job_form(job), job.run.seed
+        return num_rows(path, job.data, seed=seed, plugins=job.plugins, form=form)
     except (RaymegaError, KeyError):
         return 0

@@ -41,11 +41,14 @@ def pair_batch(rows: Sequence[Row], held: torch.Tensor, context: Context) -> Pai
     # this rank's positions of the answers' numbers; counts are of whole answers
     mine = held.expand(len(rows), -1).numpy()
     by_pair = torch.from_numpy(np.concatenate(counts)).view(-1, ANSWERS)
-    is_counted = (by_pair > 0).all(1).double()
+    labels = [row.classes for row in rows if row.classes is not None]
+    # of an answer with a label of its own, the one to another prompt need not count
+    is_counted = (by_pair[:, 0] > 0 if labels else (by_pair > 0).all(1)).double()
     return PairBatch(
         answers=torch.from_numpy(np.take_along_axis(np.stack(numbers), mine, axis=1)),
         counts=by_pair.flatten(),
         is_counted=is_counted,
         num_counted=int(is_counted.sum()) if context.index == 0 else 0,
         reference=torch.from_numpy(np.concatenate(references)) if references else None,
+        is_desirable=torch.from_numpy(np.concatenate(labels)).double() if labels else None,
     )

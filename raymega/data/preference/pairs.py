@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from raymega.data.packing import Documents, Ints, Keep, PackedSource, no_keep
-from raymega.data.rows import Row
+from raymega.data.rows import UNDESIRABLE, Row
 
 ANSWERS = 2
 """Documents of a pair: the chosen answer, then the rejected one."""
 
 
 class PairDocuments:
-    """Pairs of a preference dataset as documents: two answers end to end, each padded.
+    """Pairs of a preference dataset as documents: two answers end to end, each padded. Other groups have other sizes.
 
     Attributes:
         lengths: Number of tokens of each pair, padding included, [N].
@@ -30,18 +31,39 @@ class PairDocuments:
 
     is_truncated = True
 
-    def __init__(self, documents: Documents, *, seq_len: int, multiple: int) -> None:
-        """Cut answers to half a row of ``seq_len`` tokens, and pad them to a multiple of ``multiple``."""
-        self._documents, self.seq_len = documents, seq_len
-        # cut each answer to half a row, and pad both for themselves
-        longest = seq_len // ANSWERS // multiple * multiple
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        seq_len: int,
+        multiple: int,
+        size: int = ANSWERS,
+        is_causal: bool = True,
+        least: int = -1,
+    ) -> None:
+        """Cut answers to their share of a row of ``seq_len`` tokens, and pad them to a multiple of ``multiple``.
+
+        Args:
+            documents: Answers, each group's one after another.
+            seq_len: Number of tokens of a row (S).
+            multiple: Multiple to which each answer is padded.
+            size: Number of answers of a group.
+            is_causal: False where an answer's tokens see padding behind it: then it ends at the last multiple
+                that it fills.
+            least: Least kind of a token that counts, of answers with labels; -1 of others.
+        """
+        self._documents, self.seq_len, self.size = documents, seq_len, size
+        self._least = least
+        # cut each answer to its share of a row, and pad all for themselves
+        longest = seq_len // size // multiple * multiple
         whole = np.asarray(documents.lengths).astype(np.int64)
-        self.cut = np.minimum(whole[: len(whole) // ANSWERS * ANSWERS], longest).reshape(
-            -1, ANSWERS
-        )
+        self.cut = np.minimum(whole[: len(whole) // size * size], longest).reshape(-1, size)
+        if not is_causal:
+            full = self.cut // multiple * multiple
+            self.cut = np.where(full > 0, full, self.cut)
         self.padded = -(-self.cut // multiple) * multiple
         self.lengths = self.padded.sum(1)
-        self.shards = tuple((count // ANSWERS, size) for count, size in documents.shards)
+        self.shards = tuple((count // size, num_bytes) for count, num_bytes in documents.shards)
 
     def need(self, shards: Sequence[int]) -> None:
         """Take the shards that are read next."""
@@ -51,22 +73,34 @@ class PairDocuments:
         """Return tokens [start, stop) of a pair; padding is 0."""
         tokens = np.zeros(self.lengths[pair], dtype=np.int64)
         for answer, (at, length) in enumerate(self.places(pair)):
-            tokens[at : at + length] = self._documents.read(ANSWERS * pair + answer, 0, length)
+            tokens[at : at + length] = self._documents.read(self.size * pair + answer, 0, length)
         return tokens[start:stop]
 
     def counted(self, pair: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Return which of tokens [start, stop) of a pair count as labels: no padding, no first token of an answer."""
         counts = np.zeros(self.lengths[pair], dtype=np.bool_)
         for answer, (at, length) in enumerate(self.places(pair)):
-            found = self._documents.counted(ANSWERS * pair + answer, 0, length)
+            found = self._documents.counted(self.size * pair + answer, 0, length)
+            if found is not None and self._least >= 0:
+                found = np.asarray(found) % UNDESIRABLE >= self._least
             counts[at : at + length] = True if found is None else found
             counts[at] = False
         return counts[start:stop]
 
+    def targets(self, pair: int) -> list[Ints]:
+        """Return what the dataset holds beside each token of each answer, [length] each; 1 where it holds nothing."""
+        found = []
+        for answer, length in enumerate(self.cut[pair].tolist()):
+            each = self._documents.counted(self.size * pair + answer, 0, length)
+            found.append(
+                np.ones(length, np.int64) if each is None else np.asarray(each, dtype=np.int64)
+            )
+        return found
+
     def places(self, pair: int) -> list[tuple[int, int]]:
         """Return the offset and length in tokens of each answer in its pair."""
-        first = int(self.padded[pair, 0])
-        return [(0, int(self.cut[pair, 0])), (first, int(self.cut[pair, 1]))]
+        padded, cut = self.padded[pair].tolist(), self.cut[pair].tolist()
+        return list(zip(accumulate([0, *padded[:-1]]), cut, strict=True))
 
 
 class PairedSource(PackedSource):
@@ -113,4 +147,5 @@ class PairedSource(PackedSource):
             documents=(*answers, *padding),
             num_pairs=len(numbers),
             reference=reference,
+            lengths=tuple(self.pairs.cut[numbers].flatten().tolist()),
         )

@@ -205,12 +205,12 @@ class Masks:
 
 
 def masks_of(job: Job, split: str) -> Masks | None:
-    """Return the rule of masks of a job's split; None where the model is no encoder.
+    """Return the rule of masks of a job's split; None where the model predicts no masked tokens.
 
     Raises:
         DataError: Whole words are asked for, and the dataset has no tokenizer.
     """
-    if parts_of(job.model).is_causal:
+    if parts_of(job.model).is_causal or job.model.head.is_on:
         return None
     is_packed = job.data.packing != "none"
     return Masks(

@@ -20,14 +20,10 @@ Transform = Callable[[Row, int], Row]
 
 
 KEPT = (
-    "num_pairs",
-    "reference",
-    "token_types",
-    "segment_pairs",
-    "stream_documents",
+    "num_pairs", "reference", "token_types", "segment_pairs", "lengths", "classes", "stream_documents",
     "stream_positions",
-)
-"""Fields of a row that a transform keeps: those of pairs of answers, of an encoder's segments, and of streams."""
+)  # fmt: skip
+"""Fields of a row that a transform keeps: of pairs of answers, an encoder's segments, scored documents, and streams."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from raymega.data.packing import KEPT_SHARDS
 from raymega.data.rows import Row, ShardRows, whole_row
 from raymega.errors import DataError, Fault
 
-Labels = Callable[[int, int], npt.NDArray[np.bool_]]
+Labels = Callable[[int, int], npt.NDArray[Any]]
 """Function that says which of tokens [start, stop) of a split count as labels."""
 
 
@@ -123,7 +123,7 @@ class StreamDocuments:
         first = self._start(document)
         return _read_known(self._stream, first + start, first + stop, self._vocab_size)
 
-    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+    def counted(self, document: int, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Return which of tokens [start, stop) of one document count as labels; None if all do."""
         first = self._start(document)
         return self._labels and self._labels(first + start, first + stop)

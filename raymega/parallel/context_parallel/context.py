@@ -134,6 +134,10 @@ class PairBatch:
         num_counted: Number of pairs that this rank counts: their sum on cp rank 0, 0 elsewhere.
         reference: Log-probability of each whole answer by the reference model, [2 P] float64; None where the loss
             asks for none, and before it is known.
+        is_desirable: kto only: 1 where a pair's first answer is desirable, else 0: [P] float64. Its second one is an
+            answer to another prompt.
+        baseline: kto only, known before a step's passes, [3] float64: divergence from the reference, and number of
+            all answers of the batch over that of the desirable and of the undesirable ones.
     """
 
     answers: Tensor
@@ -141,6 +145,34 @@ class PairBatch:
     is_counted: Tensor
     num_counted: int
     reference: Tensor | None = None
+    is_desirable: Tensor | None = None
+    baseline: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreBatch:
+    """Documents whose scores the loss reads, in the rows of a micro-batch: N documents in G groups of equal size.
+
+    A group is a document with classes, a question's choices, or a pair of answers.
+
+    Attributes:
+        places: Places of this rank's tokens that scores are read at, [T] int64: position here * B + row.
+        documents: Number of the document of each of these tokens, [T] int64.
+        weights: Weight of each of these tokens in its document's scores, [T] float64; they add up to 1 over
+            all ranks.
+        labels: Class, right choice or value of each group, [G] int64; 0 where the loss reads none.
+        is_counted: 1 where a group counts, else 0: [G] float64.
+        num_documents: N.
+        num_counted: Number of groups that this rank counts: their sum on cp rank 0, 0 elsewhere.
+    """
+
+    places: Tensor
+    documents: Tensor
+    weights: Tensor
+    labels: Tensor
+    is_counted: Tensor
+    num_documents: int
+    num_counted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +190,7 @@ class MicroBatch:
         later: Labels and masks, [depth, B, S/cp] each, of the tokens further ahead that the model
             predicts; None where it predicts only the next one.
         encoder: Token types and pairs of segments; None where the model is no encoder.
-        pairs: Pairs of answers; None where the loss is that of tokens.
+        pairs: Pairs of answers, or documents with scores; None where the loss is that of tokens.
     """
 
     tokens: Tensor
@@ -169,11 +201,11 @@ class MicroBatch:
     rows: Rows
     later: tuple[Tensor, Tensor] | None = None
     encoder: EncoderInput | None = None
-    pairs: PairBatch | None = None
+    pairs: PairBatch | ScoreBatch | None = None
 
     @property
     def divisor(self) -> int:
-        """Share of this rank in the number that divides the batch's loss: its labels, or its pairs."""
+        """Share of this rank in the number that divides the batch's loss: its labels, pairs or documents."""
         return self.num_counted if self.pairs is None else self.pairs.num_counted
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from raymega.config.heads.section import Pooling
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.norm_kinds import NormKind
 from raymega.plugins import code_of
@@ -153,6 +154,13 @@ def family_parts(family: str) -> FamilyParts:
     parts = code_of("family", family)
     assert isinstance(parts, FamilyParts), "the job's rules have checked it"
     return parts
+
+
+def score_pooling(model: ModelSection) -> Pooling | Literal["none"]:
+    """Return the tokens of a document that its scores come from; none where documents have no scores."""
+    if model.head.kind in ("language_model", "token_classification"):
+        return "none"
+    return model.head.pools(is_causal=parts_of(model).is_causal)
 
 
 def parts_of(model: ModelSection) -> FamilyParts:

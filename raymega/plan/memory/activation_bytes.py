@@ -228,13 +228,17 @@ def head_bytes(shape: ActivationShape) -> int:
     loss = shape.tokens * (shape.wide + label + is_elsewhere)
     norm = shape.stream_bytes + _statistics_bytes(shape)
     # an encoder's transform has inputs of its product and of GELU, and a norm
-    transform = 0 if shape.family.is_causal else 2 * shape.stream_bytes + norm
+    transform = (
+        0 if shape.family.is_causal or shape.model.head.is_on else 2 * shape.stream_bytes + norm
+    )
     final_norm = 0 if shape.family.norms == "sum" else norm
     return final_norm + transform + shape.stream_bytes + logits + loss
 
 
 def vocabulary_rows(shape: ActivationShape) -> int:
-    """Return the rows of the vocabulary that a rank holds, padded ones included."""
+    """Return the rows of the vocabulary that a rank holds, padded ones included, or scores of a head without one."""
+    if shape.model.head.is_on:
+        return shape.model.head.num_scores
     return embedding_tensors(shape.model)[0].shape[0] // shape.parallel.tp
 
 

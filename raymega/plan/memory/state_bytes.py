@@ -228,7 +228,7 @@ class _ElementCounts:
             tensors = stage_tensors(self._model, replace(stage, num_layers=0))
             ends = _elements(tensors, grid, tp_rank)
             # A rank with both ends has two units, or one tied table that both use.
-            are_two = stage.is_first and stage.is_last and not self._model.tie_word_embeddings
+            are_two = stage.is_first and stage.is_last and not self._model.has_tied_head
             sums = (ends.dense - ends.small) // (1 + are_two)
             end = (ends.dense - ends.small + ends.frozen) // (1 + are_two)
             self._known[key] = replace(ends, end=end, end_sums=sums, first=end * stage.is_first)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection
-from raymega.plan.flops import FORWARD_AND_BACKWARD
+from raymega.plan.flops import FORWARD_AND_BACKWARD, head_weights
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.tensor_table import layer_tensors
 
@@ -92,7 +92,7 @@ def make_pack_cost(
     """
     fitted = device.fitted
     weights = sum(t.num_elements for t in layer_tensors(model, 0) if len(t.shape) == 2)
-    head = model.vocab_size * model.hidden_size
+    head = head_weights(model)
     # 2 FLOPs for each weight and token, in three products
     token_flops = FORWARD_AND_BACKWARD * 2 * (layers * weights + head) / tp
     # Two products forward; backward recomputes the scores, so five: 7 / 2 of forward.

@@ -8,6 +8,7 @@ from typing import Any
 from raymega.config.attention import AttentionSection
 from raymega.config.data import MEGATRON
 from raymega.config.encoder import NO_TOKEN, EncoderSection, MaskingSection
+from raymega.config.heads.section import HeadSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask
@@ -191,11 +192,12 @@ def decoder_faults(
                 )
 
 
-@reads("model.family vocab_size encoder, data.masking path seq_len, model.max_positions")
+@reads("model.family vocab_size encoder head, data.masking path seq_len, model.max_positions")
 def mask_faults(  # of one rule
     family: str,
     vocab_size: int,
     encoder: EncoderSection,
+    head: HeadSection,
     masking: MaskingSection,
     path: str,
     seq_len: int,
@@ -203,7 +205,7 @@ def mask_faults(  # of one rule
 ) -> Iterator[Fault]:
     """Check the ids and shares of masks, and that a row holds its segments and positions."""
     parts = family_parts(family)
-    if parts.is_causal:
+    if parts.is_causal or head.is_on:
         return
     # ids of special tokens
     for field in ("mask_token_id", "cls_token_id", "sep_token_id"):

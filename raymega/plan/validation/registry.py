@@ -29,6 +29,7 @@ from raymega.plan.validation import (
     tuning,
 )
 from raymega.plan.validation.families import encoder_decoder
+from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
 from raymega.plan.validation.unused_fields import unused_faults
@@ -118,6 +119,10 @@ RULES: tuple[Rule, ...] = (
     tuning.row_faults,
     tuning.token_loss_faults,
     tuning.reference_faults,
+    rules.idle_head_faults,
+    rules.head_row_faults,
+    rules.head_part_faults,
+    rules.reward_faults,
 )
 
 

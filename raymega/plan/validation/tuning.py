@@ -205,10 +205,14 @@ def idle_preference_faults(*values: Any) -> Iterator[Fault]:
     loss = section.loss_type
     # losses that read each field
     read = {
-        "beta": ("sigmoid", "ipo", "hinge", "orpo"),
+        "beta": ("sigmoid", "ipo", "hinge", "orpo", "kto"),
+        "desirable_weight": ("kto",),
+        "undesirable_weight": ("kto",),
+        "margin": ("bradley_terry",),
+        "center_rewards_coefficient": ("bradley_terry",),
         "label_smoothing": ("sigmoid",),
         "length_normalized": ("sigmoid", "ipo", "hinge"),
-        "reference": ("sigmoid", "ipo", "hinge"),
+        "reference": ("sigmoid", "ipo", "hinge", "kto"),
     }
     for name, losses in read.items():
         value = getattr(section, name)

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.activation_bytes import vocabulary_rows
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.planner.kernels.kernel_time import matmul_s, memory_s
 
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Return forward and backward seconds of the projection to the vocabulary and the loss."""
-    rows = shape.model.table_rows / shape.parallel.tp
+    rows = vocabulary_rows(shape)
     width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
     # The product and the gradients of its input and weight.
     forward = matmul_s(device, tokens, width, rows, element=element)

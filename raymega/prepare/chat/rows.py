@@ -5,6 +5,7 @@ origins treat it as any document; `raymega.prepare.chat.encoder` renders it.
 
     chat        {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
     preference  {"prompt": [...], "chosen": [...], "rejected": [...]}; each messages, or a string
+    kto         {"prompt": [...], "completion": [...], "label": true}; messages or strings, and whether it is desirable
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-RowFormat = Literal["text", "chat", "preference"]
-DEFAULT_KEYS: dict[RowFormat, str] = {"text": "text", "chat": "messages", "preference": "chosen"}
+from raymega.data.format import RowFormat as RowFormat
+from raymega.prepare.labels.rows import KEYS as LABEL_KEYS
+from raymega.prepare.labels.rows import LABELLED, labelled_text
+
+CHATS: tuple[RowFormat, ...] = ("chat", "preference", "kto")
+"""Formats whose rows hold conversations."""
+DEFAULT_KEYS: dict[RowFormat, str] = {
+    "text": "text", "chat": "messages", "preference": "chosen", "kto": "completion", "classification": "text",
+    "token_classification": "tokens", "multiple_choice": "choices",
+}  # fmt: skip
 """Key that a row must have, unless --text-key names another."""
 KEYS = PROMPT, REJECTED, TOOLS = "prompt", "rejected", "tools"
+OTHER_KEYS = (*KEYS, *LABEL_KEYS)
 """Keys that a row may have beside."""
 ANSWERING = "assistant"
 """Role whose messages a model learns to write."""
@@ -34,18 +44,25 @@ class Conversation:
 
 
 def conversation_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -> tuple[str, str]:
-    """Return the text of a row and, if it holds no conversation, the reason.
+    """Return the text of a row and, if it holds no conversation or no labels, the reason.
 
     Args:
         row: Row of a file, with the key of its format.
-        row_format: Format of the row, ``chat`` or ``preference``.
+        row_format: Format of the row, any but ``text``.
         key: Key of the messages, or of the chosen ones.
     """
+    if row_format in LABELLED:
+        return labelled_text(row, row_format, key)
     try:
         found = list(_conversations(row, row_format, key))
     except ValueError as error:
         return "", str(error)
     told = [{"messages": each.messages, "tools": each.tools} for each in found]
+    if row_format == "kto":
+        if not isinstance(row.get("label"), bool):
+            return "", f"its 'label' is {_told(row.get('label'))}, not true or false"
+        prompt = len(_messages(row.get(PROMPT), PROMPT, "user"))
+        told[0] |= {"num_prompt": prompt, "label": row["label"]}
     return json.dumps(told, ensure_ascii=False), ""
 
 
@@ -65,7 +82,7 @@ def _conversations(
         yield Conversation(messages=_messages(row[key], key, ANSWERING), tools=tools)
         return
     prompt = _messages(row.get(PROMPT), PROMPT, "user")
-    for name in (key, REJECTED):
+    for name in (key, REJECTED) if row_format == "preference" else (key,):
         if row.get(name) is None:
             raise ValueError(f"it has no {name!r}; a preference row has {key!r} and {REJECTED!r}")
         answer = _messages(row[name], name, ANSWERING)

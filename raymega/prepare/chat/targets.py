@@ -11,7 +11,6 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,9 @@ from tokenizers import Encoding, Tokenizer
 from raymega.data.format import CONTEXT, EARLIER_ANSWER, LAST_ANSWER
 from raymega.prepare.chat.rows import ANSWERING, Conversation, Message
 from raymega.prepare.chat.template import ChatTemplate, RenderError
+from raymega.prepare.labels.labelled import Labelled
 
 SHOWN_CHARACTERS = 30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Labelled:
-    """Tokens of a conversation, [N], and what each is as a label, [N]: CONTEXT or an answer."""
-
-    ids: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.uint8]
 
 
 class Labeller:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raymega.errors import first_few
-from raymega.prepare.chat.rows import KEYS, conversation_text
+from raymega.prepare.chat.rows import OTHER_KEYS, conversation_text
 from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
 BATCH_ROWS = 1024
@@ -38,7 +38,7 @@ def read_parquet(opened: Opened) -> Iterator[Entry]:
     )
     skipped = range(opened.piece.start if opened.piece.is_cut else 0)
     first = sum(table.metadata.row_group(index).num_rows for index in skipped)
-    columns = [name for name in table.schema_arrow.names if name in {opened.text_key, *KEYS}]
+    columns = [name for name in table.schema_arrow.names if name in {opened.text_key, *OTHER_KEYS}]
     if opened.row_format == "text":
         columns = [opened.text_key]
     batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)

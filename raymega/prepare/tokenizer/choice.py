@@ -22,7 +22,7 @@ from raymega.data.format import (
 )
 from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
-from raymega.prepare.chat.rows import RowFormat
+from raymega.prepare.chat.rows import CHATS, RowFormat
 from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
@@ -178,7 +178,7 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
         TOKENIZER_CONFIG_FILE: encode_settings(settings),
     }
     chat = None
-    if options.row_format != "text":
+    if options.row_format in CHATS:
         chat = find_template(files, path=options.chat_template, tokenizer=name)
         # So that an export of the run is asked in the words that it was trained with.
         files |= {TEMPLATE_FILE: chat.source.encode()} if options.chat_template else {}

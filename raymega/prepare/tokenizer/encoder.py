@@ -20,8 +20,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from raymega.data.arrow import token_dtype
+from raymega.prepare.chat.rows import Conversation
 from raymega.prepare.chat.targets import Labeller
 from raymega.prepare.chat.template import ChatTemplate
+from raymega.prepare.labels.labelled import Labelled
 
 Tokens = npt.NDArray[np.unsignedinteger]
 EngineName = Literal["gigatoken", "tokenizers"]
@@ -115,6 +117,19 @@ class Encoder:
             lengths.append(len(ids) + (not is_begun) + (not is_ended))
         tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
         return EncodedBatch(tokens=tokens, lengths=tuple(lengths))
+
+    def label(self, conversation: Conversation) -> Labelled:
+        """Return the tokens of a conversation and what each is as a label, by the chat template.
+
+        Raises:
+            RenderError: The template refuses the conversation, or its targets cannot be proven.
+        """
+        assert self.labeller is not None, "conversations have a template"
+        return self.labeller.label(conversation)
+
+    def ids(self, text: str) -> Tokens:
+        """Return the tokens of a text by `tokenizers`, without tokens around it."""
+        return self._reference(text)
 
     def _check(self, texts: Sequence[str]) -> None:
         """Encode pieces of the texts by both engines, from their beginnings, middles and ends."""

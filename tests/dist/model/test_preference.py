@@ -92,7 +92,7 @@ def _log_probs(model, batches):
     return torch.stack(sums).view(-1, 2), torch.tensor(counts).view(-1, 2)
 
 
-def _published_loss(section, policy, reference, counts):
+def _published_loss(section, policy, reference, counts, labels):
     """The formulas of TRL's DPOTrainer.dpo_loss and of the ORPO paper, for each pair."""
     beta, smoothing = section.beta, section.label_smoothing
     if section.loss_type == "orpo":
@@ -101,6 +101,16 @@ def _published_loss(section, policy, reference, counts):
             torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
         )
         return -chosen - beta * logsigmoid(log_odds)
+    if section.loss_type == "kto":
+        # KTOTrainer.kto_loss: the second answer of each pair is to another prompt
+        good, (policy, kl) = labels > 0, (policy[:, 0], policy[:, 1])
+        divergence = (kl.detach() - reference[:, 1]).mean().clamp(min=0)
+        ratios = policy - reference[:, 0]
+        return torch.where(
+            good,
+            section.desirable_weight * (1 - torch.sigmoid(beta * (ratios - divergence))),
+            section.undesirable_weight * (1 - torch.sigmoid(beta * (divergence - ratios))),
+        )
     if section.length_normalized:
         policy, reference = policy / counts, reference / counts
     logits = (policy[:, 0] - policy[:, 1]) - (reference[:, 0] - reference[:, 1])
@@ -130,8 +140,10 @@ def _train_plainly(model, plan, reference):
         counted = (counts > 0).all(1)
         with torch.no_grad():
             base = reference(batches)
+        labels = [batch.pairs.is_desirable for batch in batches]
+        labels = torch.zeros(len(counts)) if labels[0] is None else torch.cat(labels)
         losses = _published_loss(
-            plan.job.preference, policy[counted], base[counted], counts[counted]
+            plan.job.preference, policy[counted], base[counted], counts[counted], labels[counted]
         )
         losses.mean().backward()
         norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params])))
@@ -156,6 +168,9 @@ def _whole(results):
 
 SMOOTH = ("preference.label_smoothing=0.2", "preference.beta=0.4")
 MEAN = ("preference.length_normalized=true", "preference.beta=0.7")
+KTO = (
+    "preference.desirable_weight=0.8", "preference.undesirable_weight=1.3", "preference.beta=0.5", "data.loss_on=all",
+)  # fmt: skip
 LORA_CASES = [
     ("llama3", "tp2-pp2-sp", "sigmoid", SMOOTH),
     ("llama3", "cp2", "sigmoid", ("memory.recompute=full",)),
@@ -163,6 +178,9 @@ LORA_CASES = [
     ("llama3", "dp3", "hinge", ("parallel.sharding=parameters",)),
     ("qwen3", "tp2-pp2", "ipo", (*MEAN, "schedule.name=zb_h1")),
     ("qwen2_moe", "dp2-ep2", "sigmoid", ("parallel.sharding=optimizer",)),
+    ("llama3", "tp2-pp2-sp", "kto", KTO),
+    ("llama3", "cp2", "kto", KTO),
+    ("qwen3", "dp3", "kto", (*KTO, "parallel.sharding=parameters")),
     ("deepseek_v3", "tp2-pp2", "sigmoid", MEAN),
 ]
 
@@ -182,7 +200,7 @@ def test_steps_on_adapters_are_those_of_peft_and_the_published_loss(
             return _log_probs(model.base_model.model, batches)[0]
 
     inner = model.base_model.model
-    loss_options = [o for o in options if o.startswith("preference.")]
+    loss_options = [o for o in options if o.startswith(("preference.", "data."))]
     inner.requires_grad_(False)
     for name, param in inner.named_parameters():
         param.requires_grad_("lora_" in name)

@@ -13,3 +13,9 @@ def test_an_encoder_has_no_tasks():
     options = "model.family=bert", "model.num_kv_heads=num_heads", "data.masking.mask_token_id=64"
     with pytest.raises(ConfigError, match="bert is an encoder"):
         plan_on(make_test_plan(*options).job.model, EvalOptions(), VALUES)
+
+
+def test_a_head_without_a_vocabulary_has_no_tasks():
+    options = "model.head.kind=regression", "data.packing=best_fit"
+    with pytest.raises(ConfigError, match="this head has no vocabulary"):
+        plan_on(make_test_plan(*options).job.model, EvalOptions(), VALUES)

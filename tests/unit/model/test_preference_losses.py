@@ -58,3 +58,20 @@ def test_a_loss_is_its_published_formula(case):
 def test_rewards_are_beta_times_the_log_ratio_of_each_answer():
     section = PreferenceSection(loss_type="sigmoid", beta=0.3)
     assert rewards(ANSWERS, section).tolist() == [[pytest.approx(-0.15), pytest.approx(0.15)]]
+
+
+def test_kto_weighs_answers_by_their_side_of_the_divergence():
+    section = PreferenceSection(
+        loss_type="kto", beta=0.3, desirable_weight=0.8, undesirable_weight=1.3
+    )
+    both = Answers(
+        policy=torch.tensor(POLICY * 2, dtype=torch.float64),
+        reference=torch.tensor(REFERENCE * 2, dtype=torch.float64),
+        counts=torch.tensor(COUNTS * 2, dtype=torch.float64),
+        is_desirable=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        divergence=torch.tensor(0.2, dtype=torch.float64),
+    )
+    # the log-ratio of the first answer alone: -3.0 - -2.5
+    value = 1 / (1 + exp(-0.3 * (-0.5 - 0.2))), 1 / (1 + exp(-0.3 * (0.2 - -0.5)))
+    wanted = [0.8 * (1 - value[0]), 1.3 * (1 - value[1])]
+    assert LOSSES["kto"](both, section).tolist() == pytest.approx(wanted, rel=1e-14)

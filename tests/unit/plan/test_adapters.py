@@ -2,6 +2,7 @@
 
 import pytest
 
+from raymega.config.heads.section import HeadSection
 from raymega.config.lora import LoraSection
 from raymega.plan.adapters import tuned_kind
 from raymega.plan.flops import trained_share
@@ -75,3 +76,16 @@ def test_layers_that_a_pattern_tells_apart_are_not_alike():
     for pattern in ("*norm*", "layers.*", "*.mlp.*"):
         model = make_model(freeze=(pattern,))
         assert tuned_kind(model, 0) == tuned_kind(model, 1), pattern
+
+
+def test_a_new_head_is_trained_whole_beside_adapters():
+    head = {"kind": "sequence_classification", "num_labels": 3}
+    model = _lora(target_modules=("attention.q", "*")).model_copy(
+        update={"head": HeadSection(**head)}
+    )
+    table = _table(model)
+    assert table["head.score.weight"].shape == (3, 16)
+    assert table["head.score.weight"].is_trained
+    assert not any(name.startswith("head.score.lora") for name in table)
+    assert "head.score.weight" in {tensor.name for tensor in saved_tensors(model)}
+    assert table["layers.0.attention.q.weight"].is_frozen

@@ -1,0 +1,110 @@
+"""Heads without a vocabulary as transformers has them: classes, settings and names of tensors.
+
+A class is its model's name and one of the ends below. Decoders read a document's last token; encoders pool its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.architectures import Config
+from raymega.errors import ConfigError, Fault
+from raymega.plan.layers.family_parts import parts_of
+
+SEQUENCE, TOKEN, CHOICE = "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice"
+LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForPreTraining", "ForMaskedLM")
+"""Ends of classes with a language model's head."""
+ENDS = {
+    "sequence_classification": SEQUENCE, "regression": SEQUENCE, "reward": SEQUENCE,
+    "token_classification": TOKEN, "multiple_choice": CHOICE,
+}  # fmt: skip
+LACKING: Mapping[str, tuple[str, ...]] = {
+    SEQUENCE: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4"),
+    TOKEN: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4", "Gemma3", "Olmo2", "Olmo3", "DeepseekV2"),
+}
+"""Models for which transformers has no class with an end."""
+
+
+def head_values(config: Config) -> dict[str, Any]:
+    """Return the field ``head`` of the model section by the class that config.json names; empty for a language model.
+
+    Raises:
+        ConfigError: The class has another loss than one of the heads here.
+    """
+    name = next(iter(config.get("architectures") or ()), "")
+    if name.endswith(CHOICE):
+        return {"head": {"kind": "multiple_choice"}}
+    if not name.endswith((SEQUENCE, TOKEN)):
+        return {}
+    problem, labels = config.get("problem_type"), config.get("id2label")
+    count = len(labels) if labels else config.get("num_labels", 2)
+    kind = "token_classification" if name.endswith(TOKEN) else "sequence_classification"
+    if kind == "sequence_classification" and count == 1:
+        return {"head": {"kind": "regression" if problem == "regression" else "reward"}}
+    if problem not in (None, "single_label_classification"):
+        raise ConfigError(
+            Fault(
+                fact=f"config.json has problem_type={problem!r} and {count} labels",
+                rule="heads have one class a document, or one number",
+                remedy="convert a model of one of these kinds",
+            )
+        )
+    return {"head": {"kind": kind, "num_labels": count}}
+
+
+def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
+    """Return the settings of a model with such a head; ``class_name`` is its class with a language model's.
+
+    Raises:
+        ConfigError: transformers has no such class.
+    """
+    head = model.head
+    if not head.is_on:
+        return {}
+    base = class_name
+    for end in LANGUAGE:
+        base = base.removesuffix(end)
+    end, is_causal = ENDS[head.kind], parts_of(model).is_causal
+    if base.removesuffix("Text") in LACKING.get(end, ()) or (end == CHOICE and is_causal):
+        raise ConfigError(
+            Fault(
+                fact=f"model.head.kind={head.kind} with model.family={model.family}",
+                rule=f"transformers has no {base}{end}",
+                remedy="export it with dcp-export, which keeps raymega's names",
+            )
+        )
+    config: dict[str, Any] = {"architectures": [f"{base}{end}"]}
+    count = head.num_scores
+    if end != CHOICE:
+        config["id2label"] = {str(n): f"LABEL_{n}" for n in range(count)}
+        config["label2id"] = {f"LABEL_{n}": n for n in range(count)}
+    if head.kind == "regression":
+        config["problem_type"] = "regression"
+    return config
+
+
+def head_names(model: ModelSection) -> dict[str, tuple[str, ...]]:
+    """Return their modules of the head, and ours; of names for tensors that the model lacks none is used."""
+    kind, family = model.head.kind, model.family
+    if not model.head.is_on:
+        return {}
+    if parts_of(model).is_causal:
+        is_classifier = kind == "token_classification" and family in ("gpt2", "gpt_neox")
+        return {"classifier" if is_classifier else "score": ("head.score",)}
+    if family == "roberta" and ENDS[kind] == SEQUENCE:
+        return {"classifier.dense": ("head.pooler",), "classifier.out_proj": ("head.score",)}
+    prefix = "roberta" if family == "roberta" else "bert"
+    return {f"{prefix}.pooler.dense": ("head.pooler",), "classifier": ("head.score",)}
+
+
+def compared_head(model: ModelSection) -> dict[str, Any]:
+    """Return what of the head a config.json must express, in comparable form."""
+    head, is_causal = model.head, parts_of(model).is_causal
+    is_pooled = head.is_on and head.kind != "token_classification"
+    return {
+        "kind": head.kind,
+        "num_scores": head.num_scores if head.is_on else 0,
+        "pooling": head.pools(is_causal=is_causal) if is_pooled else "none",
+    }

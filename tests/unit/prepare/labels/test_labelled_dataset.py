@@ -1,0 +1,153 @@
+"""Datasets of labelled texts: from rows to the labels of packed rows, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from raymega.data.arrow import TokenStream
+from raymega.data.checks import training_faults
+from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from raymega.data.open_split import Shape, open_split
+from raymega.data.rows import ANSWERS, RowForm
+from raymega.errors import ConfigError, DataError
+from raymega.prepare.chat.rows import DEFAULT_KEYS
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
+from tests.unit.prepare.chat import templates
+
+pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
+
+CLASSES = [{"text": f"text {n} " * (n % 4 + 1), "label": n % 3} for n in range(12)]
+QUESTIONS = [
+    {"context": f"page {n}", "question": "which?", "choices": ["a", "bb", "ccc"], "label": n % 3}
+    for n in range(9)
+]
+WORDS = [{"tokens": ["ab", "c", "dd"], "tags": [1, -100, n % 2]} for n in range(5)]
+ANSWERED = [{"prompt": f"q{n}?", "completion": f"yes {n}.", "label": n % 2 == 0} for n in range(7)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / TOKENIZER_FILE).write_text(templates.make_tokenizer().to_str())
+    (folder / "chat_template.jinja").write_text(templates.CHATML)
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(settings))
+    return folder
+
+
+def _prepare(folder, model, rows, row_format, **more):
+    (folder / "in").mkdir(parents=True)
+    (folder / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = PrepareOptions(
+        inputs=(str(folder / "in"),), out=str(folder / "out"), tokenizer=str(model), row_format=row_format,
+        text_key=DEFAULT_KEYS[row_format], valid_fraction=0, **more,
+    )  # fmt: skip
+    return prepare(options, on_progress=lambda *_: None).meta
+
+
+def _rows(folder, form, seq_len=64, **more):
+    shape = Shape(seq_len=seq_len, packing="best_fit", window=4, multiple=4, form=form, **more)
+    source = open_split(str(folder / "out"), "train", shape, seed=0)
+    return [source.row(index) for index in range(source.num_windows)]
+
+
+def _texts(row):
+    """The text of each document of a row, without its padding."""
+    tokenizer, starts = templates.make_tokenizer(), np.cumsum([0, *row.documents])
+    return [
+        tokenizer.decode(row.tokens[at : at + n].tolist(), skip_special_tokens=True)
+        for at, n in zip(starts, row.lengths, strict=False)
+    ]
+
+
+def test_texts_have_their_class_in_packed_rows(tmp_path, model):
+    meta = _prepare(tmp_path, model, CLASSES, "classification")
+    assert (meta.version, meta.row_format) == (3, "classification")
+    rows = _rows(tmp_path, RowForm("classes", 1, 3))
+    found = {text: int(label) for row in rows for text, label in zip(_texts(row), row.classes, strict=True)}  # fmt: skip
+    assert found == {row["text"]: row["label"] for row in CLASSES}
+    assert any(len(row.classes) > 1 for row in rows), "rows of several documents"
+
+
+def test_a_text_that_is_cut_keeps_its_class(tmp_path, model):
+    _prepare(tmp_path, model, CLASSES, "classification")
+    rows = _rows(tmp_path, RowForm("classes", 1, 3), seq_len=8)
+    assert sorted(int(label) for row in rows for label in row.classes) == sorted([0, 1, 2] * 4)
+
+
+def test_choices_of_a_question_stay_together_with_the_right_one(tmp_path, model):
+    _prepare(tmp_path, model, QUESTIONS, "multiple_choice")
+    rows, found = _rows(tmp_path, RowForm("choices", 3), seq_len=128), {}
+    for row in rows:
+        texts = _texts(row)
+        for number, right in enumerate(row.classes):
+            found[texts[3 * number].split("\n")[0]] = texts[3 * number + right].split("\n")[-1]
+    assert found == {row["context"]: row["choices"][row["label"]] for row in QUESTIONS}
+
+
+def test_first_token_of_a_word_has_its_class(tmp_path, model):
+    _prepare(tmp_path, model, WORDS, "token_classification")
+    tokenizer, seen = templates.make_tokenizer(), []
+    for row in _rows(tmp_path, RowForm("tokens", 1, 2)):
+        for at in np.flatnonzero(row.mask):
+            # a space may be a token of its own
+            begin = tokenizer.decode(row.tokens[at : at + 2].tolist()).strip()
+            seen.append((begin[0], int(row.labels[at])))
+    words = [each for row in WORDS for each in zip(row["tokens"], row["tags"], strict=True)]
+    assert sorted(seen) == sorted((word[0], tag) for word, tag in words if tag >= 0)
+
+
+def test_an_answer_is_beside_one_to_another_prompt(tmp_path, model):
+    meta = _prepare(tmp_path, model, ANSWERED, "kto")
+    stream, tokenizer = TokenStream(tmp_path / "out", meta.splits["train"]), templates.make_tokenizer()  # fmt: skip
+    found, at = [], 0
+    for length in stream.document_lengths():
+        ids, targets = stream.read(at, at + length), stream.read_targets(at, at + length)
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        answer = tokenizer.decode(ids[targets % 4 > 0].tolist(), skip_special_tokens=True)
+        prompt = next(row["prompt"] for row in ANSWERED if row["prompt"] in text)
+        found.append((prompt, answer.strip(), bool(targets[0] < 4)))
+        at += length
+    good = {row["prompt"]: row["label"] for row in ANSWERED}
+    own = {row["prompt"]: row["completion"] for row in ANSWERED}
+    pairs = list(zip(found[::2], found[1::2], strict=True))
+    assert len(pairs) == len(ANSWERED)
+    for (prompt, answer, is_good), (again, other, _) in pairs:
+        assert prompt == again, "one prompt"
+        assert answer == own[prompt], "its own answer first"
+        assert is_good == good[prompt]
+        assert other != own[prompt], "then that of another row"
+    assert sorted(other for _, (_, other, _) in pairs) == sorted(own.values()), "each once"
+    # as a job reads them
+    rows = _rows(tmp_path, ANSWERS, pairs="base")
+    assert sum(int(row.classes.sum()) for row in rows) == 4
+    assert all(row.mask.sum() < sum(row.lengths) for row in rows), "prompts do not count"
+
+
+BAD = [
+    ("classification", '{"text": "a", "label": "sport"}', "not a whole number from 0 to 254"),
+    ("classification", '{"text": 3, "label": 0}', "its 'text' is a int"),
+    ("multiple_choice", '{"choices": ["a"], "label": 0}', "it has 1 choices, not 2 to 63"),
+    ("multiple_choice", '{"choices": ["a", "b"], "label": 2}', "from 0 to 1"),
+    ("token_classification", '{"tokens": ["a", "b"], "tags": [1]}', "no list of 2 classes"),
+    ("kto", '{"prompt": "a", "completion": "b", "label": 1}', "not true or false"),
+]
+
+
+@pytest.mark.parametrize(("row_format", "line", "why"), BAD)
+def test_bad_rows_are_told(tmp_path, model, row_format, line, why):
+    with pytest.raises(ConfigError, match=why):
+        _prepare(tmp_path, model, [json.loads(line)], row_format)
+
+
+def test_datasets_of_another_form_and_labels_beyond_the_head_are_refused(tmp_path, model):
+    _prepare(tmp_path, model, CLASSES, "classification")
+    values = {"data.path": str(tmp_path / "out"), "data.seq_len": 64, "data.packing": "best_fit"}
+    (fault,) = training_faults(values)
+    assert "--format classification" in fault.fact
+    (fault,) = training_faults(values | {"preference.loss_type": "kto"})
+    assert "--format kto prepares" in fault.rule
+    with pytest.raises(DataError, match="the label 2"):
+        _rows(tmp_path, RowForm("classes", 1, 2))
