@@ -274,3 +274,19 @@ def test_choice_among_all_groups_is_none():
 def test_experts_in_no_block_are_a_dense_model(change):
     model = model_from(QWEN3_MOE | change)
     assert (model.family, model.moe, model.ffn_hidden_size) == ("qwen3", MoeSection(), 24)
+
+
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h", "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 8192,
+    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
+    "num_hidden_layers": 52, "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
+
+
+def test_letters_of_nemotron_h_are_its_blocks():
+    """NemotronHForCausalLM of this config.json has 8,100,852,736 parameters."""
+    model = model_from(NEMOTRON_H_8B)
+    assert (model.num_layers, count_parameters(model)) == (52, 8_100_852_736)
+    with pytest.raises(ConfigError, match="blocks of kind moe"):
+        model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "ME*-"})
