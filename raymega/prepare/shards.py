@@ -18,7 +18,7 @@ import numpy.typing as npt
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, RowFormat, ShardMeta
 from raymega.errors import Fault, RaymegaError
-from raymega.prepare.chat.answers import AnswerPairs
+from raymega.prepare.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents

@@ -79,7 +79,7 @@ PROOFS: tuple[ProofMutation, ...] = (
     ),
     ProofMutation(
         name="KTO's divergence is estimated on the answers to their own prompts",
-        file="prepare/chat/answers.py",
+        file="prepare/answers.py",
         old="(answer.conversation, other.under(answer))",
         new="(answer.conversation, answer.under(answer))",
         tests=(
