@@ -99,7 +99,8 @@ class Soak:
     def _sample(self) -> None:
         """Add a row of each kind of process, and of the folders."""
         driver = psutil.Process()
-        number, counts = 0, defaultdict(lambda: defaultdict(float))
+        number = 0
+        counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for process in (driver, *driver.children(recursive=True)):
             try:
                 with process.oneshot():

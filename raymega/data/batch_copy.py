@@ -121,8 +121,14 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
 
 def _change_pairs(pairs: PairBatch | ScoreBatch, change: Change) -> PairBatch | ScoreBatch:
     if isinstance(pairs, ScoreBatch):
-        names = "places", "documents", "weights", "labels", "is_counted"
-        return replace(pairs, **{name: change(getattr(pairs, name)) for name in names})
+        return replace(
+            pairs,
+            places=change(pairs.places),
+            documents=change(pairs.documents),
+            weights=change(pairs.weights),
+            labels=change(pairs.labels),
+            is_counted=change(pairs.is_counted),
+        )
     return replace(
         pairs,
         answers=change(pairs.answers),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raymega.config.schema import ModelSection
 from raymega.model.attention.relative_attention import document_mask, position_bias
+from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.stream_block import StreamBlock, StreamEmbedding, Streams
 from raymega.parallel.context_parallel.context import (
@@ -52,7 +53,7 @@ class EncoderDecoderStage(StageModule):
         tp = self.tp_stream.tp.size
         return table_rows(self.model, tp=tp, micro_batch_size=micro_batch_size)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, tokens: Tensor, labels: Tensor, mask: Tensor, hidden: Tensor | None, *more: Any,
         rows: Rows | None = None, **_unused: Any,
     ) -> Tensor:  # fmt: skip
@@ -64,7 +65,9 @@ class EncoderDecoderStage(StageModule):
             return x
         self.before_use(self.head)
         behind = slice(self._num_encoder(layout), None)
-        return self._used(self.head, self.head.loss_sum(x, labels[:, behind], mask[:, behind]))
+        return self._used(
+            self.head, language_head(self.head).loss_sum(x, labels[:, behind], mask[:, behind])
+        )
 
     def document_logits(self, source: Tensor, target: Tensor) -> Tensor:
         """Return this rank's columns of the logits, [T, 1, V/tp], of one document on one stage and one cp rank.

@@ -55,7 +55,10 @@ class StreamBlock(TransformerBlock):
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
-        self.cross_norm, self.cross_attention = cross or (None, None)
+        self.cross_norm: nn.Module | None = None
+        self.cross_attention: RelativeAttention | None = None
+        if cross is not None:
+            self.cross_norm, self.cross_attention = cross
         self.end_norm = end_norm
 
     def remake(self, parts: Collection[str]) -> None:

@@ -5,7 +5,7 @@ Wording and layout are defined here; `tracking/names.py` defines what each metri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -115,7 +115,7 @@ class ConsoleSink:
         self._console.print(line, style=style, soft_wrap=True)
 
 
-def _cells(metrics: Mapping[str, float], columns: tuple[tuple[str, str, float], ...]) -> list[str]:
+def _cells(metrics: Mapping[str, float], columns: Sequence[tuple[str, str, float]]) -> list[str]:
     """Return the metrics formatted by their columns, without those that are absent."""
     return [
         form.format(metrics[name] * factor) for name, form, factor in columns if name in metrics

@@ -114,7 +114,7 @@ def new_job(answers: Answers) -> NewJob:
 def _set_streams(values: dict[str, dict[str, Any]], model: ModelSection, tokenizer: str) -> None:
     """Divide a row between encoder and decoder, and state the text that becomes a row."""
     seq_len = values["data"]["seq_len"]
-    spans = SpanCorruptionSection(**span_tokens(tokenizer, model.vocab_size))
+    spans = SpanCorruptionSection.model_validate(span_tokens(tokenizer, model.vocab_size))
     decoder = seq_len // 4
     sides = values["model"].get("encoder_decoder", {})
     values["model"]["encoder_decoder"] = {**sides, "decoder_seq_len": decoder}

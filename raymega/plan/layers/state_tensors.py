@@ -54,5 +54,5 @@ def state_tensors(at: str, model: ModelSection, kind: str) -> list[GlobalTensor]
 def _tensor(
     name: str, shape: tuple[int, ...], init: str, *, std: float = 0.0, **changes: Any
 ) -> GlobalTensor:
-    fields = {"tp_dim": 0, "role": "matrix"} | changes
+    fields: dict[str, Any] = {"tp_dim": 0, "role": "matrix"} | changes
     return GlobalTensor(name=name, shape=shape, init=init, initializer_range=std, **fields)

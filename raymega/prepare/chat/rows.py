@@ -57,7 +57,9 @@ def conversation_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -
         found = list(_conversations(row, row_format, key))
     except ValueError as error:
         return "", str(error)
-    told = [{"messages": each.messages, "tools": each.tools} for each in found]
+    told: list[dict[str, Any]] = [
+        {"messages": each.messages, "tools": each.tools} for each in found
+    ]
     if row_format == "kto":
         if not isinstance(row.get("label"), bool):
             return "", f"its 'label' is {_told(row.get('label'))}, not true or false"
