@@ -117,8 +117,7 @@ class StageModule(nn.Module):
         # which kinds of randomness and routing need keys or ids of tokens
         self.seed, self.tp_stream = seed, sp
         self.has_random, self.has_experts = model.has_random, model.moe.num_experts > 0
-        self.drops_weights = model.attention_dropout > 0
-        self.has_states = bool(state_kind(model))
+        self.drops_weights, self.has_states = model.attention_dropout > 0, bool(state_kind(model))
         # embedding, blocks, head
         self.rope = make_positions(model, dtype=dtype, device=device, is_fused=is_fused)
         precision = precision or PrecisionSection()
@@ -352,19 +351,16 @@ class StageModule(nn.Module):
             return self._run_blocks(blocks, x, token_layout)
         for start in range(0, len(blocks), self.blocks_together or 1):
             some = blocks[start : start + (self.blocks_together or 1)]
-            # recomputation: keep the input of the group only
             run = partial(self._run_blocks, some, x, token_layout)
+            # recomputation: keep the input of the group only, which is an argument, so that offload sees it
             if self.blocks_together:
-                run = partial(
-                    checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False,
-                    preserve_rng_state=False,
-                )  # fmt: skip
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                run = partial(checkpoint, self._run_blocks, some, x, token_layout, **options)
             # offload: what remains saved moves to the host
-            x = (
-                run()
-                if self.offloader is None
-                else self.offloader.run(run, self._staying(some, token_layout))
-            )
+            if self.offloader is None:
+                x = run()
+            else:
+                x = self.offloader.run(run, self._staying(some, token_layout))
         if self.offloader is not None:
             self.offloader.end()
         return x

@@ -80,6 +80,7 @@ class StreamBlock(TransformerBlock):
             assert streams.cross_bias is not None, "the stage has made it"
             normal = self._normal(self.cross_norm, x)
             x = x + cross(normal, streams.encoder, streams.cross_bias, context)
+        assert self.mlp is not None, "a block of either side has one"
         x = x + self.mlp(self._normal(self.mlp_norm, x))
         if cross is not None:
             return streams._replace(decoder=x)

@@ -39,8 +39,8 @@ from raymega.plan.batch import BatchPlan, make_batch
 from raymega.plan.grid import Coords
 from raymega.plan.hardware.tp_overlap import overlaps_messages
 from raymega.plan.layers.family_parts import parts_of, score_pooling
-from raymega.plan.memory.activation_bytes import attention_weight_bytes
 from raymega.plan.memory.activation_shape import activation_shape
+from raymega.plan.memory.attention_bytes import attention_weight_bytes
 from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.posting import receive_posts

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 
-from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
 from raymega.plan.layers.layer_pattern import mixer_share, state_share
-from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
+from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
-from raymega.plan.memory.head_norm_bytes import head_norm_bytes, tempered_bytes
+from raymega.plan.memory.attention_bytes import full_attention_bytes, latent_attention_bytes
 from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
@@ -193,15 +192,6 @@ def _score_bytes(queries: ActivationShape, keys: ActivationShape) -> int:
     return weights + 2 * elsewhere * keys.element
 
 
-def attention_weight_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of the [S, S] softmax of all heads here, its dropout mask and the product.
-
-    They are 5 as^2b / t in bf16.
-    """
-    rows = shape.model.num_heads // shape.parallel.tp * shape.tokens
-    return rows * shape.seq_len * (2 * shape.element + MASK_BYTES)
-
-
 def embedding_bytes(shape: ActivationShape) -> int:
     """Return the bytes of the embedding: its dropout mask, an encoder's norm and, under tp, two numbers a token.
 
@@ -279,63 +269,10 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 def _attention_bytes(shape: ActivationShape) -> int:
     """Return the bytes that attention keeps, or a state in its place, as a mean over layers."""
     if shape.model.mla.kv_lora_rank:
-        return _latent_attention_bytes(shape)
+        return latent_attention_bytes(shape)
     share = state_share(shape.model)
-    full = _full_attention_bytes(shape) if share < 1 else 0
+    full = full_attention_bytes(shape) if share < 1 else 0
     return round((1 - share) * full + share * linear_bytes(shape)) if share else full
-
-
-def _full_attention_bytes(shape: ActivationShape) -> int:
-    """Return the bytes that a layer with attention keeps.
-
-    They are q, k and v; the weights or, fused, a number a row; the output, which is the next input.
-    """
-    model, tp = shape.model, shape.parallel.tp
-    heads, kv_heads = model.num_heads // tp, max(1, model.kv_heads // tp)
-    qkv = shape.tokens * (heads + 2 * kv_heads) * model.head_width * shape.element
-    # an output gate, which is a part of the projection's result, and beside it its sigmoid and the product
-    gate = shape.tokens * heads * model.head_width * shape.element * shape.family.has_output_gate
-    if shape.remakes("attention"):
-        return qkv + gate + residual_mask_bytes(shape)
-    qkv += gate * (3 if shape.parallel.cp == 1 else 2)
-    qkv += head_norm_bytes(shape, heads=heads, kv_heads=kv_heads)
-    qkv += tempered_bytes(shape, heads)
-    output = shape.tokens * heads * model.head_width * shape.element
-    inner = inner_ranks(shape.parallel) if shape.parallel.cp > 1 else 1
-    if inner > 1:  # kept before heads are exchanged back, too; shared key heads are copied
-        copied = max(0, inner - kv_heads)
-        qkv += 2 * shape.tokens * copied * model.head_width * shape.element
-        output *= 2
-    # Fused attention keeps the log-sum-exp of each row.
-    fused = shape.tokens * heads * shape.wide
-    weights = attention_weight_bytes(shape) if model.attention_dropout else fused
-    return qkv + output + weights + residual_mask_bytes(shape)
-
-
-def _latent_attention_bytes(shape: ActivationShape) -> int:
-    """Return the bytes that latent attention keeps.
-
-    They are latents before and after their norms; q, k and v as wide as k; and the output, as wide
-    as k and as wide as v.
-    """
-    mla, parallel, element = shape.model.mla, shape.parallel, shape.element
-    ranks = mla.q_lora_rank + mla.kv_lora_rank
-    latents = (2 * ranks + mla.qk_rope_head_dim) * element + (
-        2 if mla.q_lora_rank else 1
-    ) * shape.wide
-    kept = shape.stream_tokens * latents + residual_mask_bytes(shape)
-    rows = shape.tokens * shape.model.num_heads // parallel.tp
-    width, values = shape.model.head_width, mla.v_head_dim
-    # With recompute the projections' results are kept, not q, k and v.
-    if shape.remakes("attention"):
-        made = rows * (width + mla.qk_nope_head_dim + values)
-        gathered = shape.tokens - shape.stream_tokens and shape.tokens * mla.qk_rope_head_dim
-        return kept + (made + gathered) * element
-    is_dropped = shape.model.attention_dropout > 0
-    is_exchanged = parallel.cp > 1 and inner_ranks(parallel) > 1
-    before = 0 if is_dropped or (values == width and not is_exchanged) else width
-    weights = attention_weight_bytes(shape) if is_dropped else rows * shape.wide
-    return kept + rows * (3 * width + before + values) * element + weights
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:

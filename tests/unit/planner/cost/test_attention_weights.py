@@ -5,8 +5,8 @@ import re
 import pytest
 
 from raymega.errors import PlanError
-from raymega.plan.memory.activation_bytes import attention_weight_bytes
 from raymega.plan.memory.activation_shape import activation_shape
+from raymega.plan.memory.attention_bytes import attention_weight_bytes
 from raymega.plan.validation.attention import MAX_ATTENTION_BYTES
 from tests.support.jobs import make_test_plan
 
