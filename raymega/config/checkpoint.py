@@ -18,7 +18,7 @@ FunctionField = Literal[
     "attention.temperature_scale", "attention.qk_norm",
     "attention.layer_types", "attention.sliding_window", "attention.score_scale", "attention.softcap",
     "attention.partial_rotary_factor", "attention.sliding_rope_theta", "multipliers.embedding",
-    "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap",
+    "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap", "head.pooling",
     "linear_attention.time_step_min",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""

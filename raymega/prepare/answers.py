@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from raymega.data.rows import UNDESIRABLE
 from raymega.prepare.chat.rows import Conversation, Message
-from raymega.prepare.documents import Document
 from raymega.prepare.labels.labelled import Labelled
+
+D = TypeVar("D")
+"""What a caller knows of a row's document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,21 +47,25 @@ def read_answer(text: str) -> Answer:
     )
 
 
-class AnswerPairs:
+class AnswerPairs(Generic[D]):
     """Answers of a split, one row after another; the first one waits for the last."""
 
     def __init__(self, label: Callable[[Conversation], Labelled]) -> None:
         self._label = label
-        self._first: tuple[Document, Answer] | None = None
+        self._first: tuple[D, Answer] | None = None
         self._before: Answer | None = None
 
-    def add(self, document: Document) -> list[Labelled]:
+    def add(self, document: D, text: str) -> list[Labelled]:
         """Return the answer of a row and the one before under its prompt; none of the first row.
+
+        Args:
+            document: Document of the row, which :meth:`close` returns of the first.
+            text: Text of the row.
 
         Raises:
             RenderError: The template refuses one of the two.
         """
-        answer, before = read_answer(document.text), self._before
+        answer, before = read_answer(text), self._before
         if before is None:
             self._label(
                 answer.conversation
@@ -69,7 +76,7 @@ class AnswerPairs:
         self._before = answer
         return found
 
-    def close(self) -> Iterator[tuple[Document, list[Labelled]]]:
+    def close(self) -> Iterator[tuple[D, list[Labelled]]]:
         """Yield the first row, with the last one's answer under its prompt."""
         if self._first is not None and self._before is not None:
             document, answer = self._first

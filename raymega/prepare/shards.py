@@ -114,7 +114,7 @@ def _write_group(
     group: ShardGroup, documents: Documents, folder: Path, valid_fraction: float, encoder: Encoder
 ) -> GroupDone:
     splits: dict[str, _Split] = {}
-    answers = defaultdict[str, AnswerPairs](lambda: AnswerPairs(encoder.label))
+    answers = defaultdict[str, AnswerPairs[Document]](lambda: AnswerPairs(encoder.label))
     # A split's shard is opened at its first document, so an empty split has no shard.
     num_replaced = 0
     with ExitStack() as stack:
@@ -157,7 +157,7 @@ def _write_group(
 
 
 def _labelled(
-    document: Document, row_format: RowFormat, encoder: Encoder, answers: AnswerPairs
+    document: Document, row_format: RowFormat, encoder: Encoder, answers: AnswerPairs[Document]
 ) -> list[Labelled]:
     """Return the documents of a row with the byte beside each token; none of plain text, or of a row that waits.
 
@@ -166,7 +166,7 @@ def _labelled(
     """
     text = document.text
     if row_format == "kto":
-        return answers.add(document)
+        return answers.add(document, text)
     if row_format in LABELLED:
         rules = encoder.rules
         return labelled_documents(

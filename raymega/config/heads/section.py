@@ -55,7 +55,11 @@ class HeadSection(Section):
     def has_pooler(self, *, is_causal: bool) -> bool:
         """Return whether scores pass BERT's pooler: tanh(linear(x)) of a document's first token."""
         is_first = self.pools(is_causal=is_causal) == "first"
-        return is_first and not is_causal and self.kind != "token_classification"
+        return (
+            is_first
+            and not is_causal
+            and self.kind not in ("language_model", "token_classification")
+        )
 
     def has_bias(self, *, is_causal: bool) -> bool:
         """Return whether the linear layer has a bias, as transformers' class for the family has."""
