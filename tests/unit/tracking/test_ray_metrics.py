@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,8 +73,19 @@ def publish_ranks(notebook):
     """What the ranks of TIMELINE and MEMORY publish in their own processes."""
     for event in (TIMELINE, MEMORY):
         for rank, values in event.ranks.items():
-            metrics = RankMetrics(run="demo", rank=rank, instruments=notebook, refresh_s=LONG_S)
+            # closed when all is shown: a thread that begins later would show nothing
+            shown, is_shown = set(), Event()
+
+            def publish(metric, value, tags, shown=shown, values=values, is_shown=is_shown):
+                notebook.publish(metric, value, tags)
+                shown.add(metric.name)
+                if len(shown) == len(values):
+                    is_shown.set()
+
+            instruments = SimpleNamespace(publish=publish)
+            metrics = RankMetrics(run="demo", rank=rank, instruments=instruments, refresh_s=LONG_S)
             metrics.update(values)
+            assert is_shown.wait(GUARD_S)
             metrics.close()
             metrics._thread.join(GUARD_S)
 
