@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NUM_ROWS = 8
 """Rows that are scored, and prompts that are continued."""
 REQUEST_TOKENS, TARGETS = 1000, 999
+TARGETS_OF_CUT_ROWS = 10
+"""Fewer where ranks share a row: the checker's notes of all its tokens take gigabytes."""
 PROMPT_TOKENS = 16
 NEW_TOKENS = 2
 
@@ -27,8 +29,9 @@ def score_rows(parts: TrainingComponents) -> None:
     """Score requests with the weights of a rank, as `raymega eval` and a run's tasks do."""
     tokens = np.arange(REQUEST_TOKENS)
     seq_len = parts.plan.job.data.seq_len
+    targets = TARGETS if parts.plan.grid.cp == 1 else TARGETS_OF_CUT_ROWS
     # requests that differ in their tokens: equal ones would share a place in a row
-    requests = [make_request(tokens + n, TARGETS, seq_len=seq_len) for n in range(NUM_ROWS)]
+    requests = [make_request(tokens + n, targets, seq_len=seq_len) for n in range(NUM_ROWS)]
     scorer = scorer_of(parts, lambda: None)
     score_requests(parts.plan, scorer, parts.groups, requests, device=parts.device)
 
