@@ -232,8 +232,8 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     kinds = {"before": ["norm"], "after": ["post_norm"], "sum": ["sum_norm"]}
     kinds["both"] = kinds["before"] + kinds["after"]
-    names = (f"{part}_{k}" for k in kinds[parts_of(model).norms] for part in ("attention", "mlp"))
-    names = ("norm",) if parts_of(model).has_one_part else names
+    names = [f"{part}_{k}" for k in kinds[parts_of(model).norms] for part in ("attention", "mlp")]
+    names = ["norm"] if parts_of(model).has_one_part else names
     norms = [tensor for name in names for tensor in _norm(f"{at}.{name}", model)]
     kind, has_one = tensor_kind(model, layer)[0], parts_of(model).has_one_part
     attention = []
