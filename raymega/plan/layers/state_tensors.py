@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
 
 from raymega.config.schema import ModelSection
-from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import MAMBA
 
 
@@ -51,8 +50,18 @@ def state_tensors(at: str, model: ModelSection, kind: str) -> list[GlobalTensor]
     return [*table, norm, out]
 
 
-def _tensor(
-    name: str, shape: tuple[int, ...], init: str, *, std: float = 0.0, **changes: Any
+def _tensor(  # noqa: PLR0913  # fields of a tensor
+    name: str,
+    shape: tuple[int, ...],
+    init: str,
+    *,
+    std: float = 0.0,
+    role: Role = "matrix",
+    tp_dim: int = 0,
+    is_wide: bool = False,
+    serves_heads: bool = False,
 ) -> GlobalTensor:
-    fields: dict[str, Any] = {"tp_dim": 0, "role": "matrix"} | changes
-    return GlobalTensor(name=name, shape=shape, init=init, initializer_range=std, **fields)
+    return GlobalTensor(
+        name=name, shape=shape, tp_dim=tp_dim, init=init, initializer_range=std, role=role, is_wide=is_wide,
+        serves_heads=serves_heads,
+    )  # fmt: skip
