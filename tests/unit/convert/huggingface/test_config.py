@@ -177,8 +177,8 @@ def test_mistral_without_the_key_has_its_first_window_and_null_has_none():
     ("change", "fact"),
     [
         (
-            {"model_type": "t5"},
-            "model_type='t5'; the architectures that can be converted",
+            {"model_type": "bart"},
+            "model_type='bart'; the architectures that can be converted",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu' is built"),
         ({"attention_bias": True}, "attention_bias=True; only nothing or False is built"),
