@@ -19,7 +19,7 @@ FunctionField = Literal[
     "attention.layer_types", "attention.sliding_window", "attention.score_scale", "attention.softcap",
     "attention.partial_rotary_factor", "attention.sliding_rope_theta", "multipliers.embedding",
     "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap", "head.pooling",
-    "linear_attention.time_step_min",
+    "linear_attention.time_step_min", "encoder_decoder.relative_attention_max_distance",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""
 

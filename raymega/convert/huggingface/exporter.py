@@ -103,7 +103,9 @@ def hf_export(
         found = find_tokenizer(store, manifest, tokenizer)
         raise_faults(ConfigError, _tokenizer_faults(tokenizer, found))
         beside |= generation_files(found, config) if found or not carried else {}
-        config |= trained_tokens(manifest)  # what the decoder was trained with is no choice of the tokenizer
+        config |= trained_tokens(
+            manifest
+        )  # what the decoder was trained with is no choice of the tokenizer
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
