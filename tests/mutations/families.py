@@ -102,8 +102,8 @@ FAMILIES: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a norm with an offset multiplies by its weight alone",
         file=NORMS,
-        old="weight = 1 + self.weight if self.is_offset else self.weight",
-        new="weight = self.weight",
+        old="return rms_norm(x, 1 + weight, eps, is_fused=is_fused)",
+        new="return rms_norm(x, weight, eps, is_fused=is_fused)",
         tests=(LOGITS,),
     ),
     ProofMutation(

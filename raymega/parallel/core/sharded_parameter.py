@@ -76,23 +76,22 @@ def initial_values(
     tensor: GlobalTensor, box: Box, *, seed: int, device: torch.device
 ) -> torch.Tensor:
     """Return the initial values of a block of a global tensor: [*box.shape], float64."""
+    constants = {"zeros": 0.0, "ones": 1.0}
+    if tensor.init in constants:
+        return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+    stream = rng.key(seed, "init", tensor.name)
+    values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
     if tensor.init == "normal":
-        stream = rng.key(seed, "init", tensor.name)
-        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
         # padding rows of the vocabulary start at zero and stay there
         values[max(tensor.real_rows - box.offset[0], 0) :] = 0.0
         return values.mul_(tensor.initializer_range)
-    if tensor.init in ("log_uniform", "step"):  # uniform by the normal distribution's share
-        stream = rng.key(seed, "init", tensor.name)
-        values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
-        share = torch.special.ndtr(values)
-        if tensor.init == "log_uniform":
-            return share.mul_(MOST_DECAY - LEAST_DECAY).add_(LEAST_DECAY).log_()
-        # time steps, uniform in their logarithm, before softplus (Mamba)
-        steps = share.mul_(log(MOST_STEP / LEAST_STEP)).add_(log(LEAST_STEP)).exp_()
-        return steps + (-torch.expm1(-steps)).log_()
-    constants = {"zeros": 0.0, "ones": 1.0}
-    return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+    # uniform, by the share of the normal distribution below each value
+    share = torch.special.ndtr(values)
+    if tensor.init == "log_uniform":
+        return share.mul_(MOST_DECAY - LEAST_DECAY).add_(LEAST_DECAY).log_()
+    # time steps, uniform in their logarithm, before softplus (Mamba)
+    steps = share.mul_(log(MOST_STEP / LEAST_STEP)).add_(log(LEAST_STEP)).exp_()
+    return steps + (-torch.expm1(-steps)).log_()
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:
