@@ -314,8 +314,9 @@ class StageModule(nn.Module):
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            embedded = self.embedding(tokens, token_layout.positions, token_types)
-            x = self.noise(embedded, token_layout)
+            x = self.noise(
+                self.embedding(tokens, token_layout.positions, token_types), token_layout
+            )
             x = self.embedding_dropout(x, token_layout.keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
@@ -354,8 +355,9 @@ class StageModule(nn.Module):
             run = partial(self._run_blocks, some, x, token_layout)
             # recomputation: keep the input of the group only, which is an argument, so that offload sees it
             if self.blocks_together:
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                run = partial(checkpoint, self._run_blocks, some, x, token_layout, **options)
+                run = partial(
+                    checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
             # offload: what remains saved moves to the host
             if self.offloader is None:
                 x = run()
