@@ -1,6 +1,6 @@
 """Entry module of workers that evaluate beside a run: those of `evaluate/worker.py`, on cores that training leaves idle.
 
-A rank that waits for its accelerator or a peer sleeps, and needs a core at once when it goes on. A busy neighbour of
+A rank that waits for its accelerator or a peer sleeps, and needs a core at once when it wakes. A busy neighbour of
 ordinary priority would keep the core for its slice, some milliseconds at each of a step's many waits.
 """
 
@@ -26,7 +26,7 @@ def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None
 def _stand_back() -> None:
     """Let ordinary threads take this thread's core at once, and those of the threads that it starts.
 
-    SCHED_IDLE has a weight of 3, where Ray's workers have 36 (niceness 15), so an evaluation also goes on where no core
+    SCHED_IDLE has a weight of 3, where Ray's workers have 36 (niceness 15), so an evaluation also proceeds where no core
     is ever idle. A higher niceness is not enough: it lets the thread finish its slice first.
     """
     with suppress(AttributeError, OSError):  # only Linux has it

@@ -314,10 +314,8 @@ class StageModule(nn.Module):
         x = hidden
         if self.embedding is not None:
             self.before_use(self.embedding)
-            x = self.noise(
-                self.embedding(tokens, token_layout.positions, token_types), token_layout
-            )
-            x = self.embedding_dropout(x, token_layout.keys)
+            x = self.embedding(tokens, token_layout.positions, token_types)
+            x = self.embedding_dropout(self.noise(x, token_layout), token_layout.keys)
         assert x is not None, "a stage that is not the first needs the hidden state before it"
         return self._run_layers(x, token_layout)
 
@@ -353,15 +351,15 @@ class StageModule(nn.Module):
         for start in range(0, len(blocks), self.blocks_together or 1):
             some = blocks[start : start + (self.blocks_together or 1)]
             run = partial(self._run_blocks, some, x, token_layout)
-            # recomputation: keep the input of the group only, which is an argument, so that offload sees it
-            if self.blocks_together:
+            if (
+                self.blocks_together
+            ):  # keep only the group's input: an argument, so that offload sees it
                 run = partial(
                     checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False, preserve_rng_state=False,
                 )  # fmt: skip
-            # offload: what remains saved moves to the host
             if self.offloader is None:
                 x = run()
-            else:
+            else:  # what remains saved moves to the host
                 x = self.offloader.run(run, self._staying(some, token_layout))
         if self.offloader is not None:
             self.offloader.end()

@@ -16,7 +16,7 @@ from raymega.prepare.chat.rows import Conversation, Message
 from raymega.prepare.labels.labelled import Labelled
 
 D = TypeVar("D")
-"""What a caller knows of a row's document."""
+"""Knowledge of a caller about a row's document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

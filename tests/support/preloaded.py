@@ -131,7 +131,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
-    """Be the process of a request."""
+    """Run a request in this process."""
     code = 1
     try:
         os.setsid()
