@@ -164,8 +164,11 @@ def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: f
     # one line a rank that left no result
     texts = {}
     for rank in range(world_size):
+        lines: list[str] = []
         if failure_path(folder, rank).is_file():
             lines = failure_path(folder, rank).read_text(encoding="utf-8").strip().splitlines()
+        # a rank may be killed between making its file and writing to it
+        if lines:
             texts[rank] = lines[-1]
         elif not result_path(folder, rank).is_file():
             texts[rank] = "killed while it waited" if rank in late else "died without a report"

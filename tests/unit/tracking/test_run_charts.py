@@ -56,8 +56,9 @@ def test_metrics_that_the_run_lacks_or_that_stay_constant_have_no_chart(history)
 def test_every_evaluation_metric_has_a_chart(tmp_path):
     history = history_of(tmp_path)
     history.evaluations["further/metric"] = history.evaluations["loss"]
-    accuracy, perplexity, further = evaluation_charts(history)
+    accuracy, perplexity, of_head, of_sets, further = evaluation_charts(history)
     assert "Accuracy by task" in accuracy and "race/accuracy" in accuracy
+    assert "Accuracy" in of_head and "Set accuracy" in of_sets
     assert "Perplexity and loss by task" in perplexity and "lambada" in perplexity
     assert "Further" in further
 

@@ -1,0 +1,18 @@
+"""Failures of ranks that verify starts: what is told of those that left half a report."""
+
+import pytest
+
+from raymega.verify import launch
+from raymega.verify.results import failure_path
+
+
+def test_rank_killed_before_it_wrote_its_report_is_told_as_such(tmp_path):
+    failure_path(tmp_path, 0).touch()
+    failure_path(tmp_path, 1).write_text("Traceback\nValueError: b\n")
+    with pytest.raises(launch.LayoutFailedError, match="rank 1: ValueError: b"):
+        launch._raise_failures(tmp_path, 2, [0], 5.0)
+    with pytest.raises(launch.LayoutFailedError, match=r"no rank ended within 5 s"):
+        launch._raise_failures(tmp_path, 2, [0, 1], 5.0)
+    failure_path(tmp_path, 1).write_text("")
+    with pytest.raises(launch.LayoutFailedError, match="rank 1: died without a report"):
+        launch._raise_failures(tmp_path, 2, [0], 5.0)
