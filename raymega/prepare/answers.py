@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from raymega.data.rows import UNDESIRABLE
 from raymega.prepare.chat.rows import Conversation, Message
+from raymega.prepare.chat.template import RenderError
 from raymega.prepare.labels.labelled import Labelled
 
 D = TypeVar("D")
@@ -76,11 +77,21 @@ class AnswerPairs(Generic[D]):
         self._before = answer
         return found
 
-    def close(self) -> Iterator[tuple[D, list[Labelled]]]:
-        """Yield the first row, with the last one's answer under its prompt."""
-        if self._first is not None and self._before is not None:
-            document, answer = self._first
-            yield document, self._pair(answer, self._before)
+    def close(self, refuse: Callable[[D, str], None]) -> Iterator[tuple[D, list[Labelled]]]:
+        """Yield the first row, with the last one's answer under its prompt.
+
+        Args:
+            refuse: Function that is told the row and the reason where the template refuses the two.
+        """
+        if self._first is None or self._before is None:
+            return
+        document, answer = self._first
+        try:
+            found = self._pair(answer, self._before)
+        except RenderError as error:
+            refuse(document, str(error))
+            return
+        yield document, found
 
     def _pair(self, answer: Answer, other: Answer) -> list[Labelled]:
         added = 0 if answer.is_desirable else UNDESIRABLE

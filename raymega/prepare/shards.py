@@ -138,7 +138,9 @@ def _write_group(
             num_replaced += document.num_replaced
         # the first row of each split, which the last one's answer follows
         for name, waiting in answers.items():
-            for document, labelled in waiting.close():
+            for document, labelled in waiting.close(
+                lambda refused, why: documents.refuse(refused.name, why)
+            ):
                 splits[name].add_labelled(document, labelled)
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}

@@ -234,8 +234,9 @@ def _is_spelled(tokenizer_json: str, eod: str, eod_id: int) -> bool:
 def _recipe(identity: str, options: TokenizerOptions, made: DatasetTokenizer) -> dict[str, str]:
     """Return the entries of the recipe; a default has none, so that older datasets are found."""
     recipe, meta = {"tokenizer": identity}, made.meta
-    if made.rules.chat:
+    if options.row_format != "text":
         recipe["row_format"] = options.row_format
+    if made.rules.chat:
         recipe["chat_template"] = f"{isal_zlib.crc32(repr(made.rules.chat).encode()):08x}"
     if meta.eod_token != END_OF_DOCUMENT:
         recipe["eod_token"] = meta.eod_token

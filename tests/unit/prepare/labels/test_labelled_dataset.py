@@ -8,7 +8,7 @@ import pytest
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from raymega.data.open_split import Shape, open_split
+from raymega.data.open_split import Shape, labels_of, open_split
 from raymega.data.rows import ANSWERS, RowForm
 from raymega.errors import ConfigError, DataError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
@@ -38,8 +38,9 @@ def model(tmp_path_factory):
 
 
 def _prepare(folder, model, rows, row_format, **more):
-    (folder / "in").mkdir(parents=True)
-    (folder / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not (folder / "in").exists():
+        (folder / "in").mkdir(parents=True)
+        (folder / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = PrepareOptions(
         inputs=(str(folder / "in"),), out=str(folder / "out"), tokenizer=str(model), row_format=row_format,
         text_key=DEFAULT_KEYS[row_format], valid_fraction=0, **more,
@@ -151,3 +152,35 @@ def test_datasets_of_another_form_and_labels_beyond_the_head_are_refused(tmp_pat
     assert "--format kto prepares" in fault.rule
     with pytest.raises(DataError, match="the label 2"):
         _rows(tmp_path, RowForm("classes", 1, 2))
+
+
+def test_a_dataset_of_another_format_is_not_taken_for_the_one_asked_for(tmp_path, model):
+    assert _prepare(tmp_path, model, CLASSES, "text").row_format == "text"
+    with pytest.raises(ConfigError, match="row_format"):
+        _prepare(tmp_path, model, CLASSES, "classification")
+
+
+TURNS = (
+    "{% for message in messages %}{% if message['role'] == 'user' and not loop.first %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_first_row_that_takes_no_other_answer_is_told(tmp_path, model):
+    """The last row has its prompt in the answer, which the template refuses behind another prompt."""
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    whole = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "a."}]
+    rows = [ANSWERED[0], {"completion": whole, "label": False}]
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        _prepare(tmp_path, model, rows, "kto", chat_template=str(tmp_path / "turns.jinja"))
+
+
+def test_answers_are_shown_with_what_counts(tmp_path, model):
+    meta = _prepare(tmp_path, model, ANSWERED, "kto")
+    stream = TokenStream(tmp_path / "out", meta.splits["train"])
+    labels = labels_of(stream, meta, "auto")
+    length = int(stream.document_lengths().sum())
+    kinds = stream.read_targets(0, length) % 4
+    assert labels(0, length).tolist() == (kinds > 0).tolist()
