@@ -136,7 +136,7 @@ def _write_group(
             else:
                 splits[name].add(document)
             num_replaced += document.num_replaced
-        # the first row of each split, which the last one's answer follows
+        # the first rows of each split, which the last one's answer follows
         for name, waiting in answers.items():
             for document, labelled in waiting.close(
                 lambda refused, why: documents.refuse(refused.name, why)

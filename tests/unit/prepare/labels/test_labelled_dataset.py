@@ -160,6 +160,39 @@ def test_a_dataset_of_another_format_is_not_taken_for_the_one_asked_for(tmp_path
         _prepare(tmp_path, model, CLASSES, "classification")
 
 
+def _pairs_of_texts(folder, meta):
+    """The texts of the two documents of each row, without special tokens."""
+    stream, tokenizer, texts, at = TokenStream(folder / "out", meta.splits["train"]), templates.make_tokenizer(), [], 0  # fmt: skip
+    for length in stream.document_lengths():
+        texts.append(tokenizer.decode(stream.read(at, at + length).tolist()))
+        at += length
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def test_answers_to_one_prompt_are_beside_those_to_another(tmp_path, model):
+    """Corpora of pairs have the two answers to a prompt one after the other."""
+    rows = [
+        {"prompt": f"q{n // 2}?", "completion": f"{'good' if n % 2 else 'bad'}{n // 2}.", "label": bool(n % 2)}
+        for n in range(6)
+    ]  # fmt: skip
+    meta = _prepare(tmp_path, model, rows, "kto")
+    found = _pairs_of_texts(tmp_path, meta)
+    assert len(found) == 6
+    for own, other in found:
+        number = own[own.index("?") - 1]
+        assert f"q{number}?" in other and f"{number}." in own and f"{number}." not in other
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_one_prompt_alone_are_beside_each_other(tmp_path, model, count):
+    rows = [{"completion": f"a{n}.", "label": True} for n in range(count)]
+    meta = _prepare(tmp_path, model, rows, "kto")
+    found = _pairs_of_texts(tmp_path, meta)
+    assert len(found) == count
+    for number, (own, other) in enumerate(found):
+        assert f"a{number}." in own and f"a{(number - 1) % count}." in other
+
+
 TURNS = (
     "{% for message in messages %}{% if message['role'] == 'user' and not loop.first %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|im_start|>' + message['role'] + '\n' + "
