@@ -8,6 +8,7 @@ import pytest
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from raymega.data.inspect import describe_packing
 from raymega.data.open_split import Shape, labels_of, open_split
 from raymega.data.rows import ANSWERS, RowForm
 from raymega.errors import ConfigError, DataError
@@ -217,3 +218,21 @@ def test_answers_are_shown_with_what_counts(tmp_path, model):
     length = int(stream.document_lengths().sum())
     kinds = stream.read_targets(0, length) % 4
     assert labels(0, length).tolist() == (kinds > 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row_format", "rows", "form", "pairs"),
+    [("kto", ANSWERED, ANSWERS, "alone"), ("multiple_choice", QUESTIONS, RowForm("choices", 3), "none")],
+)  # fmt: skip
+def test_inspection_packs_as_a_job_does(tmp_path, model, row_format, rows, form, pairs):
+    meta = _prepare(tmp_path, model, rows, row_format)
+    found = describe_packing(str(tmp_path / "out"), meta, Shape(seq_len=36, window=4))["train"]
+    shape = Shape(seq_len=36, packing="best_fit", window=4, form=form, pairs=pairs)
+    source = open_split(str(tmp_path / "out"), "train", shape, seed=0)
+    assert found["rows"] == source.num_windows
+    longest = 36 // form.size
+    lengths = TokenStream(tmp_path / "out", meta.splits["train"]).document_lengths()
+    assert found["truncated"] == (lengths > longest).sum() > 0
+    if row_format == "kto":
+        labels = sum(int(source.row(index).mask.sum()) for index in range(source.num_windows))
+        assert found["labels"] == labels
