@@ -28,7 +28,15 @@ from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.row_rules.plugin_rows import open_named
-from raymega.data.rows import TEXTS, UNDESIRABLE, DocumentSource, Pairs, RowForm, Source, SourceSetup
+from raymega.data.rows import (
+    TEXTS,
+    UNDESIRABLE,
+    DocumentSource,
+    Pairs,
+    RowForm,
+    Source,
+    SourceSetup,
+)
 from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher

@@ -81,7 +81,8 @@ def _plan(pairs, *options):
 
 
 @pytest.mark.parametrize(
-    ("row_format", "loss", "first_loss"), [("preference", "sigmoid", np.log(2)), ("kto", "kto", 0.5)]
+    ("row_format", "loss", "first_loss"),
+    [("preference", "sigmoid", np.log(2)), ("kto", "kto", 0.5)],
 )
 def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, loss, first_loss):
     """The stored reference of a model is that of training on it: the first loss is log 2 or 1/2, on packed rows."""
@@ -90,9 +91,7 @@ def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, lo
     shape = shape_of(plan.job.data, plan.job.preference, job_form(plan.job))
     with pytest.raises(ConfigError, match="has no reference-train"):
         open_split(str(pairs[0]), "train", shape, seed=0)
-    first = _plan(
-        pairs, used, "preference.reference=base", "model.lora.r=2", "run.eval_samples=0"
-    )
+    first = _plan(pairs, used, "preference.reference=base", "model.lora.r=2", "run.eval_samples=0")
     scorer = scorer_of(build_parts(first, rank=0, groups=ALONE, device=CPU), lambda: None)
 
     def score(_checkpoint, scored_plan, requests, *, on_rows):
