@@ -172,7 +172,7 @@ def _labelled(
     if row_format in LABELLED:
         rules = encoder.rules
         return labelled_documents(
-            text, row_format, encoder.ids, bos_id=rules.bos_id, eod_id=rules.eod_id
+            text, row_format, encoder.ids, encoder.placed, bos_id=rules.bos_id, eod_id=rules.eod_id
         )
     if encoder.labeller is None:
         return []

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers
 
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
@@ -13,8 +14,12 @@ from raymega.data.open_split import Shape, labels_of, open_split
 from raymega.data.rows import ANSWERS, RowForm
 from raymega.errors import ConfigError, DataError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
+from raymega.prepare.labels.documents import labelled_documents
+from raymega.prepare.labels.rows import labelled_text
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
+from raymega.prepare.tokenizer.encoder import Encoder, EncodingRules
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.unit.prepare.chat import templates
 
 pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
@@ -99,6 +104,40 @@ def test_first_token_of_a_word_has_its_class(tmp_path, model):
             seen.append((begin[0], int(row.labels[at])))
     words = [each for row in WORDS for each in zip(row["tokens"], row["tags"], strict=True)]
     assert sorted(seen) == sorted((word[0], tag) for word, tag in words if tag >= 0)
+
+
+def _prefixed():
+    """A tokenizer that puts a space before a text, as Llama 2's."""
+    words = {
+        "<unk>": 0,
+        "\u2581": 1,
+        "\u2581ab": 2,
+        "\u2581c": 3,
+        "\u2581dd": 4,
+        "ab": 5,
+        "<|endoftext|>": 6,
+    }
+    made = Tokenizer(models.BPE({**words, **{c: 7 + n for n, c in enumerate("abcd")}}, [("a", "b"), ("\u2581", "ab"), ("\u2581", "c")], unk_token="<unk>"))  # fmt: skip
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return made
+
+
+@pytest.mark.parametrize("name", ["bytes", "prefixed"])
+def test_a_class_lies_at_the_first_letter_of_a_word_not_at_the_space_before(name):
+    """A causal model has not read the word at the space before."""
+    source = byte_tokenizer() if name == "bytes" else _prefixed().to_str()
+    encoder, words = Encoder(source, EncodingRules(eod_id=6)), ["ab", "", "c", "a"]
+    text, _ = labelled_text({"tokens": words, "tags": [1, 3, -100, 0]}, "token_classification", "tokens")  # fmt: skip
+    (found,) = labelled_documents(
+        text, "token_classification", encoder.ids, encoder.placed, bos_id=-1, eod_id=6
+    )
+    ids, places = encoder.placed(" ".join(words))
+    assert found.ids.tolist() == [*ids.tolist(), 6]
+    shown = [" ".join(words)[slice(*place)].strip() for place in places]
+    seen = [(text[0], int(target) - 1) for text, target in zip(shown, found.targets, strict=False) if target]  # fmt: skip
+    assert seen == [("a", 1), ("a", 0)]
 
 
 def test_an_answer_is_beside_one_to_another_prompt(tmp_path, model):
