@@ -6,6 +6,7 @@ It owns the check of checksums. Sizes are checked by `raymega.data.format`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from raymega.data.arrow import TokenStream, file_crc32
 from raymega.data.format import (
     DatasetMeta,
+    RowFormat,
     ShardMeta,
     SplitMeta,
     local_folder,
@@ -21,6 +23,7 @@ from raymega.data.format import (
 )
 from raymega.data.open_split import Shape, labels_of, missing_split, no_documents, packed
 from raymega.data.order import num_blocks, two_blocks_bytes
+from raymega.data.rows import ANSWERS, PAIRS, TEXTS, RowForm
 from raymega.data.streaming.remote_dataset import (
     is_remote,
     meta_at,
@@ -31,6 +34,12 @@ from raymega.data.streaming.remote_dataset import (
 from raymega.data.streaming.stream_rows import StreamDocuments
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 from raymega.storage.registry import open_store, reading_faults
+
+FORMS: dict[RowFormat, RowForm] = {
+    "preference": PAIRS, "kto": ANSWERS, "classification": RowForm("classes", 1),
+    "token_classification": RowForm("tokens", 1),
+}  # fmt: skip
+"""Form of the documents of datasets that are no texts, by format."""
 
 
 def inspect_dataset(
@@ -69,17 +78,28 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri)])
     for name, split in meta.splits.items():
         stream = TokenStream(files, split)
-        labels = labels_of(stream, meta, shape.loss_on)
+        # groups of documents stay in one row, as a job of this format reads them
+        form = _form(stream, meta)
+        is_pair = form in (PAIRS, ANSWERS)
+        split_shape = replace(shape, form=form, pairs="alone" if is_pair else "none")
+        labels = labels_of(stream, meta, split_shape.counted_on)
         lengths = stream.document_lengths()
         documents = StreamDocuments(stream, lengths, vocab_size=meta.vocab_size, labels=labels)
-        source = packed(documents, shape)
+        source = packed(documents, split_shape)
         found[name] = {
             "rows": source.num_windows,
             "packing_efficiency": round(source.efficiency, 4),
             "longest_document": int(documents.lengths.max()),
             "mean_context": round(source.context, 1),
-        } | (_describe_labels(documents, shape.seq_len) if labels else {})
+        } | (_describe_labels(documents, shape.seq_len // max(1, form.size)) if labels else {})
     return found
+
+
+def _form(stream: TokenStream, meta: DatasetMeta) -> RowForm:
+    """Return the form of a dataset's documents; all its questions have as many choices as the first one."""
+    if meta.row_format == "multiple_choice":
+        return RowForm("choices", int(stream.read_targets(0, 1)[0]) // 2)
+    return FORMS.get(meta.row_format, TEXTS)
 
 
 def describe_blocks(meta: DatasetMeta, split: str, block_bytes: int) -> dict[str, int]:
@@ -98,7 +118,7 @@ def describe_blocks(meta: DatasetMeta, split: str, block_bytes: int) -> dict[str
 
 
 def _describe_labels(documents: StreamDocuments, seq_len: int) -> dict[str, float]:
-    """Return how many conversations are truncated to S tokens, and how many have no label left then."""
+    """Return how many documents are truncated to ``seq_len`` tokens, and how many have no label left then."""
     kept = np.minimum(documents.lengths, seq_len).tolist()
     masks = (documents.counted(document, 0, length) for document, length in enumerate(kept))
     counts = [int(mask.sum()) for mask in masks if mask is not None]

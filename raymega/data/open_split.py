@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+import numpy.typing as npt
+
 from raymega.config.data import MEGATRON, DataSection, source_name
 from raymega.config.preference import PreferenceSection
 from raymega.config.schema import PluginsSection
@@ -25,7 +28,15 @@ from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.row_rules.plugin_rows import open_named
-from raymega.data.rows import TEXTS, DocumentSource, Pairs, RowForm, Source, SourceSetup
+from raymega.data.rows import (
+    TEXTS,
+    UNDESIRABLE,
+    DocumentSource,
+    Pairs,
+    RowForm,
+    Source,
+    SourceSetup,
+)
 from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
@@ -180,7 +191,13 @@ def labels_of(stream: TokenStream, meta: DatasetMeta, loss_on: LossOn) -> Labels
     if not meta.has_targets:
         return None
     least = LEAST_TARGET[loss_on]
-    return lambda start, stop: stream.read_targets(start, stop) >= least
+
+    def counts(start: int, stop: int) -> npt.NDArray[np.bool_]:
+        found = stream.read_targets(start, stop)
+        # whether an answer is desirable is a bit above
+        return (found % UNDESIRABLE if meta.row_format == "kto" else found) >= least
+
+    return counts
 
 
 def split_key(meta: DatasetMeta, split: str) -> str:

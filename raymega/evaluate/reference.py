@@ -11,6 +11,7 @@ from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.data import is_synthetic
 from raymega.config.schema import Job, ModelSection
+from raymega.data.heads.form import job_form
 from raymega.data.open_split import answer_cut, open_split, shape_of
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import reference_path, write_reference
@@ -93,7 +94,7 @@ def _store(
     job: Job, path: str, split: str, opened: Checkpoint, plan: RunPlan, on_rows: OnRows
 ) -> StoredReference:
     """Score the answers of one split, and write the sums of their labels that count."""
-    shape = replace(shape_of(job.data, job.preference), pairs="alone")
+    shape = replace(shape_of(job.data, job.preference, job_form(job)), pairs="alone")
     source = open_split(path, split, shape, seed=job.run.seed)
     assert isinstance(source, PairedSource), "a job with a preference loss reads pairs"
     # one request an answer; of an answer without a label that counts the sum is 0

@@ -136,9 +136,11 @@ def _write_group(
             else:
                 splits[name].add(document)
             num_replaced += document.num_replaced
-        # the first row of each split, which the last one's answer follows
+        # the first rows of each split, which the last one's answer follows
         for name, waiting in answers.items():
-            for document, labelled in waiting.close():
+            for document, labelled in waiting.close(
+                lambda refused, why: documents.refuse(refused.name, why)
+            ):
                 splits[name].add_labelled(document, labelled)
         # Closing finishes the files; an error before leaves them to the ExitStack.
         parts = {name: split.close() for name, split in splits.items()}
@@ -170,7 +172,7 @@ def _labelled(
     if row_format in LABELLED:
         rules = encoder.rules
         return labelled_documents(
-            text, row_format, encoder.ids, bos_id=rules.bos_id, eod_id=rules.eod_id
+            text, row_format, encoder.ids, encoder.placed, bos_id=rules.bos_id, eod_id=rules.eod_id
         )
     if encoder.labeller is None:
         return []

@@ -207,7 +207,7 @@ def _with_objective(
     forward = make_forward(parts, p2p, progress)
     add = reference_by_base(forward) if is_live else no_reference
     if is_kto:
-        add = with_baseline(add, forward, parts.groups.world, parts.coords.tp)
+        add = with_baseline(add, forward, parts.groups.world, parts.coords.tp, parts.device)
     return replace(parts, add_reference=add)
 
 

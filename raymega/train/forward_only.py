@@ -120,7 +120,7 @@ def reference_by_base(forward: ForwardOnly) -> AddReference:
 
 
 def with_baseline(
-    add: AddReference, forward: ForwardOnly, world: Group, tp_rank: int
+    add: AddReference, forward: ForwardOnly, world: Group, tp_rank: int, device: torch.device
 ) -> AddReference:
     """Return ``add``, followed by kto's estimate of the divergence from the reference on a whole batch.
 
@@ -131,12 +131,13 @@ def with_baseline(
         forward: Forward-only pipeline of the rank.
         world: All ranks.
         tp_rank: Tensor-parallel coordinate; the first one counts.
+        device: Device of the rank, whose stages may have no weights.
     """
 
     def add_baseline(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         batches = add(micro_batches)
         found: list[Tensor] = forward.run(answer_log_probs, batches)
-        sums = torch.zeros(4, dtype=torch.float64, device=world_device(forward))
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
         for batch, policy in zip(batches, found, strict=False):
             if isinstance(pairs := batch.pairs, PairBatch):
                 sums += _baseline_sums(pairs, policy)
@@ -153,11 +154,6 @@ def with_baseline(
         ]
 
     return add_baseline
-
-
-def world_device(forward: ForwardOnly) -> torch.device:
-    """Return the device of a pipeline's weights."""
-    return next(forward.modules[0].parameters()).device
 
 
 def _baseline_sums(pairs: PairBatch, policy: Tensor) -> Tensor:

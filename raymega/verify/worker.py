@@ -136,8 +136,8 @@ def _train(
         for name, box, values in _blocks(parts):
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
-    # evaluation of the trained weights; on one rank also a second way
-    is_reference = parts.plan.grid.world_size == 1
+    # evaluation of the trained weights; on one rank with the whole model also a second way
+    is_reference = parts.plan.grid.world_size == 1 and len(parts.modules) == 1
     index = {
         "first_step": first_step,
         "curve": [asdict(values) for values in curve],

@@ -469,6 +469,17 @@ def test_documents_that_cannot_be_packed_are_refused(folder, old, new, told):
     assert told in str(found.value)
 
 
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [("sequence_classification", "reads classes"), ("multiple_choice", "reads choices")],
+)
+def test_documents_of_a_plug_in_have_no_labels(folder, head, told):
+    others = f"model.head.kind={head}", "model.loss=cross_entropy", "plugins.callbacks=[]"
+    job = load_job(VERIFY, [*USES, *PACKED, *others])
+    with pytest.raises(ConfigError, match=told):
+        open_samples(job)
+
+
 def test_documents_need_packing(folder):
     change(folder, "rows.py", 'if setup.shape.packing != "none"', "if True")
     with pytest.raises(ConfigError, match=r"returned DocumentSource, and data.packing=none"):

@@ -328,6 +328,9 @@ def _field_faults(
     # In a dense checkpoint the fields of experts had no effect.
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
+    # A language model's head pools nothing.
+    if "language_model" in (then.get("head.kind"), now["head.kind"]):
+        then.pop("head.pooling", None)
     taken = [name for name in _shapes_of(model) if not is_reinitialised(section, name)]
     facts = {
         field: f"was made with model.{field}={then[field]}, not {now[field]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,12 @@ class PairDocuments:
             self.cut = np.where(full > 0, full, self.cut)
         self.padded = -(-self.cut // multiple) * multiple
         self.lengths = self.padded.sum(1)
-        self.shards = tuple((count // size, num_bytes) for count, num_bytes in documents.shards)
+        # a group whose documents lie in two shards belongs to the second one
+        ends = list(accumulate((count for count, _ in documents.shards), initial=0))
+        self.shards = tuple(
+            (end // size - start // size, num_bytes)
+            for (start, end), (_, num_bytes) in zip(pairwise(ends), documents.shards, strict=True)
+        )
 
     def need(self, shards: Sequence[int]) -> None:
         """Take the shards that are read next."""

@@ -48,11 +48,11 @@ def open_named(
     found = call_plugin(row, lambda: code(setup))
     if not row.is_outside:
         return cast(Source, found)
-    if setup.shape.pairs != "none":
+    if setup.shape.grouped.size:
         raise ConfigError(
-            fact=f"data source {row.name} and data.packing of pairs of answers",
-            rule="pairs are read from a dataset of `raymega data prepare --format preference`",
-            remedy="prepare the pairs, and name the dataset in data.path",
+            fact=f"data source {row.name} has texts, and the job reads {setup.shape.grouped.kind}",
+            rule="answers and labels are read from a dataset of `raymega data prepare`, with their --format",
+            remedy="prepare the rows, and name the dataset in data.path",
         )
     is_packed, packing = isinstance(found, DocumentSource), setup.shape.packing
     if is_packed is not (packing != "none"):

@@ -18,10 +18,11 @@ from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import NO_CLASS
 
 Encode = Callable[[str], npt.NDArray[np.unsignedinteger]]
+Place = Callable[[str], tuple[npt.NDArray[np.unsignedinteger], Sequence[tuple[int, int]]]]
 
 
 def labelled_documents(
-    text: str, row_format: RowFormat, encode: Encode, *, bos_id: int, eod_id: int
+    text: str, row_format: RowFormat, encode: Encode, place: Place, *, bos_id: int, eod_id: int
 ) -> list[Labelled]:
     """Return the documents of a row: one, or one a choice.
 
@@ -29,34 +30,48 @@ def labelled_documents(
         text: Text of the row, `labelled_text`.
         row_format: Format of the row.
         encode: Function from text to ids, without tokens around them.
+        place: The same, with the characters [start, stop) of each token.
         bos_id: Id of the token that begins a document; -1 for none.
         eod_id: Id of the token that ends a document.
     """
     row: dict[str, Any] = json.loads(text)
 
-    def whole(pieces: Sequence[tuple[str, int]], around: int) -> Labelled:
-        """Return a document of pieces of text with the byte of the first token of each, and ``around`` elsewhere."""
-        ids, targets = ([bos_id] if bos_id >= 0 else []), ([around] if bos_id >= 0 else [])
-        for piece, target in pieces:
-            found = encode(piece).tolist()
-            # of a word's tokens the first one has the class
-            targets += ([target] + [around] * (len(found) - 1)) if found else []
-            ids += found
-        ids, targets = [*ids, eod_id], [*targets, around]
+    def whole(ids: Sequence[int], targets: Sequence[int], around: int) -> Labelled:
+        """Return a document with the byte of each token, and ``around`` of those around them."""
+        begin = [bos_id] if bos_id >= 0 else []
         return Labelled(
-            ids=np.array(ids, dtype=np.int64), targets=np.array(targets, dtype=np.uint8)
+            ids=np.array([*begin, *ids, eod_id], dtype=np.int64),
+            targets=np.array([*[around] * len(begin), *targets, around], dtype=np.uint8),
         )
 
+    def of_one_label(piece: str, target: int) -> Labelled:
+        ids = encode(piece).tolist()
+        return whole(ids, [target] * len(ids), target)
+
     if row_format == "classification":
-        target = row["label"] + 1
-        return [whole([(row["text"], target)], target)]
+        return [of_one_label(row["text"], row["label"] + 1)]
     if row_format == "multiple_choice":
         count, documents = len(row["choices"]), []
         for number, choice in enumerate(row["choices"]):
             target = choice_target(count, is_right=number == row["label"])
-            documents.append(whole([("\n".join([*row["begin"], choice]), target)], target))
+            documents.append(of_one_label("\n".join([*row["begin"], choice]), target))
         return documents
-    classes = [0 if tag == NO_CLASS else tag + 1 for tag in row["tags"]]
-    # words are separated as in text
-    words = [f" {word}" if number else word for number, word in enumerate(row["words"])]
-    return [whole(list(zip(words, classes, strict=True)), 0)]
+    # words are read as text: a space before a word may be a token of its own
+    ids, places = place(" ".join(row["words"]))
+    return [whole(ids.tolist(), _classes(row["words"], row["tags"], places), 0)]
+
+
+def _classes(
+    words: Sequence[str], tags: Sequence[int], places: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the byte of each token: of a word's tokens the first one has the class."""
+    found, start, token = [0] * len(places), 0, 0
+    for word, tag in zip(words, tags, strict=True):
+        stop = start + len(word)
+        while token < len(places) and places[token][1] <= start:
+            token += 1
+        if token < len(places) and places[token][0] < stop:
+            found[token] = 0 if tag == NO_CLASS else tag + 1
+            token += 1
+        start = stop + 1
+    return found

@@ -30,6 +30,8 @@ from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_
 from raymega.prepare.tokenizer.trained import NUM_BYTES, byte_tokenizer, train_bpe
 
 BYTES, BPE_PREFIX = "bytes", "bpe:"
+BERT_BEGIN = "[CLS]"
+"""Token that documents of BERT begin with; the settings of its published tokenizers name none."""
 TRAINING_BYTES = 8 << 20
 WITNESS_BYTES = 256 << 10
 """Size of the sample that a tokenizer is trained on, and of the one that a conversion is checked on."""
@@ -161,12 +163,12 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
     name = options.name
     vocabulary = _parsed(source.json, name).get_vocab(with_added_tokens=True)
     eod = _end_of_document(source, vocabulary, options)
-    bos = str(source.settings.get("bos_token") or "") if options.add_bos else ""
+    bos = _begin_of_document(source, vocabulary) if options.add_bos else ""
     if options.add_bos and bos not in vocabulary:
         raise ConfigError(_no_bos(name, bos))
     # Tokens that the settings call special are special in the file too; then the rule for the begin.
     special = [str(source.settings[key]) for key in NAMED if source.settings.get(key)]
-    special = [token for token in (eod, *special) if token in vocabulary]
+    special = [token for token in (eod, *special, bos) if token in vocabulary]
     text = mark_special(source.json, {token: vocabulary[token] for token in special})
     text = loadable(text, bos=bos)
     if not options.parse_special_tokens and _is_spelled(text, eod, vocabulary[eod]):
@@ -194,6 +196,12 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
             eod_id=vocabulary[eod], bos_id=bos_id, is_special_parsed=is_parsed, chat=chat
         ),
     )
+
+
+def _begin_of_document(source: SourceTokenizer, vocabulary: Mapping[str, int]) -> str:
+    """Return the ``bos_token`` of the settings, else their ``cls_token``, else BERT's; empty for none."""
+    named = source.settings.get("bos_token") or source.settings.get("cls_token")
+    return str(named or (BERT_BEGIN if BERT_BEGIN in vocabulary else ""))
 
 
 def _end_of_document(
@@ -234,8 +242,9 @@ def _is_spelled(tokenizer_json: str, eod: str, eod_id: int) -> bool:
 def _recipe(identity: str, options: TokenizerOptions, made: DatasetTokenizer) -> dict[str, str]:
     """Return the entries of the recipe; a default has none, so that older datasets are found."""
     recipe, meta = {"tokenizer": identity}, made.meta
-    if made.rules.chat:
+    if options.row_format != "text":
         recipe["row_format"] = options.row_format
+    if made.rules.chat:
         recipe["chat_template"] = f"{isal_zlib.crc32(repr(made.rules.chat).encode()):08x}"
     if meta.eod_token != END_OF_DOCUMENT:
         recipe["eod_token"] = meta.eod_token

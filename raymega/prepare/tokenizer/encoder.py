@@ -85,7 +85,7 @@ class Encoder:
         )
         self.vocab_size = vocab_size_of(loaded)
         self.dtype = token_dtype(self.vocab_size)
-        self._reference = _tokenizers_engine(loaded)
+        self._loaded, self._reference = loaded, _tokenizers_engine(loaded)
         self._json = tokenizer_json
         self._encode = self._reference
         if engine == "gigatoken":
@@ -130,6 +130,12 @@ class Encoder:
     def ids(self, text: str) -> Tokens:
         """Return the tokens of a text by `tokenizers`, without tokens around it."""
         return self._reference(text)
+
+    def placed(self, text: str) -> tuple[Tokens, Sequence[tuple[int, int]]]:
+        """Return :meth:`ids` of a text, and the characters [start, stop) of each token."""
+        # One text a call: a batch would take threads of other tasks.
+        (encoding,) = self._loaded.encode_batch([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32), encoding.offsets
 
     def _check(self, texts: Sequence[str]) -> None:
         """Encode pieces of the texts by both engines, from their beginnings, middles and ends."""

@@ -17,8 +17,10 @@ from raymega.data.format import (
     SplitMeta,
     encode_meta,
 )
+from raymega.data.heads.form import job_form
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.preference.stored_reference import reference_path, write_reference
+from raymega.data.rows import UNDESIRABLE
 from raymega.errors import ConfigError
 from raymega.evaluate import reference
 from raymega.evaluate.requests import Scores
@@ -40,16 +42,20 @@ def pairs(tmp_path):
     return _write_pairs(tmp_path)
 
 
-def _write_pairs(folder, seed=3):
-    """A dataset of conversations' pairs: answers of 5 to 40 tokens, whose last four count."""
+def _write_pairs(folder, seed=3, row_format="preference"):
+    """A dataset of conversations' pairs: answers of 5 to 40 tokens, whose last four count.
+
+    Of answers with labels every second one is undesirable.
+    """
     generator = np.random.default_rng(seed)
     splits = {}
     for name, num_documents in (("train", 40), ("valid", 12)):
         with ShardWriter(folder, f"{name}/0.arrow", dtype="uint16", has_targets=True) as writer:
-            for _ in range(num_documents):
+            for number in range(num_documents):
                 length = int(generator.integers(5, 40))
                 tokens = generator.integers(0, 60, length).astype(np.uint16)
                 targets = (np.arange(length) >= length - 4) * np.uint8(LAST_ANSWER)
+                targets += np.uint8(UNDESIRABLE * (number // 2 % 2) * (row_format == "kto"))
                 writer.append(tokens, targets.astype(np.uint8))
             shards = (writer.close(),)
         splits[name] = SplitMeta(shards=shards, num_text_bytes=1)
@@ -58,7 +64,7 @@ def _write_pairs(folder, seed=3):
     )
     meta = DatasetMeta(
         recipe={"tokenizer": "bytes"}, vocab_size=64, eod_id=63, dtype="uint16", splits=splits,
-        valid_entropy=1.5, source=source, version=3, row_format="preference",
+        valid_entropy=1.5, source=source, version=3, row_format=row_format,
     )  # fmt: skip
     (folder / META_FILE).write_bytes(encode_meta(meta))
     return folder, meta
@@ -74,13 +80,18 @@ def _plan(pairs, *options):
     )  # fmt: skip
 
 
-def test_a_run_starts_at_its_own_reference(pairs, monkeypatch):
-    """The stored reference of a model is that of training on it: the first loss is log 2, on packed rows."""
-    plan = _plan(pairs)
-    shape = shape_of(plan.job.data, plan.job.preference)
+@pytest.mark.parametrize(
+    ("row_format", "loss", "first_loss"),
+    [("preference", "sigmoid", np.log(2)), ("kto", "kto", 0.5)],
+)
+def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, loss, first_loss):
+    """The stored reference of a model is that of training on it: the first loss is log 2 or 1/2, on packed rows."""
+    pairs, used = _write_pairs(tmp_path, row_format=row_format), f"preference.loss_type={loss}"
+    plan = _plan(pairs, used)
+    shape = shape_of(plan.job.data, plan.job.preference, job_form(plan.job))
     with pytest.raises(ConfigError, match="has no reference-train"):
         open_split(str(pairs[0]), "train", shape, seed=0)
-    first = _plan(pairs, "preference.reference=base", "model.lora.r=2", "run.eval_samples=0")
+    first = _plan(pairs, used, "preference.reference=base", "model.lora.r=2", "run.eval_samples=0")
     scorer = scorer_of(build_parts(first, rank=0, groups=ALONE, device=CPU), lambda: None)
 
     def score(_checkpoint, scored_plan, requests, *, on_rows):
@@ -102,7 +113,7 @@ def test_a_run_starts_at_its_own_reference(pairs, monkeypatch):
     assert [each.checkpoint for each in stored] == ["runs/sft/step-3"] * 2
     parts = build_parts(plan, rank=0, groups=ALONE, device=CPU)
     outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
-    assert outcome.loss == pytest.approx(np.log(2), rel=1e-12)
+    assert outcome.loss == pytest.approx(first_loss, rel=1e-12)
     assert outcome.pair_means["chosen_reward"] == pytest.approx(0, abs=1e-12)
     assert outcome.grad_norm > 0
     # answers that are cut or counted otherwise are refused before anything starts
@@ -110,7 +121,7 @@ def test_a_run_starts_at_its_own_reference(pairs, monkeypatch):
         assert found["log_probs"].shape[1] == 2
     values = {
         "data.path": str(pairs[0]), "data.packing": "best_fit", "data.seq_len": 32, "data.global_batch_size": 4,
-        "preference.loss_type": "sigmoid", "preference.reference": "stored", "run.eval_samples": 4,
+        "preference.loss_type": loss, "preference.reference": "stored", "run.eval_samples": 4,
     }  # fmt: skip
     faults = training_faults(values)
     assert {fault.fact for fault in faults} == {

@@ -1,9 +1,13 @@
 """The reference of a step: the frozen weights, without adapters and without dropout."""
 
+from types import SimpleNamespace
+
 import torch
 
 from raymega.messages import Requests
+from raymega.parallel.context_parallel.context import no_context
 from raymega.train.build import build_parts
+from raymega.train.forward_only import no_reference, with_baseline
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -34,3 +38,11 @@ def test_the_reference_is_the_same_after_steps_and_in_each_pass():
     assert all(map(torch.equal, before, after))
     assert all((each <= 0).all() and (each < 0).any() for each in before)
     assert not any(module.adapters.is_off for module in parts.modules)
+
+
+def test_a_rank_whose_stages_have_no_weights_shares_the_estimate_of_the_divergence():
+    stage = SimpleNamespace(context=no_context(), parameters=lambda: iter(()))
+    forward = SimpleNamespace(modules=(stage,), run=lambda *_: [])
+    add = with_baseline(no_reference, forward, ALONE.world, 0, torch.device("cpu"))
+    batch = SimpleNamespace(pairs=None, rows=SimpleNamespace(context=None))
+    assert add([batch]) == [batch]

@@ -8,6 +8,7 @@ from typing import Any
 from raymega.config.attention import AttentionSection
 from raymega.config.data import MEGATRON
 from raymega.config.encoder import EncoderDecoderSection, SpanCorruptionSection
+from raymega.config.heads.section import HeadSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask, LoraSection
@@ -195,7 +196,7 @@ def cut_faults(  # fields of one rule
 
 @reads(
     "model.family hidden_dropout attention_dropout attention multipliers moe mla lora mup_base_width "
-    "num_nextn_predict_layers neftune_noise_alpha"
+    "num_nextn_predict_layers neftune_noise_alpha head"
 )
 def model_option_faults(  # one an option
     family: str,
@@ -209,6 +210,7 @@ def model_option_faults(  # one an option
     mup: int,
     depth: int,
     noise: float,
+    head: HeadSection,
 ) -> Iterator[Fault]:
     """Check that the model has no option that streams do not have."""
     if not family_parts(family).is_encoder_decoder:
@@ -224,6 +226,7 @@ def model_option_faults(  # one an option
         "mup_base_width": mup > 0,
         "num_nextn_predict_layers": depth > 0,
         "neftune_noise_alpha": noise > 0,
+        "head": head.is_on,
     }
     for name, is_set in chosen.items():
         if is_set:

@@ -82,6 +82,12 @@ def test_what_the_run_changes_on_purpose_is_named(imported):
     assert _start(imported.uri, longer, allow_changed=("rope_theta", "norm_eps")) == []
 
 
+def test_a_new_head_pools_as_its_job_says(imported):
+    rules = {"reinit": ("head.score.*",), "init_ignore": ("head.weight",)}
+    head = HeadSection(kind="regression", pooling="mean")
+    assert _start(imported.uri, _changed(imported.model, head=head), **rules) == []
+
+
 def test_every_field_that_changes_the_function_but_no_shape_is_watched():
     """Nothing new in the model section may slip by: shapes, the function, or neither."""
     shapes = {"num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",

@@ -72,3 +72,14 @@ def test_a_batch_numbers_answers_and_counts_pairs_that_have_both_labels():
     assert batch.is_counted.tolist() == [1, 0, 0]
     assert batch.num_counted == 1
     assert batch.reference is None
+
+
+def test_pairs_that_lie_in_two_shards_are_all_there():
+    class Uneven(_Answers):
+        shards = ((3, 30), (3, 30))
+
+    pairs = PairDocuments(Uneven(), seq_len=12, multiple=2)
+    assert pairs.shards == ((1, 30), (2, 30))
+    source = PairedSource(pairs, window=1)
+    assert source.num_windows == 3
+    assert [source.held(row)[0].document for row in range(3)] == [0, 1, 2]

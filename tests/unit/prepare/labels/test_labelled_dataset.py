@@ -4,16 +4,22 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers
 
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from raymega.data.open_split import Shape, open_split
+from raymega.data.inspect import describe_packing
+from raymega.data.open_split import Shape, labels_of, open_split
 from raymega.data.rows import ANSWERS, RowForm
 from raymega.errors import ConfigError, DataError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
+from raymega.prepare.labels.documents import labelled_documents
+from raymega.prepare.labels.rows import labelled_text
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
+from raymega.prepare.tokenizer.encoder import Encoder, EncodingRules
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.unit.prepare.chat import templates
 
 pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
@@ -38,8 +44,9 @@ def model(tmp_path_factory):
 
 
 def _prepare(folder, model, rows, row_format, **more):
-    (folder / "in").mkdir(parents=True)
-    (folder / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not (folder / "in").exists():
+        (folder / "in").mkdir(parents=True)
+        (folder / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = PrepareOptions(
         inputs=(str(folder / "in"),), out=str(folder / "out"), tokenizer=str(model), row_format=row_format,
         text_key=DEFAULT_KEYS[row_format], valid_fraction=0, **more,
@@ -99,6 +106,40 @@ def test_first_token_of_a_word_has_its_class(tmp_path, model):
     assert sorted(seen) == sorted((word[0], tag) for word, tag in words if tag >= 0)
 
 
+def _prefixed():
+    """A tokenizer that puts a space before a text, as Llama 2's."""
+    words = {
+        "<unk>": 0,
+        "\u2581": 1,
+        "\u2581ab": 2,
+        "\u2581c": 3,
+        "\u2581dd": 4,
+        "ab": 5,
+        "<|endoftext|>": 6,
+    }
+    made = Tokenizer(models.BPE({**words, **{c: 7 + n for n, c in enumerate("abcd")}}, [("a", "b"), ("\u2581", "ab"), ("\u2581", "c")], unk_token="<unk>"))  # fmt: skip
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return made
+
+
+@pytest.mark.parametrize("name", ["bytes", "prefixed"])
+def test_a_class_lies_at_the_first_letter_of_a_word_not_at_the_space_before(name):
+    """A causal model has not read the word at the space before."""
+    source = byte_tokenizer() if name == "bytes" else _prefixed().to_str()
+    encoder, words = Encoder(source, EncodingRules(eod_id=6)), ["ab", "", "c", "a"]
+    text, _ = labelled_text({"tokens": words, "tags": [1, 3, -100, 0]}, "token_classification", "tokens")  # fmt: skip
+    (found,) = labelled_documents(
+        text, "token_classification", encoder.ids, encoder.placed, bos_id=-1, eod_id=6
+    )
+    ids, places = encoder.placed(" ".join(words))
+    assert found.ids.tolist() == [*ids.tolist(), 6]
+    shown = [" ".join(words)[slice(*place)].strip() for place in places]
+    seen = [(text[0], int(target) - 1) for text, target in zip(shown, found.targets, strict=False) if target]  # fmt: skip
+    assert seen == [("a", 1), ("a", 0)]
+
+
 def test_an_answer_is_beside_one_to_another_prompt(tmp_path, model):
     meta = _prepare(tmp_path, model, ANSWERED, "kto")
     stream, tokenizer = TokenStream(tmp_path / "out", meta.splits["train"]), templates.make_tokenizer()  # fmt: skip
@@ -151,3 +192,86 @@ def test_datasets_of_another_form_and_labels_beyond_the_head_are_refused(tmp_pat
     assert "--format kto prepares" in fault.rule
     with pytest.raises(DataError, match="the label 2"):
         _rows(tmp_path, RowForm("classes", 1, 2))
+
+
+def test_a_dataset_of_another_format_is_not_taken_for_the_one_asked_for(tmp_path, model):
+    assert _prepare(tmp_path, model, CLASSES, "text").row_format == "text"
+    with pytest.raises(ConfigError, match="row_format"):
+        _prepare(tmp_path, model, CLASSES, "classification")
+
+
+def _pairs_of_texts(folder, meta):
+    """The texts of the two documents of each row, without special tokens."""
+    stream, tokenizer, texts, at = TokenStream(folder / "out", meta.splits["train"]), templates.make_tokenizer(), [], 0  # fmt: skip
+    for length in stream.document_lengths():
+        texts.append(tokenizer.decode(stream.read(at, at + length).tolist()))
+        at += length
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def test_answers_to_one_prompt_are_beside_those_to_another(tmp_path, model):
+    """Corpora of pairs have the two answers to a prompt one after the other."""
+    rows = [
+        {"prompt": f"q{n // 2}?", "completion": f"{'good' if n % 2 else 'bad'}{n // 2}.", "label": bool(n % 2)}
+        for n in range(6)
+    ]  # fmt: skip
+    meta = _prepare(tmp_path, model, rows, "kto")
+    found = _pairs_of_texts(tmp_path, meta)
+    assert len(found) == 6
+    for own, other in found:
+        number = own[own.index("?") - 1]
+        assert f"q{number}?" in other and f"{number}." in own and f"{number}." not in other
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_one_prompt_alone_are_beside_each_other(tmp_path, model, count):
+    rows = [{"completion": f"a{n}.", "label": True} for n in range(count)]
+    meta = _prepare(tmp_path, model, rows, "kto")
+    found = _pairs_of_texts(tmp_path, meta)
+    assert len(found) == count
+    for number, (own, other) in enumerate(found):
+        assert f"a{number}." in own and f"a{(number - 1) % count}." in other
+
+
+TURNS = (
+    "{% for message in messages %}{% if message['role'] == 'user' and not loop.first %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_first_row_that_takes_no_other_answer_is_told(tmp_path, model):
+    """The last row has its prompt in the answer, which the template refuses behind another prompt."""
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    whole = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "a."}]
+    rows = [ANSWERED[0], {"completion": whole, "label": False}]
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        _prepare(tmp_path, model, rows, "kto", chat_template=str(tmp_path / "turns.jinja"))
+
+
+def test_answers_are_shown_with_what_counts(tmp_path, model):
+    meta = _prepare(tmp_path, model, ANSWERED, "kto")
+    stream = TokenStream(tmp_path / "out", meta.splits["train"])
+    labels = labels_of(stream, meta, "auto")
+    length = int(stream.document_lengths().sum())
+    kinds = stream.read_targets(0, length) % 4
+    assert labels(0, length).tolist() == (kinds > 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row_format", "rows", "form", "pairs"),
+    [("kto", ANSWERED, ANSWERS, "alone"), ("multiple_choice", QUESTIONS, RowForm("choices", 3), "none")],
+)  # fmt: skip
+def test_inspection_packs_as_a_job_does(tmp_path, model, row_format, rows, form, pairs):
+    meta = _prepare(tmp_path, model, rows, row_format)
+    found = describe_packing(str(tmp_path / "out"), meta, Shape(seq_len=36, window=4))["train"]
+    shape = Shape(seq_len=36, packing="best_fit", window=4, form=form, pairs=pairs)
+    source = open_split(str(tmp_path / "out"), "train", shape, seed=0)
+    assert found["rows"] == source.num_windows
+    longest = 36 // form.size
+    lengths = TokenStream(tmp_path / "out", meta.splits["train"]).document_lengths()
+    assert found["truncated"] == (lengths > longest).sum() > 0
+    if row_format == "kto":
+        labels = sum(int(source.row(index).mask.sum()) for index in range(source.num_windows))
+        assert found["labels"] == labels

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from raymega.errors import ConfigError
 from raymega.prepare.tokenizer.choice import TokenizerOptions, choose_tokenizer, make_tokenizer
@@ -87,6 +87,21 @@ def test_begin_is_there_only_when_asked_and_never_twice(tmp_path):
     assert _ids(begun, "<begin>ab").count(begin) == 1
     recipes = [_choose(folder).recipe, _choose(folder, add_bos=True).recipe]
     assert recipes[1] == {**recipes[0], "bos_id": str(begin)}
+
+
+def test_documents_of_bert_begin_with_its_first_token(tmp_path):
+    """Settings of BERT have a cls_token, or, as those of published ones, none of the two."""
+    folder = write_llama3_like(tmp_path / "t", bos_token=None, cls_token="<begin>")
+    begun = _make(folder, add_bos=True)
+    assert _ids(begun, "ab") == [Tokenizer.from_str(begun.json).token_to_id("<begin>"), *_ids(_make(folder), "ab")]  # fmt: skip
+    words = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3}
+    bert = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    bert.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    bert.add_special_tokens(["[CLS]", "[SEP]"])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "tokenizer.json").write_text(bert.to_str())
+    (tmp_path / "b" / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+    assert _ids(_make(tmp_path / "b", add_bos=True, eod_token="[SEP]"), "a") == [1, 3, 2]
 
 
 def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
