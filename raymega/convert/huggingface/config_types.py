@@ -109,6 +109,8 @@ _KINDS = {
     **_all(_DIVISOR, "linear_num_key_heads linear_num_value_heads linear_key_head_dim"),
     **_all(_DIVISOR, "n_groups mamba_num_heads ssm_state_size mamba_head_dim conv_kernel"),
     **_all(_DIVISOR, "linear_value_head_dim linear_conv_kernel_dim full_attention_interval"),
+    **_all(_DIVISOR, "d_model d_kv d_ff num_heads num_layers num_decoder_layers"),
+    **_all(_DIVISOR, "relative_attention_num_buckets relative_attention_max_distance"),
     **_all(_NUMBER, "initializer_range layer_norm_epsilon rms_norm_eps rope_theta"),
     **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor attn_scale"),
     **_all(_NUMBER, "layer_norm_epsilon time_step_min"),
@@ -116,6 +118,7 @@ _KINDS = {
     **_all(_NUMBER, "residual_multiplier attention_multiplier logits_scaling"),
     **_all(_POSITIVE, "query_pre_attn_scalar rope_local_base_freq"),
     **_all(_FLAG, "tie_word_embeddings norm_topk_prob use_qk_norm attn_temperature_tuning"),
+    **_all(_FLAG, "scale_decoder_outputs is_gated_act"),
     **_all(_TABLE, "rope_scaling rope_parameters"),
     **_all(_WORD, "topk_method hybrid_override_pattern"),
     **_all(_WORDS, "layer_types layers_block_type"),
@@ -127,4 +130,5 @@ _ROPE_KINDS = {
     **_all(_WHOLE, "original_max_position_embeddings"),
     **_all(_FLAG, "truncate"),
     **_all(_WORD, "rope_type type"),
+    **_all(_TABLE, "full_attention sliding_attention"),
 }
