@@ -8,6 +8,7 @@ from typing import Any
 from raymega.config.attention import AttentionSection
 from raymega.config.data import MEGATRON
 from raymega.config.encoder import EncoderDecoderSection, SpanCorruptionSection
+from raymega.config.heads.section import HeadSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask, LoraSection
@@ -37,38 +38,45 @@ def other_family_faults(
                 )
 
 
-@reads(
-    "model.family encoder_decoder num_layers num_heads num_kv_heads initializer_range, data.seq_len"
-)
-def side_faults(  # fields of one rule
+@reads("model.family encoder_decoder num_layers")
+def side_faults(family: str, sides: EncoderDecoderSection, layers: int) -> Iterator[Fault]:
+    """Check that each side has blocks."""
+    own = sides.num_encoder_layers
+    if family_parts(family).is_encoder_decoder and not 0 < own < layers:
+        yield Fault(
+            fact=f"model.encoder_decoder.num_encoder_layers={own} with model.family={family}",
+            rule=f"model.num_layers={layers} counts both sides, and each has a block or more",
+            remedy=f"set model.encoder_decoder.num_encoder_layers={max(1, layers // 2)}, and model.num_layers to "
+            "the blocks of both",
+        )
+
+
+@reads("model.family encoder_decoder, data.seq_len")
+def length_faults(family: str, sides: EncoderDecoderSection, seq_len: int) -> Iterator[Fault]:
+    """Check that each side has tokens."""
+    length = sides.decoder_seq_len
+    if family_parts(family).is_encoder_decoder and not 0 < length < seq_len:
+        yield Fault(
+            fact=f"model.encoder_decoder.decoder_seq_len={length} with model.family={family}",
+            rule=f"of the data.seq_len={seq_len} tokens of a row each side reads one or more",
+            remedy=f"set model.encoder_decoder.decoder_seq_len={max(1, seq_len // 4)}",
+        )
+
+
+@reads("model.family encoder_decoder num_heads num_kv_heads initializer_range")
+def table_faults(  # fields of one rule
     family: str,
     sides: EncoderDecoderSection,
-    layers: int,
     heads: int,
     kv_heads: int | str,
     initializer_range: float,
-    seq_len: int,
 ) -> Iterator[Fault]:
-    """Check that each side has blocks and tokens, and that the buckets of positions are two halves."""
+    """Check that the buckets of positions are two halves, and that heads and initial values are T5's."""
     if not family_parts(family).is_encoder_decoder:
         return
-    own, length = sides.num_encoder_layers, sides.decoder_seq_len
     buckets, distance = sides.relative_attention_num_buckets, sides.relative_attention_max_distance
     yield from broken_rows(
         (
-            (
-                not 0 < own < layers,
-                f"model.encoder_decoder.num_encoder_layers={own} with model.family={family}",
-                f"model.num_layers={layers} counts both sides, and each has a block or more",
-                f"set model.encoder_decoder.num_encoder_layers={max(1, layers // 2)}, and model.num_layers to "
-                "the blocks of both",
-            ),
-            (
-                not 0 < length < seq_len,
-                f"model.encoder_decoder.decoder_seq_len={length} with model.family={family}",
-                f"of the data.seq_len={seq_len} tokens of a row each side reads one or more",
-                f"set model.encoder_decoder.decoder_seq_len={max(1, seq_len // 4)}",
-            ),
             (
                 buckets % 4 > 0 or distance <= buckets // 2,
                 f"model.encoder_decoder.relative_attention_num_buckets={buckets} and "
@@ -195,7 +203,7 @@ def cut_faults(  # fields of one rule
 
 @reads(
     "model.family hidden_dropout attention_dropout attention multipliers moe mla lora mup_base_width "
-    "num_nextn_predict_layers neftune_noise_alpha"
+    "num_nextn_predict_layers neftune_noise_alpha head"
 )
 def model_option_faults(  # one an option
     family: str,
@@ -209,6 +217,7 @@ def model_option_faults(  # one an option
     mup: int,
     depth: int,
     noise: float,
+    head: HeadSection,
 ) -> Iterator[Fault]:
     """Check that the model has no option that streams do not have."""
     if not family_parts(family).is_encoder_decoder:
@@ -224,12 +233,15 @@ def model_option_faults(  # one an option
         "mup_base_width": mup > 0,
         "num_nextn_predict_layers": depth > 0,
         "neftune_noise_alpha": noise > 0,
+        "head": head.is_on,
     }
     for name, is_set in chosen.items():
         if is_set:
             yield Fault(
                 fact=f"model.{name} is set with model.family={family}",
-                rule="its blocks have T5's attention, feed-forward layer and initial values, and nothing is dropped",
+                rule="its blocks have T5's attention, feed-forward layer and initial values, and nothing is dropped"
+                if name != "head"
+                else "scores are read from one stream of tokens, and it has two",
                 remedy=f"leave model.{name} out",
             )
 

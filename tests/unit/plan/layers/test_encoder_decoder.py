@@ -110,6 +110,7 @@ RULES = {
     "data.span_corruption.text_seq_len=27": "becomes 25 of the encoder and 6 of the decoder",
     "data.span_corruption.first_sentinel_id=300": "it is one of the model's tokens, 99 to 255",
     "model.hidden_dropout=0.1": "nothing is dropped",
+    "model.head.kind=token_classification": "scores are read from one stream of tokens",
     "parallel.cp=2": "each score has a bias",
     "model.family=llama": "has one stream of tokens",
 }
