@@ -103,7 +103,7 @@ _KINDS = {
     **_all(_WHOLE, "qk_rope_head_dim v_head_dim num_local_experts num_experts n_routed_experts"),
     **_all(_WHOLE, "num_experts_per_tok moe_intermediate_size decoder_sparse_step"),
     **_all(_WHOLE, "shared_expert_intermediate_size first_k_dense_replace n_shared_experts"),
-    **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size"),
+    **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size num_labels"),
     **_all(_DIVISOR, "num_attention_heads head_dim sliding_window_pattern _sliding_window_pattern"),
     **_all(_DIVISOR, "no_rope_layer_interval interleave_moe_layer_step floor_scale"),
     **_all(_DIVISOR, "linear_num_key_heads linear_num_value_heads linear_key_head_dim"),
@@ -119,9 +119,9 @@ _KINDS = {
     **_all(_POSITIVE, "query_pre_attn_scalar rope_local_base_freq"),
     **_all(_FLAG, "tie_word_embeddings norm_topk_prob use_qk_norm attn_temperature_tuning"),
     **_all(_FLAG, "scale_decoder_outputs is_gated_act"),
-    **_all(_TABLE, "rope_scaling rope_parameters"),
+    **_all(_TABLE, "rope_scaling rope_parameters id2label"),
     **_all(_WORD, "topk_method hybrid_override_pattern"),
-    **_all(_WORDS, "layer_types layers_block_type"),
+    **_all(_WORDS, "architectures layer_types layers_block_type"),
     **_all(_PLACES, "mlp_only_layers no_rope_layers moe_layers"),
 }
 _ROPE_KINDS = {
