@@ -13,7 +13,7 @@ from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask, LoraSection
 from raymega.errors import Fault
-from raymega.plan.layers.encoder_decoder import corrupted_lengths, raw_length
+from raymega.plan.layers.encoder_decoder import corrupted_lengths, num_noise, raw_length
 from raymega.plan.layers.family_parts import FAMILY_PARTS, family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
@@ -118,8 +118,15 @@ def span_faults(  # fields of one rule
     room = seq_len - sides.decoder_seq_len, sides.decoder_seq_len
     if not family_parts(family).is_encoder_decoder or min(room) < 1:
         return
+    last, count = spans.first_sentinel_id, num_noise(spans, max(2, spans.text_seq_len))[1]
     for field in ("first_sentinel_id", "eos_token_id", "decoder_start_token_id"):
         token, least = getattr(spans, field), spans.num_sentinels - 1 if field[0] == "f" else 0
+        if field[0] != "f" and last - count < token <= last:
+            yield Fault(
+                fact=f"data.span_corruption.{field}={token} with model.family={family}",
+                rule=f"a text has the sentinels {last - count + 1} to {last}, and it is none of them",
+                remedy=f"set data.span_corruption.{field} to the id that the tokenizer has for it",
+            )
         if not least <= token < vocab_size:
             yield Fault(
                 fact=f"data.span_corruption.{field}={token} with model.family={family}",

@@ -109,6 +109,7 @@ RULES = {
     "model.encoder_decoder.decoder_seq_len=0": "each side reads one or more",
     "data.span_corruption.text_seq_len=27": "becomes 25 of the encoder and 6 of the decoder",
     "data.span_corruption.first_sentinel_id=300": "it is one of the model's tokens, 99 to 255",
+    "data.span_corruption.eos_token_id=255": "a text has the sentinels 255 to 255, and it is none of them",
     "model.hidden_dropout=0.1": "nothing is dropped",
     "model.head.kind=token_classification": "scores are read from one stream of tokens",
     "parallel.cp=2": "each score has a bias",
