@@ -40,6 +40,8 @@ DECLARATIONS: Mapping[Kind, type] = {
     "norm": NormKind,
 }
 """Kinds whose code is a declaration that the planner reads, and its class."""
+OF_STREAMS = {"norm", "activation", "has_gate"}
+"""Parts that encoder-decoder families may choose."""
 
 
 def without_broken_parts(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
@@ -155,6 +157,12 @@ def _wrong_values(found: Any) -> Iterator[tuple[str, object, str]]:
                 yield name, number, "it is 0 or more"
         if unfit := [name for name in found.tensors if not name.isidentifier()]:
             yield "tensors", unfit, "a tensor's name is a word of letters, digits and underscores"
+    if isinstance(found, FamilyParts) and found.is_encoder_decoder:
+        plain = FamilyParts(is_encoder_decoder=True)
+        for name in sorted(asdict(found).keys() - OF_STREAMS):
+            if (value := getattr(found, name)) != getattr(plain, name):
+                yield name, value, f"blocks of two streams are T5's, but for {', '.join(sorted(OF_STREAMS))}"
+        return
     if isinstance(found, FamilyParts) and found.biased - LINEAR_LAYERS:
         unknown = sorted(found.biased - LINEAR_LAYERS)
         yield "biased", unknown, f"layers with a bias are of {', '.join(sorted(LINEAR_LAYERS))}"
