@@ -213,8 +213,9 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
 
 def num_further(names: Iterable[str], num_layers: int) -> int:
     """Return the number of multi-token-prediction blocks among the tensors ``names`` of theirs."""
-    joins = {f"model.layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
-    return len(joins.intersection(names))
+    joins = {f"layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
+    # families differ in the outermost name
+    return len(joins.intersection(name.partition(".")[2] for name in names))
 
 
 def original_of(name: str, model: ModelSection) -> str | None:

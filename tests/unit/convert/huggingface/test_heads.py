@@ -1,4 +1,4 @@
-"""Classes of exported heads are those that transformers has for the model's type."""
+"""Classes of exported heads are those that transformers has for the model's type; further blocks are found again."""
 
 import pytest
 from transformers.models.auto.modeling_auto import (
@@ -11,6 +11,7 @@ from raymega.convert.huggingface.architectures import OWN_TYPES
 from raymega.convert.huggingface.config import config_from, model_from
 from raymega.convert.huggingface.families.table import HF_FAMILIES
 from raymega.convert.huggingface.heads import head_config
+from raymega.convert.huggingface.names import hf_tensors, num_further
 from raymega.errors import ConfigError
 from raymega.plan.layers.family_parts import family_parts
 from tests.unit.convert.folders import make_model
@@ -45,3 +46,9 @@ def test_labels_of_another_kind_are_named(change):
     config = config_from(model, dtype="float32", carried={})
     with pytest.raises(ConfigError, match=f"has {next(iter(change))}="):
         model_from(config | change)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_next", "nemotron_h"])
+def test_further_blocks_of_an_export_are_found_again(family):
+    names = [each.name for each in hf_tensors(make_model(family, num_nextn_predict_layers=2))]
+    assert num_further(names, 2) == 2
