@@ -1,5 +1,7 @@
 """Encoder-decoder models: counts of the published ones, stages by cost, kept bytes, and rules of their fields."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ from raymega.errors import PlanError
 from raymega.model.encoder_decoder import EncoderDecoderStage
 from raymega.plan.flops import flops_per_token, layer_costs
 from raymega.plan.layers.encoder_decoder import corrupted_lengths, raw_length
+from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.memory.activation_bytes import stage_activations
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.stages import layer_counts
+from raymega.plan.tensor_table import model_tensors
 from tests.support.jobs import make_test_plan
 from tests.support.saved_tensor_bytes import SavedBytes
 from tests.support.stages import even_stages
@@ -102,6 +106,20 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     assert kept.total == pytest.approx(
         stage_activations(shape, stages[stage]).micro_batch_bytes, rel=0.03
     )
+
+
+def test_a_family_of_two_streams_has_the_norm_that_it_names(monkeypatch):
+    parts = replace(FAMILY_PARTS["t5"], norm="layer_norm")
+    monkeypatch.setattr("raymega.plan.layers.family_parts.family_parts", lambda _name: parts)
+    model = _model(SIZES["uneven"][0], 16)
+    (stage,) = even_stages(num_layers=model.num_layers, num_stages=1)
+    module = EncoderDecoderStage(
+        model, stage, sp=make_stream(), dtype=torch.float64, device=CPU, seed=1
+    )
+    # a stack of projections has the names of all
+    names = {name for param in module.parameters() for name in param.spec.name.split("+")}
+    assert {"layers.4.encoder_norm.bias", "layers.5.cross_attention_norm.bias"} < names
+    assert names == {tensor.name for tensor in model_tensors(model)}
 
 
 RULES = {
