@@ -14,7 +14,7 @@ from raymega.plan.layers.encoder_decoder import corrupted_lengths, raw_length
 from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.memory.activation_bytes import stage_activations
 from raymega.plan.memory.activation_shape import ActivationShape
-from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.memory.state_bytes import count_parameters, rank_elements
 from raymega.plan.stages import layer_counts
 from raymega.plan.tensor_table import model_tensors
 from tests.support.jobs import make_test_plan
@@ -106,6 +106,16 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     assert kept.total == pytest.approx(
         stage_activations(shape, stages[stage]).micro_batch_bytes, rel=0.03
     )
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_state_of_all_ranks_is_that_of_all_tensors(pp):
+    plan = make_test_plan(*T5, f"parallel.pp={pp}", "model.tie_word_embeddings=false")
+    held = [
+        rank_elements(plan.job, plan.stages_of(rank), plan.grid, tp_rank=0)
+        for rank in range(plan.grid.world_size)
+    ]
+    assert sum(each.dense for each in held) == count_parameters(plan.job.model)
 
 
 def test_a_family_of_two_streams_has_the_norm_that_it_names(monkeypatch):
