@@ -11,7 +11,7 @@ from raymega.convert.huggingface.architectures import OWN_TYPES
 from raymega.convert.huggingface.config import config_from, model_from
 from raymega.convert.huggingface.families.table import HF_FAMILIES
 from raymega.convert.huggingface.heads import head_config
-from raymega.convert.huggingface.names import hf_tensors, num_further
+from raymega.convert.huggingface.names import hf_tensors, is_buffer, num_further
 from raymega.errors import ConfigError
 from raymega.plan.layers.family_parts import family_parts
 from tests.unit.convert.folders import make_model
@@ -52,3 +52,8 @@ def test_labels_of_another_kind_are_named(change):
 def test_further_blocks_of_an_export_are_found_again(family):
     names = [each.name for each in hf_tensors(make_model(family, num_nextn_predict_layers=2))]
     assert num_further(names, 2) == 2
+
+
+def test_modules_that_transformers_leaves_out_are_no_weights():
+    assert is_buffer("mtp.layers.0.mlp.gate.weight")
+    assert not any(is_buffer(each.name) for each in hf_tensors(make_model("qwen3_next", num_nextn_predict_layers=1)))  # fmt: skip
