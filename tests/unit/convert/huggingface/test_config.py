@@ -293,9 +293,13 @@ def test_letters_of_nemotron_h_are_its_blocks():
 
 
 def test_nemotron_h_reads_either_list_and_refuses_names_that_would_win():
-    listed = {**NEMOTRON_H_8B, "num_hidden_layers": None, "layer_types": ["mamba", "attention", "mlp"]}
+    listed = {
+        **NEMOTRON_H_8B,
+        "num_hidden_layers": None,
+        "layer_types": ["mamba", "attention", "mlp"],
+    }
     assert model_from(listed).attention.layer_types == ("mamba2", "no_positions", "feed_forward")
-    with pytest.raises(ConfigError, match="mamba_dt_min=0.5"):
+    with pytest.raises(ConfigError, match=r"mamba_dt_min=0\.5"):
         model_from({**NEMOTRON_H_8B, "mamba_dt_min": 0.5})
 
 
@@ -331,5 +335,7 @@ def test_other_encoder_decoders_are_refused(change, fact):
 
 
 def test_a_table_of_rope_by_layer_that_is_none_is_named():
-    with pytest.raises(ConfigError, match="has rope_parameters.full_attention=3; it is an object"):
+    with pytest.raises(
+        ConfigError, match=r"has rope_parameters\.full_attention=3; it is an object"
+    ):
         model_from(LLAMA31_8B | {"rope_parameters": {"full_attention": 3}})
