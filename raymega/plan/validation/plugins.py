@@ -171,7 +171,7 @@ def _wrong_parts(family: FamilyParts) -> Iterator[tuple[str, object, str]]:
             yield (
                 name,
                 value,
-                f"blocks of two streams are T5's, but for {', '.join(sorted(OF_STREAMS))}",
+                f"blocks of two streams are T5's, except {', '.join(sorted(OF_STREAMS))}",
             )
 
 
