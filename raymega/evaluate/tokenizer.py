@@ -75,8 +75,11 @@ def model_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     carried = find_carried(store, manifest)
     files = carried if TOKENIZER_FILE in carried else find_files(store, manifest, "")
     if TOKENIZER_FILE not in files:
-        fact = f"{store.uri} has no tokenizer, and neither has the dataset of its run"
-        raise ConfigError(_fault(fact, "text is cut into the model's tokens"))
+        raise ConfigError(
+            fact=f"{store.uri} has no tokenizer, and neither has the dataset of its run",
+            rule="text is cut into the model's tokens",
+            remedy="train on a dataset of `raymega data prepare`; `raymega eval` takes --tokenizer FOLDER/tokenizer.json",
+        )
     return files
 
 

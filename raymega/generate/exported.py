@@ -23,8 +23,8 @@ SHORTEST_ROW = 2
 """Tokens of the shortest legal row, where no row is read."""
 
 STREAMS = (
-    "model.encoder_decoder.decoder_seq_len=8", "data.seq_len=32", "data.packing=none", "data.document_multiple=1",
-    "data.span_corruption.text_seq_len=26", "data.span_corruption.num_sentinels=1", "data.span_corruption.eos_token_id=0",
+    "model.encoder_decoder.decoder_seq_len=3", "data.seq_len=6", "data.packing=none", "data.document_multiple=1",
+    "data.span_corruption.text_seq_len=2", "data.span_corruption.num_sentinels=1", "data.span_corruption.eos_token_id=0",
 )  # fmt: skip
 """A legal row of two streams, where no row is read."""
 

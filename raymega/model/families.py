@@ -30,6 +30,7 @@ from raymega.model.stream_block import StreamBlock, StreamEmbedding
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
+from raymega.plan.layers.encoder_decoder import is_decoder_layer
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, layer_parts
 from raymega.plan.tensor_table import block_name
@@ -109,18 +110,20 @@ def make_block(
     drop = partial(ResidualDropout, factory.seed, rate=model.hidden_dropout)
 
     def norm(part: str) -> nn.Module | None:
-        # a layer's own norms may have no tensors; others, such as cross-attention's, are those in the table
-        named = (f"{name}.{part}.{tensor}" for tensor in parts.family.norm_kind.tensors)
-        is_there = part in parts.family.norm_places or any(map(factory.table.__contains__, named))
+        is_there = part in parts.family.norm_places
         return make_norm(factory, f"{name}.{part}", model) if is_there else None
 
     if parts.family.is_encoder_decoder:
-        cross_norm, inside = norm("cross_attention_norm"), f"{name}.cross_attention"
+        inside, is_decoder = f"{name}.cross_attention", is_decoder_layer(model, layer)
+        is_end = layer + 1 == model.encoder_decoder.num_encoder_layers
         return StreamBlock(
-            cross=None
-            if cross_norm is None
-            else (cross_norm, RelativeAttention(factory, inside, model, is_cross=True)),
-            end_norm=norm("encoder_norm"),
+            cross=(
+                make_norm(factory, f"{inside}_norm", model),
+                RelativeAttention(factory, inside, model, is_cross=True),
+            )
+            if is_decoder
+            else None,
+            end_norm=make_norm(factory, f"{name}.encoder_norm", model) if is_end else None,
             attention_norm=norm("attention_norm"),
             attention=RelativeAttention(factory, f"{name}.attention", model),
             attention_dropout=drop(f"{name}.attention"),

@@ -42,7 +42,7 @@ def save_cost(plan: RunPlan, rank: int) -> SaveCost:
     section, share = plan.job.checkpoint, share_bytes(plan, rank)
     buffer_bytes = min(share, section.buffer_bytes or share)
     # A data file is never larger than the buffer.
-    file_bytes = min(section.file_bytes, buffer_bytes)
+    file_bytes = min(section.file_bytes, buffer_bytes) or 1  # a rank without trained tensors
     return SaveCost(
         share_bytes=share,
         buffer_bytes=0 if shares_snapshot(plan.job) else buffer_bytes,

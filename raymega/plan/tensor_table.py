@@ -14,6 +14,7 @@ from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import FEED_FORWARD, STATES, tensor_kind
+from raymega.plan.layers.norm_tensors import norm_tensors
 from raymega.plan.layers.state_tensors import state_tensors
 from raymega.plan.stages import Stage
 
@@ -61,16 +62,6 @@ def _offset(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
     return replace(tensor, init="zeros") if parts_of(model).is_norm_offset else tensor
 
 
-def _norm(name: str, model: ModelSection) -> list[GlobalTensor]:
-    return [
-        GlobalTensor(
-            name=f"{name}.{part}", shape=(1 if tensor.is_scalar else model.hidden_size,), tp_dim=-1,
-            init=tensor.init, initializer_range=0.0, role="bias" if part == "bias" else "norm",
-        )
-        for part, tensor in parts_of(model).norm_kind.tensors.items()
-    ]  # fmt: skip
-
-
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Return the token table, tables of learned positions and of token types, and their sum's norm."""
     table, family = [_table("embedding.tokens", model, role="embedding")], parts_of(model)
@@ -81,7 +72,7 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
             shape, std = (rows, model.hidden_size), model.initializer_range
             table.append(_weight(f"embedding.{name}", shape, tp_dim=-1, std=std, role="embedding"))
     if family.has_embedding_norm:
-        table += _norm("embedding.norm", model)
+        table += norm_tensors("embedding.norm", model)
     if family.is_encoder_decoder:
         # T5's tables start wide: a tied head divides by sqrt(D)
         table = [replace(each, initializer_range=1.0) for each in table] + position_tables(model)
@@ -240,7 +231,7 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     at = block_name(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     places = parts_of(model).norm_places
-    norms = [tensor for place in places for tensor in _norm(f"{at}.{place}", model)]
+    norms = [tensor for place in places for tensor in norm_tensors(f"{at}.{place}", model)]
     kind, has_one = tensor_kind(model, layer)[0], parts_of(model).has_one_part
     attention = []
     if kind in STATES:
@@ -266,7 +257,7 @@ def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
 def head_tensors(model: ModelSection) -> list[GlobalTensor]:
     """Return the final norm, the head's own weight when it is not tied, and an encoder's heads."""
     family = parts_of(model)
-    table = _norm("final_norm", model) if family.norms != "sum" else []
+    table = norm_tensors("final_norm", model) if family.norms != "sum" else []
     if model.head.is_on:
         return with_tuning([*table, *_score_head_tensors(model)], model)
     if not model.tie_word_embeddings:
@@ -288,7 +279,7 @@ def _encoder_head_tensors(model: ModelSection) -> list[GlobalTensor]:
         weight = _weight(f"head.{name}", (size, width), tp_dim=-1, std=model.initializer_range)
         table += [_scaled(weight, model), _bias(f"head.{name}", size, tp_dim=-1)]
     of_rows = replace(_bias("head", rows, tp_dim=0), padded_rows=rows - model.vocab_size)
-    return [*table, *_norm("head.transform_norm", model), of_rows]
+    return [*table, *norm_tensors("head.transform_norm", model), of_rows]
 
 
 def _score_head_tensors(model: ModelSection) -> list[GlobalTensor]:
@@ -311,11 +302,11 @@ def mtp_tensors(model: ModelSection) -> list[GlobalTensor]:
         layer = model.num_layers + depth
         at = block_name(model, layer)
         shape = (model.hidden_size, 2 * model.hidden_size)
-        own = _norm(f"{at}.token_norm", model) + _norm(f"{at}.hidden_norm", model)
+        own = norm_tensors(f"{at}.token_norm", model) + norm_tensors(f"{at}.hidden_norm", model)
         join = _weight(f"{at}.join", shape, tp_dim=-1, std=model.initializer_range)
         table += with_tuning([*own, _scaled(join, model)], model)
         table += layer_tensors(model, layer)
-        table += with_tuning(_norm(f"{at}.final_norm", model), model)
+        table += with_tuning(norm_tensors(f"{at}.final_norm", model), model)
     return table
 
 

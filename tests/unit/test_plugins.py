@@ -325,6 +325,7 @@ def test_options_that_no_job_file_can_write_are_refused(folder, options, told):
     [
         ('norm="layer_norm"', 'norms="inside"', "family acme.stablelm has norms='inside'; input should be"),
         ('norm="layer_norm"', 'biased=frozenset({"attention.qq"})', "has biased=['attention.qq']; layers with a bias are"),
+        ('norm="layer_norm"', 'is_encoder_decoder=True, norms="after"', "has norms='after'; blocks of two streams are T5's"),
         ("width_powers=(0.0, 1.0)", "width_powers=(0.0,)", "optimizer acme.nesterov has width_powers"),
         ('update="acme.tensors:apply_nesterov"', 'update=""', "has update=''; it reads package.module:attribute"),
         ('apply="acme.tensors:scaled_tanh"', 'apply="tanh"', "norm acme.tanh has apply='tanh'; it reads package.module"),

@@ -317,7 +317,7 @@ def _difference_faults(
         yield unlike(f"layer_types has {', '.join(sorted(layers))}", "every layer sees all")
     count = config.get("num_hidden_layers")
     for key in ("layer_types", "no_rope_layers"):
-        if not layers and config.get(key) and len(config[key]) != count:
+        if not layers and count and config.get(key) and len(config[key]) != count:
             yield unlike(f"{key} of {len(config[key])} layers", f"num_hidden_layers={count}")
     if known.name == "GPT2LMHeadModel" or (family and family.owns_settings):
         return

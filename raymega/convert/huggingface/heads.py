@@ -21,10 +21,13 @@ ENDS = {
     "token_classification": TOKEN, "multiple_choice": CHOICE,
 }  # fmt: skip
 LACKING: Mapping[str, tuple[str, ...]] = {
-    SEQUENCE: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4"),
-    TOKEN: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4", "Gemma3", "Olmo2", "Olmo3", "DeepseekV2"),
-}
+    SEQUENCE: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4", "NemotronH", "Qwen3_5Moe"),
+    TOKEN: ("Granite", "Glm4Moe", "MiniMaxM2", "Llama4", "NemotronH", "Qwen3_5Moe", "Gemma3", "Olmo2", "Olmo3",
+            "DeepseekV2", "Qwen3_5"),
+}  # fmt: skip
 """Models for which transformers has no class with an end."""
+BESIDE_IMAGES = ("Gemma3", "Qwen3_5")
+"""Models whose class of documents without images has Text in its name."""
 
 
 def head_values(config: Config) -> dict[str, Any]:
@@ -75,7 +78,8 @@ def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
                 remedy="export it with dcp-export, which keeps raymega's names",
             )
         )
-    config: dict[str, Any] = {"architectures": [f"{base}{end}"]}
+    name = f"{base}{'Text' if base in BESIDE_IMAGES else ''}{end}"
+    config: dict[str, Any] = {"architectures": [name]}
     count = head.num_scores
     if end != CHOICE:
         config["id2label"] = {str(n): f"LABEL_{n}" for n in range(count)}

@@ -258,8 +258,8 @@ def _without_copies(
 def _other_copy(name: str, original: str) -> Fault:
     return Fault(
         fact=f"{name} differs from {original}",
-        rule="tokens further ahead are read and predicted by the model's own table and head",
-        remedy="leave the blocks behind the last one out of the folder",
+        rule="what reads and predicts tokens, further ahead too, is the model's own table and head",
+        remedy="leave the copy out of the folder, with its block if that lies behind the last one",
     )
 
 

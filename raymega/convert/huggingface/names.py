@@ -32,6 +32,8 @@ TABLES = ("embedding.tokens.weight", "head.weight", "head.bias")
 _BUFFER = re.compile(
     r".*\.(EncDecAttention\.relative_attention_bias\.weight|(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)"
 )
+LEFT_OUT = "mtp."
+"""Begin of names of multi-token prediction in files of Qwen3-Next and Nemotron-H, which transformers has no modules for."""
 HEAD = "lm_head.weight"
 HEADS = (HEAD, "embed_out.weight")
 """Names of the head, which never have the prefix of the other tensors."""
@@ -42,8 +44,8 @@ MOST_FURTHER = 16
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor is a buffer that old files hold, and no weight."""
-    return _BUFFER.fullmatch(f".{name}") is not None
+    """Return whether a tensor is a buffer that old files hold, or of a module that transformers leaves out, and no weight."""
+    return name.startswith(LEFT_OUT) or _BUFFER.fullmatch(f".{name}") is not None
 
 
 _GPT2_OUTER: Mapping[str, tuple[str, ...]] = {
@@ -213,8 +215,9 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
 
 def num_further(names: Iterable[str], num_layers: int) -> int:
     """Return the number of multi-token-prediction blocks among the tensors ``names`` of theirs."""
-    joins = {f"model.layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
-    return len(joins.intersection(names))
+    joins = {f"layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
+    # families differ in the outermost name
+    return len(joins.intersection(name.partition(".")[2] for name in names))
 
 
 def original_of(name: str, model: ModelSection) -> str | None:

@@ -104,14 +104,19 @@ def position_bias(table: Tensor, places: Places, *, is_causal: bool, max_distanc
     hidden = places.documents[:, :, None] != places.key_documents[:, None, :]
     if is_causal:
         hidden = hidden | (distance > 0)
-    return bias.masked_fill(hidden[:, None], torch.finfo(bias.dtype).min)
+    return bias.masked_fill(hidden[:, None], _unseen(bias.dtype))
 
 
 def document_mask(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return terms of scores, [B or 1, 1, Q, K], by the documents of queries [., Q] and keys [., K]: 0 in the same one."""
     hidden = (queries[:, :, None] != keys[:, None, :])[:, None]
     nothing = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return nothing.masked_fill_(hidden, torch.finfo(dtype).min)
+    return nothing.masked_fill_(hidden, _unseen(dtype))
+
+
+def _unseen(dtype: torch.dtype) -> float:
+    """Return the term of a score whose key is not seen: with any score beside it, it stays finite in ``dtype``."""
+    return torch.finfo(dtype).min / 2
 
 
 def relative_bucket(

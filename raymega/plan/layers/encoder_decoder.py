@@ -11,6 +11,7 @@ from raymega.config.encoder import SpanCorruptionSection
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.layers.norm_tensors import norm_tensors
 
 SIDES = ("encoder", "decoder")
 
@@ -48,19 +49,19 @@ def position_tables(model: ModelSection) -> list[GlobalTensor]:
 def block_tensors(model: ModelSection, layer: int) -> Iterator[GlobalTensor]:
     """Yield the tensors of block ``layer``, with T5's initial values: attention has no factor on its scores."""
     at, is_decoder = f"layers.{layer}", is_decoder_layer(model, layer)
-    yield _norm(f"{at}.attention_norm", model)
+    yield from norm_tensors(f"{at}.attention_norm", model)
     yield from _attention(f"{at}.attention", model)
     if is_decoder:
-        yield _norm(f"{at}.cross_attention_norm", model)
+        yield from norm_tensors(f"{at}.cross_attention_norm", model)
         yield from _attention(f"{at}.cross_attention", model)
     # feed-forward layer
-    yield _norm(f"{at}.mlp_norm", model)
+    yield from norm_tensors(f"{at}.mlp_norm", model)
     width, inner = model.hidden_size, model.ffn_hidden_size
     for name in ("gate", "up") if parts_of(model).has_gate else ("up",):
         yield _matrix(f"{at}.mlp.{name}", (inner, width), 0, width**-0.5)
     yield _matrix(f"{at}.mlp.down", (width, inner), 1, inner**-0.5)
     if layer + 1 == model.encoder_decoder.num_encoder_layers:
-        yield _norm(f"{at}.encoder_norm", model)
+        yield from norm_tensors(f"{at}.encoder_norm", model)
 
 
 def _attention(at: str, model: ModelSection) -> Iterator[GlobalTensor]:
@@ -69,13 +70,6 @@ def _attention(at: str, model: ModelSection) -> Iterator[GlobalTensor]:
     for name, std in stds.items():
         yield _matrix(f"{at}.{name}", (heads, width), 0, std)
     yield _matrix(f"{at}.out", (width, heads), 1, heads**-0.5)
-
-
-def _norm(name: str, model: ModelSection) -> GlobalTensor:
-    return GlobalTensor(
-        name=f"{name}.weight", shape=(model.hidden_size,), tp_dim=-1, init="ones", initializer_range=0.0,
-        role="norm",
-    )  # fmt: skip
 
 
 def _matrix(

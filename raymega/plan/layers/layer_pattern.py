@@ -75,12 +75,18 @@ def layer_pattern(model: ModelSection) -> list[LayerParts]:
     return [layer_parts(model, layer) for layer in range(model.num_layers)]
 
 
-def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool]:
-    """Return what of a layer's number decides its tensors: attention, kind of state or none, and experts."""
-    kinds = model.attention.layer_types
+def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool, int]:
+    """Return what of a layer's number decides its tensors: attention, kind of state or none; experts; and its side.
+
+    A side is 0, or in an encoder-decoder model 1 in the encoder's last block, with a norm more, and 2 in the decoder.
+    """
+    kinds, side = model.attention.layer_types, 0
     kind = kinds[layer % len(kinds)]
     is_apart = kind in (FEED_FORWARD, *STATES)
-    return kind if is_apart else "attention", model.moe.holds_experts(layer)
+    if parts_of(model).is_encoder_decoder:
+        last = model.encoder_decoder.num_encoder_layers - 1
+        side = (layer >= last) + (layer > last)
+    return kind if is_apart else "attention", model.moe.holds_experts(layer), side
 
 
 def kinds_of_layers(model: ModelSection) -> list[str]:

@@ -40,6 +40,8 @@ DECLARATIONS: Mapping[Kind, type] = {
     "norm": NormKind,
 }
 """Kinds whose code is a declaration that the planner reads, and its class."""
+OF_STREAMS = {"norm", "activation", "has_gate"}
+"""Parts that encoder-decoder families may choose."""
 
 
 def without_broken_parts(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
@@ -155,9 +157,22 @@ def _wrong_values(found: Any) -> Iterator[tuple[str, object, str]]:
                 yield name, number, "it is 0 or more"
         if unfit := [name for name in found.tensors if not name.isidentifier()]:
             yield "tensors", unfit, "a tensor's name is a word of letters, digits and underscores"
-    if isinstance(found, FamilyParts) and found.biased - LINEAR_LAYERS:
-        unknown = sorted(found.biased - LINEAR_LAYERS)
+    if isinstance(found, FamilyParts):
+        yield from _wrong_parts(found)
+
+
+def _wrong_parts(family: FamilyParts) -> Iterator[tuple[str, object, str]]:
+    """Yield the parts of a family that its blocks would not have, as :func:`_wrong_values`."""
+    if unknown := sorted(family.biased - LINEAR_LAYERS):
         yield "biased", unknown, f"layers with a bias are of {', '.join(sorted(LINEAR_LAYERS))}"
+    plain = FamilyParts(is_encoder_decoder=True)
+    for name in sorted(asdict(family).keys() - OF_STREAMS) if family.is_encoder_decoder else ():
+        if (value := getattr(family, name)) != getattr(plain, name):
+            yield (
+                name,
+                value,
+                f"blocks of two streams are T5's, except {', '.join(sorted(OF_STREAMS))}",
+            )
 
 
 def _option_faults(

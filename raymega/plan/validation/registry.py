@@ -92,6 +92,8 @@ RULES: tuple[Rule, ...] = (
     layers.next_token_faults,
     encoder_decoder.other_family_faults,
     encoder_decoder.side_faults,
+    encoder_decoder.length_faults,
+    encoder_decoder.table_faults,
     encoder_decoder.span_faults,
     encoder_decoder.cut_faults,
     encoder_decoder.model_option_faults,

@@ -54,3 +54,10 @@ def test_rate_of_the_job_gives_the_least_time():
     plan = make_test_plan("checkpoint.bytes_per_s=1000")
     assert save_cost(plan, 0).least_s == share_bytes(plan, 0) / 1000
     assert save_cost(make_test_plan(), 0).least_s == 0.0
+
+
+def test_a_rank_without_trained_tensors_writes_nothing():
+    frozen = ["model.freeze=[layers.0.*,layers.1.*,embedding.*]", "model.tie_word_embeddings=false"]
+    plan = make_test_plan("parallel.pp=2", *frozen)
+    assert (save_cost(plan, 0).share_bytes, save_cost(plan, 0).num_files) == (0, 0)
+    assert save_cost(plan, 1).num_files == 1

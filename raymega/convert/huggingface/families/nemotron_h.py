@@ -46,12 +46,14 @@ _WANTED = {
     "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "use_conv_bias": (True,), "mlp_bias": _NONE,
     "attention_bias": _NONE, "use_bias": _NONE, "mamba_proj_bias": _NONE, "residual_in_fp32": _NONE,
     "sliding_window": (None,), "num_nextn_predict_layers": (None, 0),
+    # further names of settings, which would win over those above
+    **dict.fromkeys(("mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_conv_bias"), (None,)),
 }  # fmt: skip
 
 
 def _values(config: Config) -> dict[str, Any]:
     # kinds of blocks: a list, under either name, or a letter each
-    listed = config.get("layers_block_type") or config.get("layer_types")
+    listed = config.get("layer_types") or config.get("layers_block_type")
     listed = listed or [
         _LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]
     ]
@@ -71,15 +73,16 @@ def _values(config: Config) -> dict[str, Any]:
 
 
 def _config(model: ModelSection) -> dict[str, Any]:
-    words = {kind: word for word, kind in _KINDS.items()}
+    words, layers = {kind: word for word, kind in _KINDS.items()}, layer_pattern(model)
+    has_states = any(each.is_linear for each in layers)
     # a letter for each block would win over the list
     return {
         **theirs(_SETTINGS, model),
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
-        "layers_block_type": [words.get(each.attention, "") for each in layer_pattern(model)],
+        "layers_block_type": [words.get(each.attention, "") for each in layers],
         "mlp_hidden_act": "relu2",
-        **theirs(_SIZES, model.linear_attention),
+        **(theirs(_SIZES, model.linear_attention) if has_states else {}),
     }
 
 
@@ -105,5 +108,6 @@ NEMOTRON_H = HfFamily(
     tensors={f"mixer.{name}": f"{_MAMBA}.{name}" for name in ("A_log", "D", "dt_bias")},
     values=_values,
     config=_config,
+    further_kinds=(*_KINDS, *_OLD_KINDS, "moe"),
     owns_settings=True,
 )

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from raymega.config.schema import ModelSection
-from raymega.convert.huggingface.architectures import Architecture, Config, alike, ours, theirs
+from raymega.convert.huggingface.architectures import (
+    Architecture,
+    Config,
+    alike,
+    ours,
+    theirs,
+    unlike,
+)
 from raymega.convert.huggingface.families.family import HfFamily, Names
+from raymega.errors import ConfigError
 from raymega.plan.layers.encoder_decoder import is_decoder_layer
 
 SHARED = "shared.weight"
@@ -23,6 +31,8 @@ PUBLISHED_DECODER_LENGTH = 114
 """Tokens of the decoder in the published training, for a job that begins with imported weights."""
 _FORMS = {"relu": "t5", "gated-gelu": "t5_v1_1"}
 """Families by the kind of feed-forward layer."""
+_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
+"""Nonlinearity of each kind, which newer files say by a key that wins over the kind."""
 _SETTINGS = {
     **alike("vocab_size", "tie_word_embeddings", "num_heads"),
     "d_model": "hidden_size",
@@ -43,13 +53,22 @@ _WANTED: Mapping[str, tuple[object, ...]] = {
 
 
 def _values(config: Config) -> dict[str, Any]:
-    encoder = config["num_layers"]
+    kind, encoder = config["feed_forward_proj"], config["num_layers"]
+    plain, is_gated = _ACTIVATIONS[kind], kind.startswith("gated")
+    for name, value in {"dense_act_fn": plain, "is_gated_act": is_gated}.items():
+        if config.get(name, value) != value:
+            raise ConfigError(
+                unlike(
+                    f"{name}={config[name]!r} with feed_forward_proj={kind!r}",
+                    f"it is {value!r} there",
+                )
+            )
     derived = config["d_kv"] * config["num_heads"] == config["d_model"]
     return {
         **ours(_SETTINGS, config),
         # transformers 5 writes true whatever the file's head is, and says by a key of its own which form it is
         "tie_word_embeddings": config.get("scale_decoder_outputs", config["tie_word_embeddings"]),
-        "family": _FORMS[config["feed_forward_proj"]],
+        "family": _FORMS[kind],
         "head_dim": "hidden_size / num_heads" if derived else config["d_kv"],
         "num_layers": encoder + config.get("num_decoder_layers", encoder),
         "encoder_decoder": {

@@ -13,7 +13,7 @@ from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask, LoraSection
 from raymega.errors import Fault
-from raymega.plan.layers.encoder_decoder import corrupted_lengths, raw_length
+from raymega.plan.layers.encoder_decoder import corrupted_lengths, num_noise, raw_length
 from raymega.plan.layers.family_parts import FAMILY_PARTS, family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
@@ -38,38 +38,45 @@ def other_family_faults(
                 )
 
 
-@reads(
-    "model.family encoder_decoder num_layers num_heads num_kv_heads initializer_range, data.seq_len"
-)
-def side_faults(  # fields of one rule
+@reads("model.family encoder_decoder num_layers")
+def side_faults(family: str, sides: EncoderDecoderSection, layers: int) -> Iterator[Fault]:
+    """Check that each side has blocks."""
+    own = sides.num_encoder_layers
+    if family_parts(family).is_encoder_decoder and not 0 < own < layers:
+        yield Fault(
+            fact=f"model.encoder_decoder.num_encoder_layers={own} with model.family={family}",
+            rule=f"model.num_layers={layers} counts both sides, and each has a block or more",
+            remedy=f"set model.encoder_decoder.num_encoder_layers={max(1, layers // 2)}, and model.num_layers to "
+            "the blocks of both",
+        )
+
+
+@reads("model.family encoder_decoder, data.seq_len")
+def length_faults(family: str, sides: EncoderDecoderSection, seq_len: int) -> Iterator[Fault]:
+    """Check that each side has tokens."""
+    length = sides.decoder_seq_len
+    if family_parts(family).is_encoder_decoder and not 0 < length < seq_len:
+        yield Fault(
+            fact=f"model.encoder_decoder.decoder_seq_len={length} with model.family={family}",
+            rule=f"of the data.seq_len={seq_len} tokens of a row each side reads one or more",
+            remedy=f"set model.encoder_decoder.decoder_seq_len={max(1, seq_len // 4)}",
+        )
+
+
+@reads("model.family encoder_decoder num_heads num_kv_heads initializer_range")
+def table_faults(  # fields of one rule
     family: str,
     sides: EncoderDecoderSection,
-    layers: int,
     heads: int,
     kv_heads: int | str,
     initializer_range: float,
-    seq_len: int,
 ) -> Iterator[Fault]:
-    """Check that each side has blocks and tokens, and that the buckets of positions are two halves."""
+    """Check that the buckets of positions are two halves, and that heads and initial values are T5's."""
     if not family_parts(family).is_encoder_decoder:
         return
-    own, length = sides.num_encoder_layers, sides.decoder_seq_len
     buckets, distance = sides.relative_attention_num_buckets, sides.relative_attention_max_distance
     yield from broken_rows(
         (
-            (
-                not 0 < own < layers,
-                f"model.encoder_decoder.num_encoder_layers={own} with model.family={family}",
-                f"model.num_layers={layers} counts both sides, and each has a block or more",
-                f"set model.encoder_decoder.num_encoder_layers={max(1, layers // 2)}, and model.num_layers to "
-                "the blocks of both",
-            ),
-            (
-                not 0 < length < seq_len,
-                f"model.encoder_decoder.decoder_seq_len={length} with model.family={family}",
-                f"of the data.seq_len={seq_len} tokens of a row each side reads one or more",
-                f"set model.encoder_decoder.decoder_seq_len={max(1, seq_len // 4)}",
-            ),
             (
                 buckets % 4 > 0 or distance <= buckets // 2,
                 f"model.encoder_decoder.relative_attention_num_buckets={buckets} and "
@@ -111,8 +118,15 @@ def span_faults(  # fields of one rule
     room = seq_len - sides.decoder_seq_len, sides.decoder_seq_len
     if not family_parts(family).is_encoder_decoder or min(room) < 1:
         return
+    last, count = spans.first_sentinel_id, num_noise(spans, max(2, spans.text_seq_len))[1]
     for field in ("first_sentinel_id", "eos_token_id", "decoder_start_token_id"):
         token, least = getattr(spans, field), spans.num_sentinels - 1 if field[0] == "f" else 0
+        if field[0] != "f" and last - count < token <= last:
+            yield Fault(
+                fact=f"data.span_corruption.{field}={token} with model.family={family}",
+                rule=f"a text has the sentinels {last - count + 1} to {last}, and it is none of them",
+                remedy=f"set data.span_corruption.{field} to the id that the tokenizer has for it",
+            )
         if not least <= token < vocab_size:
             yield Fault(
                 fact=f"data.span_corruption.{field}={token} with model.family={family}",
@@ -232,7 +246,9 @@ def model_option_faults(  # one an option
         if is_set:
             yield Fault(
                 fact=f"model.{name} is set with model.family={family}",
-                rule="its blocks have T5's attention, feed-forward layer and initial values, and nothing is dropped",
+                rule="its blocks have T5's attention, feed-forward layer and initial values, and nothing is dropped"
+                if name != "head"
+                else "scores are read from one stream of tokens, and it has two",
                 remedy=f"leave model.{name} out",
             )
 

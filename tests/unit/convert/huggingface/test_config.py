@@ -290,3 +290,52 @@ def test_letters_of_nemotron_h_are_its_blocks():
     assert (model.num_layers, count_parameters(model)) == (52, 8_100_852_736)
     with pytest.raises(ConfigError, match="blocks of kind moe"):
         model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "ME*-"})
+
+
+def test_nemotron_h_reads_either_list_and_refuses_names_that_would_win():
+    listed = {
+        **NEMOTRON_H_8B,
+        "num_hidden_layers": None,
+        "layer_types": ["mamba", "attention", "mlp"],
+    }
+    assert model_from(listed).attention.layer_types == ("mamba2", "no_positions", "feed_forward")
+    with pytest.raises(ConfigError, match=r"mamba_dt_min=0\.5"):
+        model_from({**NEMOTRON_H_8B, "mamba_dt_min": 0.5})
+
+
+def test_nemotron_h_without_states_has_a_config():
+    model = model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "*-"})
+    assert model_from(config_from(model, dtype="float32", carried={})) == model
+
+
+T5_SMALL = {
+    "model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"num_layers": "6"}, "has num_layers='6'; it is a whole number from 1;"),
+        ({"num_decoder_layers": [1]}, "has num_decoder_layers=[1]; it is a whole number from 1;"),
+        ({"d_kv": {}}, "has d_kv={}; it is a whole number from 1;"),
+        ({"num_decoder_layers": 0}, "has num_decoder_layers=0;"),
+        ({"relative_attention_num_buckets": 7}, "relative_attention_num_buckets=7"),
+        ({"relative_attention_max_distance": 3}, "relative_attention_max_distance=3"),
+        ({"dense_act_fn": "silu"}, "dense_act_fn='silu' with feed_forward_proj='relu'; it is 'relu' there"),
+        ({"is_gated_act": True}, "is_gated_act=True with feed_forward_proj='relu'; it is False there"),
+        ({"scale_decoder_outputs": "yes"}, "has scale_decoder_outputs='yes'; it is true or false;"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_encoder_decoders_are_refused(change, fact):
+    with pytest.raises(ConfigError) as caught:
+        model_from(T5_SMALL | change)
+    assert fact in str(caught.value)
+
+
+def test_a_table_of_rope_by_layer_that_is_none_is_named():
+    with pytest.raises(
+        ConfigError, match=r"has rope_parameters\.full_attention=3; it is an object"
+    ):
+        model_from(LLAMA31_8B | {"rope_parameters": {"full_attention": 3}})

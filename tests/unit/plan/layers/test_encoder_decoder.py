@@ -1,5 +1,7 @@
 """Encoder-decoder models: counts of the published ones, stages by cost, kept bytes, and rules of their fields."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +11,12 @@ from raymega.errors import PlanError
 from raymega.model.encoder_decoder import EncoderDecoderStage
 from raymega.plan.flops import flops_per_token, layer_costs
 from raymega.plan.layers.encoder_decoder import corrupted_lengths, raw_length
+from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.memory.activation_bytes import stage_activations
 from raymega.plan.memory.activation_shape import ActivationShape
-from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.memory.state_bytes import count_parameters, rank_elements
 from raymega.plan.stages import layer_counts
+from raymega.plan.tensor_table import model_tensors
 from tests.support.jobs import make_test_plan
 from tests.support.saved_tensor_bytes import SavedBytes
 from tests.support.stages import even_stages
@@ -104,13 +108,38 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     )
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_state_of_all_ranks_is_that_of_all_tensors(pp):
+    plan = make_test_plan(*T5, f"parallel.pp={pp}", "model.tie_word_embeddings=false")
+    held = [
+        rank_elements(plan.job, plan.stages_of(rank), plan.grid, tp_rank=0)
+        for rank in range(plan.grid.world_size)
+    ]
+    assert sum(each.dense for each in held) == count_parameters(plan.job.model)
+
+
+def test_a_family_of_two_streams_has_the_norm_that_it_names(monkeypatch):
+    parts = replace(FAMILY_PARTS["t5"], norm="layer_norm")
+    monkeypatch.setattr("raymega.plan.layers.family_parts.family_parts", lambda _name: parts)
+    model = _model(SIZES["uneven"][0], 16)
+    (stage,) = even_stages(num_layers=model.num_layers, num_stages=1)
+    module = EncoderDecoderStage(
+        model, stage, sp=make_stream(), dtype=torch.float64, device=CPU, seed=1
+    )
+    # a stack of projections has the names of all
+    names = {name for param in module.parameters() for name in param.spec.name.split("+")}
+    assert {"layers.4.encoder_norm.bias", "layers.5.cross_attention_norm.bias"} < names
+    assert names == {tensor.name for tensor in model_tensors(model)}
+
+
 RULES = {
     "model.encoder_decoder.num_encoder_layers=0": "each has a block or more",
     "model.encoder_decoder.decoder_seq_len=0": "each side reads one or more",
     "data.span_corruption.text_seq_len=27": "becomes 25 of the encoder and 6 of the decoder",
     "data.span_corruption.first_sentinel_id=300": "it is one of the model's tokens, 99 to 255",
+    "data.span_corruption.eos_token_id=255": "a text has the sentinels 255 to 255, and it is none of them",
     "model.hidden_dropout=0.1": "nothing is dropped",
-    "model.head.kind=regression": "model.head is set",
+    "model.head.kind=token_classification": "scores are read from one stream of tokens",
     "parallel.cp=2": "each score has a bias",
     "model.family=llama": "has one stream of tokens",
 }

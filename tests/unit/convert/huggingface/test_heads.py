@@ -1,0 +1,59 @@
+"""Classes of exported heads are those that transformers has for the model's type; further blocks are found again."""
+
+import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from raymega.config.heads.section import HeadSection
+from raymega.convert.huggingface.architectures import OWN_TYPES
+from raymega.convert.huggingface.config import config_from, model_from
+from raymega.convert.huggingface.families.table import HF_FAMILIES
+from raymega.convert.huggingface.heads import head_config
+from raymega.convert.huggingface.names import hf_tensors, is_buffer, num_further
+from raymega.errors import ConfigError
+from raymega.plan.layers.family_parts import family_parts
+from tests.unit.convert.folders import make_model
+
+CLASSES = {
+    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+}
+DECODERS = [
+    (ours, theirs)
+    for ours, theirs in (*OWN_TYPES.items(), ("qwen3_5", "qwen3_5_moe_text"))
+    if family_parts(ours).is_causal and not family_parts(ours).is_encoder_decoder
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(("family", "model_type"), DECODERS)
+def test_class_of_an_export_is_there(family, model_type, kind):
+    model = make_model(family, head=HeadSection(kind=kind, num_labels=3))
+    known = CLASSES[kind].get(model_type)
+    try:
+        (name,) = head_config(model, HF_FAMILIES[model_type].architecture.name)["architectures"]
+    except ConfigError:
+        assert known is None
+    else:
+        assert name == known
+
+
+@pytest.mark.parametrize("change", [{"architectures": 5}, {"architectures": [5]}, {"num_labels": "x"}, {"id2label": 5}], ids=str)  # fmt: skip
+def test_labels_of_another_kind_are_named(change):
+    model = make_model("qwen3", head=HeadSection(kind="sequence_classification", num_labels=3))
+    config = config_from(model, dtype="float32", carried={})
+    with pytest.raises(ConfigError, match=f"has {next(iter(change))}="):
+        model_from(config | change)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_next", "nemotron_h"])
+def test_further_blocks_of_an_export_are_found_again(family):
+    names = [each.name for each in hf_tensors(make_model(family, num_nextn_predict_layers=2))]
+    assert num_further(names, 2) == 2
+
+
+def test_modules_that_transformers_leaves_out_are_no_weights():
+    assert is_buffer("mtp.layers.0.mlp.gate.weight")
+    assert not any(is_buffer(each.name) for each in hf_tensors(make_model("qwen3_next", num_nextn_predict_layers=1)))  # fmt: skip
