@@ -121,7 +121,8 @@ def test_memory_that_an_ended_thread_freed_goes_back_to_the_system():
         blocks = [libc.malloc(num_bytes) for _ in range(num_blocks)]
         for block in blocks:
             ctypes.memset(block, 1, num_bytes)
-        lasting.append(blocks.pop())  # a last block above the free ones keeps the heap as large as it is
+        # a last block above the free ones keeps the heap as large as it is
+        lasting.append(blocks.pop())
         for block in blocks:
             libc.free(block)
 
