@@ -27,6 +27,18 @@ def map_blocks_from(num_bytes: int) -> None:
         libc.mallopt(M_MMAP_THRESHOLD, num_bytes)
 
 
+def return_freed_memory() -> None:
+    """Return the free pages of all heaps to the system.
+
+    glibc has up to eight heaps a core. A new thread gets one in turn, and what it frees stays there. So the memory of a
+    process would grow with each thread that does the same work, until every heap has held it once.
+    Goes when all attempts of a worker's process run in one thread.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def enter_network_namespace(file: int) -> None:
     """Move the calling thread into the network namespace of the open descriptor ``file``.
 

@@ -107,6 +107,10 @@ class TokenStream:
             if int(lengths.sum()) != shard.num_tokens:
                 fact = f"the documents of {shard.file} have {int(lengths.sum())} tokens"
                 raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
+            least, most = int(lengths.min(initial=0)), int(lengths.max(initial=0))
+            if least < 0 or most > shard.num_tokens:
+                fact = f"documents of {shard.file} have between {least} and {most} tokens"
+                raise DataError(shard_fault(fact, f"it has {shard.num_tokens} in all"))
             found.append(lengths.astype(np.uint32))
         return np.concatenate(found)
 

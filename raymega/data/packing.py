@@ -107,7 +107,7 @@ def window_rows(pieces_of: Iterator[tuple[Ints, Ints]], seq_len: int, *, window:
         window: Number of consecutive pieces of a shard that are packed together.
     """
     counts, shard_windows, num_tokens, num_pairs = list[Ints](), list[int](), 0, 0.0
-    waiting, at_once = list[Ints](), windows_at_once(seq_len)
+    waiting, at_once = list[Ints](), windows_at_once(seq_len, window)
     for lengths, padded in pieces_of:
         num_tokens += int(lengths.sum())
         num_pairs += float((lengths.astype(np.float64) ** 2).sum())

@@ -21,11 +21,13 @@ LONGEST_ROW = 1 << 18
 the rows themselves."""
 COUNTER_BYTES = 1 << 25
 """Memory of the counters of the windows that are counted side by side."""
+MOST_PIECES = 1 << 22
+"""Most pieces of the windows that are counted side by side; each takes 40 bytes meanwhile."""
 
 
-def windows_at_once(seq_len: int) -> int:
-    """Return how many windows are counted side by side."""
-    return max(1, COUNTER_BYTES // (4 * (seq_len + 1)))
+def windows_at_once(seq_len: int, window: int) -> int:
+    """Return how many windows of ``window`` pieces are counted side by side."""
+    return max(1, min(COUNTER_BYTES // (4 * (seq_len + 1)), MOST_PIECES // window))
 
 
 def count_rows(lengths: Ints, seq_len: int) -> Ints:

@@ -26,7 +26,7 @@ class CallbackSetup:
     """Arguments of a callback's code: the job, the rank that calls it, and the group of all ranks.
 
     A collective of ``raymega.parallel.comm.collectives`` over ``world`` that not all ranks call ends by its
-    time-out, with the callback's name.
+    time-out, with the callback's name. Above 1,024 ranks these are all_reduce, all_gather, broadcast and barrier.
     """
 
     job: Job

@@ -1,4 +1,4 @@
-"""No name server is asked while torch makes its store, and all are afterwards."""
+"""Name servers are not asked while torch makes its store; pages of freed memory go back to the system."""
 
 import ctypes
 import socket
@@ -6,11 +6,12 @@ import struct
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from raymega.glibc import NUM_TRIES, _resolver_state, without_name_servers
+from raymega.glibc import NUM_TRIES, _resolver_state, return_freed_memory, without_name_servers
 from raymega.parallel.comm.world import host_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of glibc's resolver")
@@ -94,3 +95,41 @@ def test_store_is_made_in_such_a_body(monkeypatch):
     monkeypatch.setattr("raymega.parallel.comm.world.TCPStore", make_store)
     assert host_store("192.0.2.1")[0] == "192.0.2.1:1"
     assert seen == ["in", "store", "out"]
+
+
+def _resident_kib(address):
+    """Resident memory of the mapping that has the address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "Rss:":
+            return int(others[0])
+    raise AssertionError(f"no mapping has {address:#x}")
+
+
+def test_memory_that_an_ended_thread_freed_goes_back_to_the_system():
+    libc, num_blocks, num_bytes, lasting = ctypes.CDLL(None), 200, 1 << 16, []
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("another C library")
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+
+    def work():
+        blocks = [libc.malloc(num_bytes) for _ in range(num_blocks)]
+        for block in blocks:
+            ctypes.memset(block, 1, num_bytes)
+        # a last block above the free ones keeps the heap as large as it is
+        lasting.append(blocks.pop())
+        for block in blocks:
+            libc.free(block)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    before = _resident_kib(lasting[0])
+    return_freed_memory()
+    assert before - _resident_kib(lasting[0]) > 0.9 * num_blocks * num_bytes / 1024
+    libc.free(lasting[0])

@@ -160,12 +160,16 @@ class Pruner:
         whole = self._values(known)
         gone = {at.step for at in known - kept(whole, self._keep)}
         steps = self._saved | self._recent(whole) | gone
-        keys = (
+        keys = [
             key
             for step in sorted(steps)
             for prefix in (folder_of(step), entry_prefix(step))
             for key in self._store.list(prefix)
-        )
+        ]
+        # one that was deleted meanwhile, by hand for example, counts for none of those to keep
+        newest = map(manifest_key, sorted(whole, reverse=True)[: self._keep.last])
+        if not {*newest} <= {*keys}:
+            return self.expired()
         found = self._expired(keys, whole)
         self._saved = {step for step in self._saved if step > saved.step}
         return found

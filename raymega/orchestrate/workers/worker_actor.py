@@ -22,6 +22,7 @@ import ray
 
 from raymega.errors import CommunicationError, LeaseError
 from raymega.events import StepFinished
+from raymega.glibc import return_freed_memory
 from raymega.messages import (
     Channel,
     Progress,
@@ -199,6 +200,7 @@ class Worker:
             channel.report(last_words(start.rank, channel.step, error))
         channel.end_metrics()
         gc.collect()  # frees tensors and closes connections, on which ranks that wait for this one fail
+        return_freed_memory()  # the next attempt's thread gets another of the process's heaps
 
 
 class ReportQueue:

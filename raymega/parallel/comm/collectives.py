@@ -117,22 +117,18 @@ def start_reduce_scatter_into(own: torch.Tensor, tensor: torch.Tensor, group: Gr
     for each, divisor in ((tensor, group.size), (own, 1)):
         _check("reduce_scatter", each, group, divisor=divisor)
     return _start(
-        "reduce_scatter",
-        tensor,
-        group,
+        "reduce_scatter", tensor, group,
         lambda handle: handle._reduce_scatter_base(own, tensor, c10d.ReduceScatterOptions()),
-    )
+    )  # fmt: skip
 
 
 def start_all_gather_in_place(tensor: torch.Tensor, group: Group) -> Work:
     """Start to all-gather within ``tensor`` [N], of which each rank has filled its own even part."""
     _check("all_gather", tensor, group, divisor=group.size)
     return _start(
-        "all_gather",
-        tensor,
-        group,
+        "all_gather", tensor, group,
         lambda handle: handle._allgather_base(tensor, _own_part(tensor, group)),
-    )
+    )  # fmt: skip
 
 
 def start_all_gather_into(whole: torch.Tensor, part: torch.Tensor, group: Group) -> Work:
@@ -245,6 +241,8 @@ def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.T
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int) -> torch.Tensor:
     """Overwrite ``tensor`` in place with that of the rank at place ``source``, and return it."""
+    if group.axes:  # as a sum to which the others add nothing
+        return all_reduce(tensor if group.index == source else tensor.zero_(), group)
     _check("broadcast", tensor, group)
     options = c10d.BroadcastOptions()
     options.rootRank = source

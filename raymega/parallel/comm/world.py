@@ -8,6 +8,7 @@ each blocking read of a reduced number is followed by :func:`raise_if_aborted`.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -102,6 +103,7 @@ def open_world(
         # device_id is left out: it makes torch split every group off the world, in which all
         # ranks must take part, and then a rank could no longer build its own groups alone.
         # Transfers of a group would share one communicator, too, and wait for each other.
+        hook = sys.excepthook
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -109,6 +111,8 @@ def open_world(
             world_size=world_size,
             timeout=timeout,
         )
+        # torch wraps it once more in each world, and never takes that back; the log has the rank anyway
+        sys.excepthook = hook
     except RuntimeError as error:
         raise CommunicationError(meeting_fault("the world", rank, timeout_s, error)) from error
     if device.type == "cuda":

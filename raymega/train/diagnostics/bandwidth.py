@@ -86,11 +86,11 @@ def meeting(
 
 
 def _measured(groups: Groups) -> Iterator[Group]:
-    # Field order, which is equal on all ranks, so that collectives match.
+    # Field order, which is equal on all ranks, so that collectives match. A sum along axes is several all-reduces.
     for field in fields(groups):
         group = getattr(groups, field.name)
-        is_single = not isinstance(group, Group) or group.size == 1
-        if not is_single and field.name not in UNMEASURED:
+        is_one = isinstance(group, Group) and group.size > 1 and not group.axes
+        if is_one and field.name not in UNMEASURED:
             yield group
 
 

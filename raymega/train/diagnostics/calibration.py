@@ -93,7 +93,8 @@ def measure(
     yield from _shares(world, device, dtype, is_first=first)
     # all-reduces; groups with equal ranks are timed once
     reduced = {group.ranks: group for group in (groups.world, groups.tp, groups.dp)}
-    for group in (group for group in reduced.values() if group.size > 1):
+    # a sum along axes is several all-reduces
+    for group in (group for group in reduced.values() if group.size > 1 and not group.axes):
         for num_bytes in REDUCED_BYTES[device.type]:
             barrier(world)
             seconds = time_all_reduce(group, num_bytes, device)

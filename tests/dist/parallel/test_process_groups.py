@@ -317,6 +317,7 @@ def test_abort_ends_a_transfer_from_a_process_that_is_stopped(tmp_path):
 
 
 def _meet_again_after_abort(rank, world_size, folder):
+    sys.excepthook = hook = sys.__excepthook__
     first = build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
     sums = [all_reduce(torch.tensor([rank]), first.tp).item()]
     world.abort_world()
@@ -332,6 +333,7 @@ def _meet_again_after_abort(rank, world_size, folder):
         groups = build_groups(Grid(tp=world_size), rank, timeout_s=60.0)
         sums.append(all_reduce(torch.tensor([rank + attempt]), groups.tp).item())
         world.close_world()
+    assert sys.excepthook is hook, "torch's of each world would stay in the process"
     return sums
 
 

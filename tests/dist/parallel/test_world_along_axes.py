@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from raymega.messages import Requests
 from raymega.parallel.comm import collectives
-from raymega.parallel.comm.collectives import all_gather, all_reduce, barrier
+from raymega.parallel.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.parallel.comm.process_groups import NO_HANDLE, Group
 from raymega.plan.grid import Grid
@@ -60,6 +60,9 @@ def _reduce(env):
         found[str(dtype)] = all_gather(mine, world)
         wanted[str(dtype)] = mine.new_empty(NUMBERS * env.grid.world_size)
         dist.all_gather_into_tensor(wanted[str(dtype)], mine)
+    for source in range(env.grid.world_size):
+        found[f"broadcast of {source}"] = broadcast(_numbers(env.rank), world, source)
+        wanted[f"broadcast of {source}"] = _numbers(source)
     barrier(world)
     open_communicators(env.groups, env.device)
     return found, wanted

@@ -6,6 +6,7 @@ import pytest
 
 from raymega.data import arrow
 from raymega.data.arrow import ShardWriter, TokenStream, file_crc32, token_dtype
+from raymega.data.format import SplitMeta
 from raymega.errors import DataError
 from tests.unit.data.datasets import write_dataset
 
@@ -55,6 +56,22 @@ def test_shard_that_is_no_arrow_file_is_named(tmp_path):
     assert stream.read(0, 50).tolist() == list(range(50))
     with pytest.raises(DataError, match=r"000001\.arrow cannot be read"):
         stream.read(49, 51)
+
+
+@pytest.mark.parametrize("damaged", [b"24,-2", b"1x,10", b"12 10", b"12,11", b"12.10"])
+def test_lengths_that_no_documents_have_are_refused(tmp_path, damaged):
+    with ShardWriter(tmp_path, "a.arrow", dtype="uint16") as writer:
+        writer.append(np.arange(12, dtype=np.uint16))
+        writer.append(np.arange(10, dtype=np.uint16))
+        shard = writer.close()
+    stream = TokenStream(tmp_path, SplitMeta(shards=(shard,), num_text_bytes=1))
+    assert stream.document_lengths().tolist() == [12, 10]
+    path = tmp_path / "a.arrow"
+    whole = path.read_bytes()
+    assert whole.count(b"12,10") == 1
+    path.write_bytes(whole.replace(b"12,10", damaged))
+    with pytest.raises(DataError, match=r"a\.arrow"):
+        stream.document_lengths()
 
 
 def test_dtype_is_the_narrowest_that_holds_the_vocabulary():

@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.data import packing, row_counts
 from raymega.data.arrow import ShardWriter, TokenStream
 from raymega.data.open_split import Shape, open_split
-from raymega.data.packing import PackedSource, best_fit, cut_documents
+from raymega.data.packing import PackedSource, best_fit, cut_documents, window_rows
 from raymega.data.row_counts import count_rows
 from raymega.data.rows import positions_of
 from raymega.data.synthetic import SyntheticDocuments
@@ -121,6 +122,23 @@ def test_rows_are_counted_as_best_fit_makes_them(seq_len):
     lengths[3] = 0
     wanted = [len(best_fit([n for n in row.tolist() if n], seq_len)) for row in lengths]
     assert count_rows(lengths, seq_len).tolist() == wanted
+
+
+def test_memory_of_the_count_does_not_grow_with_the_documents_of_short_rows(monkeypatch):
+    pieces, counted = np.arange(1000) % 8 + 1, []
+
+    def count(lengths, seq_len):
+        counted.append(lengths.size)
+        return count_rows(lengths, seq_len)
+
+    def rows():
+        return window_rows(iter([(pieces, pieces)] * 5), 8, window=10).rows.tolist()
+
+    wanted = rows()
+    monkeypatch.setattr(row_counts, "MOST_PIECES", 200)
+    monkeypatch.setattr(packing, "count_rows", count)
+    assert rows() == wanted and len(wanted) == 500
+    assert max(counted) == 200
 
 
 def test_documents_are_cut_after_every_s_tokens():

@@ -295,3 +295,21 @@ def test_pruner_that_is_told_of_each_save_deletes_what_a_look_at_all_would(monke
             assert pruner.prune(_at(1, step)) == wanted
     steps = {checkpoint_of(key).step for key in store.list("checkpoints/")}
     assert steps == {40, 60, 70}
+
+
+@pytest.mark.parametrize("deleted", [20, 30])
+def test_pruner_that_is_told_of_each_save_counts_no_checkpoint_that_was_deleted_meanwhile(deleted):
+    """By hand, or by `raymega checkpoint prune`: as many as the policy says are there all the same."""
+    store = MemoryStore()
+    pruner = Pruner(store, RetentionPolicy(last=3))
+    for step in (10, 20, 30):
+        save_checkpoint(store, MODEL, GRID, step=step)
+        pruner.note_save(step)
+        pruner.prune(_at(1, step))
+    for key in [*store.list(folder_of(deleted))]:
+        store.delete(key)
+    pruner.note_save(40)
+    save_checkpoint(store, MODEL, GRID, step=40)
+    pruner.prune(_at(1, 40))
+    left = {checkpoint_of(key).step for key in store.list("checkpoints/")}
+    assert left == {10, 20, 30, 40} - {deleted}

@@ -2,6 +2,7 @@
 
 from threading import Event
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 
@@ -128,6 +129,27 @@ def test_abort_frees_a_thread_that_waits_for_others(worker):
     start(worker, run)
     assert worker.abort(GUARD_S, 2)
     assert worker.next_reports(0.0) == []
+
+
+def test_what_an_attempt_held_is_freed_and_its_pages_returned_before_its_thread_ends(
+    worker, monkeypatch
+):
+    class Held:
+        pass
+
+    held, was_freed = [], []
+
+    def run(*_):
+        cycle = Held()
+        cycle.itself = cycle
+        held.append(ref(cycle))
+
+    monkeypatch.setattr(
+        worker_module, "return_freed_memory", lambda: was_freed.append(held[0]() is None)
+    )
+    start(worker, run)
+    worker._thread.join(GUARD_S)
+    assert was_freed == [True]
 
 
 def test_abort_says_no_when_the_thread_does_not_let_go(worker):
