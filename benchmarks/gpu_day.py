@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 PARTS = {
-    "parity": 90, "curve": 90, "speed": 150, "fp8": 120, "memory": 60,
-    "grouped": 60, "offload": 100, "checkpoint": 90, "nccl": 100, "loading": 60, "sanitizer": 120,
+    "parity": 60, "verify": 120, "speed": 90, "layers": 90, "rates": 40, "memory": 30, "curve": 60, "fp8": 90,
+    "grouped": 40, "offload": 60, "checkpoint": 60, "nccl": 40, "loading": 30, "sanitizer": 150,
 }  # fmt: skip
 """Parts in the order of their value, with the seconds that each may take."""
-FIRST_HALF = 5
+FIRST_HALF = 8
 STAND_IN_LIMIT = 6
 """Factor of the limits where the device executes nothing and other work runs beside."""
 NO_GPU = "no GPU: torch finds no CUDA device here, and every part of this benchmark needs one"
@@ -113,10 +113,11 @@ def _in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _run_part(options: argparse.Namespace) -> int:
     """Print the results of one part as the last line; the body of its process."""
-    from benchmarks import gpu_parts
+    from benchmarks import gpu_parts, gpu_rates, gpu_verify
 
     setting = gpu_parts.Setting(is_small=options.small, is_stand_in=options.stand_in)
-    results = getattr(gpu_parts, f"measure_{options.only}")(setting)
+    homes = {"verify": gpu_verify, "rates": gpu_rates}
+    results = getattr(homes.get(options.only, gpu_parts), f"measure_{options.only}")(setting)
     print(json.dumps(results), flush=True)
     if options.stand_in:
         # both streams are flushed: the process ends without Python's clean-up

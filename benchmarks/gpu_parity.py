@@ -15,13 +15,26 @@ from raymega.model.layers.fused_ops import bias_gelu, rms_norm, swiglu
 from raymega.optim.updates import UpdateGroup, apply_adamw
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.context_parallel.attention import attend
-from raymega.parallel.context_parallel.context import make_token_layout, no_context, whole_rows
+from raymega.parallel.context_parallel.attention_blocks import PLAIN, ScoreRules
+from raymega.parallel.context_parallel.context import (
+    Rows,
+    make_token_layout,
+    no_context,
+    whole_rows,
+)
 from raymega.parallel.expert_parallel.grouped_gemm import (
     group_sizes,
     grouped_outer,
     grouped_product,
 )
 from raymega.parallel.tensor_parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from raymega.parallel.tensor_parallel.fp8_tensor import (
+    FORWARD,
+    largest,
+    product,
+    quantise,
+    scale_for,
+)
 from raymega.parallel.workarounds.matmul import add_outer
 
 ALONE = Group(name="tp", ranks=(0,), index=0, timeout_s=60.0, handle=None)
@@ -69,6 +82,21 @@ def _cases(S: int) -> Iterator[tuple[str, Function, list[Tensor]]]:
         _attention,
         [heads[:, :, :8], heads[:, :, 8:10], heads[:, :, 10:]],
     )
+    # pieces of the same input that no fused kernel of whole rows serves
+    for name, lengths, rules in (
+        ("attention in packed documents", (S // 2, S // 4 + 3, S // 4 - 3), PLAIN),
+        ("attention with a window", (S,), ScoreRules(window=S // 8)),
+        ("attention with capped scores", (S,), ScoreRules(softcap=20.0)),
+    ):
+        yield (
+            name,
+            _attention_in(lengths, rules),
+            [heads[:, :, :8], heads[:, :, 8:10], heads[:, :, 10:]],
+        )
+    for by_row in (True, False):
+        yield f"fp8 product {'by rows' if by_row else 'by tensors'}", _fp8(by_row=by_row), [
+            normal(S, 512), normal(256, 512)
+        ]  # fmt: skip
     yield "grouped product", _grouped, [normal(S, 256), normal(3, 256, 128), counts]
     yield "grouped weight gradient", _grouped_outer, [normal(S, 128), normal(S, 256), counts]
     yield "weight gradient in float32", _outer, [normal(S, 128), normal(S, 256)]
@@ -118,6 +146,30 @@ def _loss(*, is_fused: bool) -> Function:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, make_token_layout(whole_rows(q.shape[0], q.device), no_context()))
+
+
+def _attention_in(lengths: tuple[int, ...], rules: ScoreRules) -> Function:
+    """Return attention within documents of these lengths, under rules of its scores."""
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(q.device)
+        rows = Rows(positions[None], (lengths,))
+        return attend(q, k, v, make_token_layout(rows, no_context()), rules=rules)
+
+    return inside
+
+
+def _fp8(*, by_row: bool) -> Function:
+    """Return the product of two matrices rounded to fp8, without gradients."""
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        a, b = (
+            quantise(t, scale_for(largest(t, by_row=by_row), FORWARD), FORWARD)
+            for t in (x.detach(), weight.detach())
+        )
+        return product(a, b, x.dtype)
+
+    return multiply
 
 
 def _grouped(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ from raymega.parallel.comm import world
 from raymega.parallel.comm.process_groups import groups_of_plan
 from raymega.parallel.expert_parallel.grouped_gemm import group_sizes, grouped_product
 from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware.lookup import peak_flops
+from raymega.plan.hardware.lookup import named_module, peak_flops
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.planner.cost.peak_memory import pipeline_memory
+from raymega.planner.cost.simulated_step import played_step
 from raymega.train.build import build_parts
 from raymega.train.environment import prepare_process
 from raymega.train.state import first_state
@@ -50,6 +51,15 @@ SMALL = {
     "ffn_hidden_size": 688,
     "vocab_size": 1024,
 }
+WIDE = {
+    **LARGE,
+    "num_layers": 8,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "ffn_hidden_size": 11008,
+    "max_positions": 4096,
+}
+"""Eight layers of Llama 2 7B, with its embedding and head."""
 ROUNDS = 8
 CYCLES_A_S = 1.5e9
 """Cycles of the GPU's clock in about a second."""
@@ -173,7 +183,17 @@ def measure_speed(setting: Setting) -> dict[str, Any]:
     }
 
 
+def measure_layers(setting: Setting) -> dict[str, Any]:
+    """Return the same of layers as wide as Llama 2 7B's, with micro-batches of one row of 4,096 tokens."""
+    model = SMALL if setting.is_small else WIDE
+    return {
+        kernels: _speed(setting.plan(batch=8, micro=1, model=model, run={"kernels": kernels}))
+        for kernels in ("eager", "compile")
+    }
+
+
 def _speed(plan: RunPlan) -> dict[str, Any]:
+    """Measure a plan's steps, and predict them with the catalogue's figures of this device."""
     with built(plan) as rank:
         seconds = rank.seconds()
         kernels, launches, span_s = _profile(rank.step)
@@ -184,9 +204,14 @@ def _speed(plan: RunPlan) -> dict[str, Any]:
     tokens = plan.batch.global_batch_size * plan.job.data.seq_len
     return {
         "step_s": seconds, "tokens_per_s": tokens / seconds, "mfu": flops / seconds / peak if peak else None,
-        "launches": launches, "kernel_s": busy_s, "gaps_s": max(0.0, span_s - busy_s),
+        "planned_s": _planned_s(plan, name), "launches": launches, "kernel_s": busy_s, "gaps_s": max(0.0, span_s - busy_s),
         "largest_kernels": {name[:80]: seconds for name, seconds in kernels.most_common(12)},
     }  # fmt: skip
+
+
+def _planned_s(plan: RunPlan, device_name: str) -> float | None:
+    device = named_module(device_name)
+    return played_step(plan, device).total_s if device else None
 
 
 def rank_flops(plan: RunPlan) -> float:
@@ -239,7 +264,7 @@ def measure_memory(setting: Setting) -> dict[str, Any]:
     use = pipeline_memory(plan)[0][0]
     planned = use.state_bytes + use.activation_bytes
     return {
-        "peak_bytes": peak, "planned_bytes": planned, "error": planned / peak - 1,
+        "peak_bytes": peak, "planned_bytes": planned, "relative_error": planned / peak - 1,
         "reserved_bytes": reserved, "outside_allocator_bytes": total - free - reserved,
     }  # fmt: skip
 

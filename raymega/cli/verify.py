@@ -14,7 +14,7 @@ from raymega.cli.options import AsJsonLines, JobFile, Overrides
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import OnProgress, phase_bars
 from raymega.verify.compare import Deviation
-from raymega.verify.layout import DEGREES, OPTIONS
+from raymega.verify.layout import DEGREES, OPTIONS, Device
 from raymega.verify.rounding import LIMIT_OF_SPREAD, Precision
 from raymega.verify.run import Options, Outcome, Report, Watcher
 from raymega.verify.shrink import Shrunk
@@ -38,6 +38,7 @@ def verify(
     max_params: Annotated[int, typer.Option(min=1)] = 2_000_000,
     timeout_s: Annotated[float, typer.Option(min=1, max=86400)] = 120.0,
     precision: Annotated[Precision, typer.Option()] = "float64",
+    device: Annotated[Device, typer.Option()] = "cpu",
     deep: Annotated[bool, typer.Option("--deep")] = False,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -56,6 +57,7 @@ def verify(
         max_params: Maximum number of parameters, to which a larger model is shrunk.
         timeout_s: Maximum time of one layout, in seconds.
         precision: Dtype of the layouts; below float64 they are compared with the spread of roundings on one rank.
+        device: Device of the layouts; with cuda, those that fit this machine's GPUs are compared with the CPU's run.
         deep: Draw and train layouts for an hour.
 
     Example: raymega verify jobs/verify.yaml --layouts 16 --seed 7
@@ -69,6 +71,7 @@ def verify(
         timeout_s=timeout_s,
         budget_s=DEEP_S if deep else 0.0,
         precision=precision,
+        device=device,
     )
     job = api.load_job(job_file, overrides or ())
     out = sys.stdout
@@ -156,7 +159,7 @@ def _show_report(report: Report) -> None:
         # passed: the largest deviation
         worst = _worst(report)
         print(
-            f"same run on all {_num_layouts(report)} layouts over {report.options.steps} steps: "
+            f"same run on all {report.num_layouts} layouts over {report.options.steps} steps: "
             f"largest deviation {worst.value:.1e} ({worst.quantity}, step {worst.step}), limit "
             f"{_limit(report.options)}; {report.seconds:.1f} s"
         )
@@ -177,14 +180,6 @@ def _limit(options: Options) -> str:
     if options.precision == "float64":
         return f"{options.limit:g}"
     return f"{LIMIT_OF_SPREAD:g} times the spread of {options.precision} on one rank"
-
-
-def _num_layouts(report: Report) -> int:
-    """Return the number of layouts of several ranks that trained from the first step."""
-    return sum(
-        outcome.resumed_from is None and outcome.layout.world_size > 1
-        for outcome in report.outcomes
-    )
 
 
 def _explain(outcome: Outcome, options: Options) -> str:
@@ -260,9 +255,10 @@ def _verdict_object(report: Report) -> dict[str, object]:
     return {
         "event": "verdict",
         "passed": report.is_same,
-        "layouts": _num_layouts(report),
+        "layouts": report.num_layouts,
         "steps": report.options.steps,
         "precision": report.options.precision,
+        "device": report.options.device,
         "limit": report.options.limit if report.options.precision == "float64" else LIMIT_OF_SPREAD,
         "not_drawn": list(report.left_out),
         "pairs_drawn": report.pairs.num_drawn,

@@ -60,7 +60,10 @@ def _serve() -> None:
 
 def _run_layout(request: Mapping[str, Any]) -> list[int]:
     """Run all ranks of a request to their end; return the ranks that had to be killed."""
-    load_lazy_parts(read_plan(request["plan"]), "cpu")  # once here, and not in each rank
+    plan = read_plan(request["plan"])
+    # once here, and not in each rank; but with CUDA open here, no rank could open it after its fork
+    if plan.job.cluster.device == "cpu":
+        load_lazy_parts(plan, "cpu")
     # fork one process a rank
     ranks = {_fork(rank, request): rank for rank in range(request["world_size"])}
     deadline = time.monotonic() + request["timeout_s"]

@@ -28,6 +28,7 @@ from raymega.verify.shares import LayoutFailedError, commit_shares
 from raymega.verify.tasks import is_beside
 
 START_TIMEOUT_S = 120.0
+COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 STOP_TIMEOUT_S = 5.0
 
 
@@ -117,6 +118,14 @@ class ForkServer:
             rule=f"it must stay alive and answer within {wait_s:g} s",
             remedy="check that torch can be imported and that memory suffices",
         )
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that torch finds on this machine, asked in a process of its own."""
+    words = [sys.executable, "-c", COUNT_GPUS]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    lines = ended.stdout.split()
+    return int(lines[-1]) if ended.returncode == 0 and lines else 0
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from raymega.config.schema import Job
 from raymega.plan.grid import AXES
@@ -16,6 +16,7 @@ from raymega.plan.stages import KINDS, LAYER, even_counts
 from raymega.schedule.table import MANY, SCHEDULES
 from raymega.verify.tasks import GRIDS
 
+Device = Literal["cpu", "cuda"]
 DEGREES = ("tp", "cp", "pp", "dp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 SIMPLEST_SCHEDULE = "gpipe"

@@ -17,6 +17,8 @@ from raymega.verify.tasks import GRIDS, legal_grids
 
 BY_HAND = ("stages", "first_stage_layers", "last_stage_layers")
 """Options that place layers by hand."""
+RANKS_ONLY = ("order", "chunks", "eval_tasks_on")
+"""Options that change nothing of what one rank computes."""
 MOST_CHANGES = 3
 """Largest number of options that are changed so that a layout with a wanted value is legal."""
 
@@ -51,6 +53,22 @@ def reference_layout(job: Job) -> Layout:
     Where routing or fp8 scales depend on the tokens of a micro-batch, the job's micro-batch size is kept.
     """
     return Layout(micro_batch_size=fixed_size(job) or job.data.global_batch_size)
+
+
+def layouts_of_one_rank(job: Job) -> tuple[Layout, ...]:
+    """Return the reference layout, and it with each option that one rank can have, and with micro-batches of one.
+
+    On another device than the reference's they show what that device computes, without messages.
+    """
+    whole = reference_layout(job)
+    found = [whole, replace(whole, micro_batch_size=fixed_size(job) or 1)]
+    for option in (each for each in OPTIONS if each.name not in RANKS_ONLY):
+        # an option of an option is drawn with each value that it belongs to
+        for start in [each for each in found if option.matters(each)]:
+            if start == whole or option.name.startswith("recompute_"):
+                found += [start.with_value(option.name, value) for value in option.values[1:]]
+    legal = legality(job)
+    return tuple(each for each in dict.fromkeys(found) if legal(each))
 
 
 def fixed_size(job: Job) -> int:

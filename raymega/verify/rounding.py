@@ -28,6 +28,7 @@ from raymega.verify.compare import (
     relative,
 )
 from raymega.verify.launch import ForkServer
+from raymega.verify.layout import Device
 from raymega.verify.legal_layouts import fixed_size, is_legal, reference_layout
 
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
@@ -79,6 +80,12 @@ def in_precision(job: Job, precision: Precision) -> Job:
     """Return the job with another dtype."""
     section = job.precision.model_copy(update={"dtype": precision})
     return job.model_copy(update={"precision": section})
+
+
+def on_device(job: Job, device: Device) -> Job:
+    """Return the job with its ranks on another device."""
+    section = job.cluster.model_copy(update={"device": device})
+    return job.model_copy(update={"cluster": section})
 
 
 def measure_spread(

@@ -25,10 +25,10 @@ from raymega.verify.compare import (
     compare,
     make_reference,
 )
-from raymega.verify.launch import ForkServer, open_fork_server
-from raymega.verify.layout import Layout
+from raymega.verify.launch import ForkServer, count_gpus, open_fork_server
+from raymega.verify.layout import Device, Layout
 from raymega.verify.layout_sampling import PairCoverage, draw_layouts, left_out, pair_coverage
-from raymega.verify.legal_layouts import own_layout, reference_layout
+from raymega.verify.legal_layouts import layouts_of_one_rank, own_layout, reference_layout
 from raymega.verify.minimise import minimise
 from raymega.verify.resume import resuming_pair, run_resumed
 from raymega.verify.rounding import (
@@ -37,6 +37,7 @@ from raymega.verify.rounding import (
     compare_with_spread,
     in_precision,
     measure_spread,
+    on_device,
 )
 from raymega.verify.shares import LayoutFailedError
 from raymega.verify.shrink import Shrunk, shrink_job
@@ -57,6 +58,7 @@ class Options:
         budget_s: Seconds after which no further layout starts; further sets of ``layouts`` are drawn until
             then. 0 draws one set.
         precision: Dtype of the layouts; below float64 they are compared with the spread of roundings.
+        device: Device of the layouts. The run that they are compared with is the CPU's on either.
     """
 
     layouts: int = 8
@@ -68,6 +70,7 @@ class Options:
     timeout_s: float = 120.0
     budget_s: float = 0.0
     precision: Precision = "float64"
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +98,7 @@ class Report:
     """Verdict of a verification, with its evidence.
 
     ``left_out`` are option values and degrees that are possible and were not drawn; ``pairs`` tells the same of
-    pairs. ``smallest`` is the smallest layout found to fail. ``router_margin`` is the least margin of a routing
+    pairs. ``num_layouts`` counts those that trained from the first step. ``smallest`` is the smallest found to fail. ``router_margin`` is the least margin of a routing
     decision on one rank, infinite without experts: if it is below rounding errors, a layout may choose
     another expert. ``fp8_margin`` is the same for roundings to fp8. ``undecided`` weights may differ by
     noise, see Reference.
@@ -106,6 +109,7 @@ class Report:
     outcomes: tuple[Outcome, ...]
     left_out: tuple[str, ...]
     pairs: PairCoverage
+    num_layouts: int
     smallest: Outcome | None
     router_margin: float
     undecided: tuple[str, ...]
@@ -142,6 +146,7 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         WorkerError: The run on one rank failed, so there is no reference.
     """
     began = time.monotonic()
+    options, alone = _for_device(options), ()
     # shrink, and sample layouts
     shrunk = shrink_job(
         job,
@@ -150,29 +155,33 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         max_ranks=options.max_ranks,
         is_data_there=_is_data_there(job),
         seed=options.seed,
+        device=options.device,
     )
+    if options.device != "cpu":
+        alone = layouts_of_one_rank(shrunk.job)
     # The shrunk job has a grid of one rank and a smaller micro-batch: take the grid from ``job``.
     own = own_layout(job, shrunk.job)
     draw = partial(
         draw_layouts, shrunk.job, own=own, count=options.layouts, max_ranks=options.max_ranks
     )
     first = draw(seed=options.seed)
-    if not first.layouts:
+    layouts = (*alone, *first.layouts)
+    if not layouts:
         raise ConfigError(
             fact=f"no layout of 2 to {options.max_ranks} ranks could be drawn",
             rule="a proof compares at least one layout with one rank",
             remedy="use --layouts 1 or more and --max-ranks 2 or more",
         )
-    watcher.on_start(shrunk, len(first.layouts))
+    watcher.on_start(shrunk, len(layouts))
     # train the reference, then each layout, and compare
     with open_fork_server(timeout_s=options.timeout_s) as fork_server:
         trial = _make_trial(fork_server, shrunk.job, options)
         watcher.on_reference()
-        outcomes = [*_alone(trial, watcher), *_outcomes(trial, first.layouts, watcher)]
+        outcomes = [*_alone(trial, watcher), *_outcomes(trial, layouts, watcher)]
         # further draws, until the time is over
         possible = set(first.pairs)
         for seed in count(options.seed + 1):
-            if time.monotonic() - began >= options.budget_s:
+            if time.monotonic() - began >= options.budget_s or not first.layouts:
                 break
             further = draw(seed=seed)
             possible |= further.pairs
@@ -188,6 +197,8 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         outcomes=tuple(outcomes),
         left_out=left_out(shrunk.job, tried, max_ranks=options.max_ranks),
         pairs=pair_coverage(shrunk.job, tried, possible),
+        num_layouts=sum(each.resumed_from is None for each in outcomes)
+        - (trial.spread is not None),
         smallest=smallest,
         router_margin=reference.router_margin,
         undecided=tuple(sorted(reference.undecided)),
@@ -234,6 +245,24 @@ class _Trial:
         )
 
 
+def _for_device(options: Options) -> Options:
+    """Return the options with no more ranks than this machine has devices.
+
+    Raises:
+        ConfigError: There is no GPU, and one is asked for.
+    """
+    if options.device == "cpu":
+        return options
+    num_gpus = count_gpus()
+    if not num_gpus:
+        raise ConfigError(
+            fact="--device cuda, and torch finds no GPU on this machine",
+            rule="each rank of a layout takes a GPU of its own",
+            remedy="run it on a machine with a GPU, or leave out --device",
+        )
+    return replace(options, max_ranks=min(options.max_ranks, num_gpus))
+
+
 def _make_trial(fork_server: ForkServer, job: Job, options: Options) -> _Trial:
     """Train the reference, and below float64 the runs on one rank that show the spread of roundings."""
     spread = None
@@ -243,6 +272,8 @@ def _make_trial(fork_server: ForkServer, job: Job, options: Options) -> _Trial:
         if options.precision != "float64":
             job = in_precision(job, options.precision)
             spread = measure_spread(fork_server, job, reference, steps=options.steps)
+        # the reference, and the spread, are the CPU's: another device is held to them
+        job = on_device(job, options.device)
     except LayoutFailedError as error:
         raise WorkerError(
             fact=f"the run on one rank failed: {error}",

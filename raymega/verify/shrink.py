@@ -14,6 +14,7 @@ from raymega.plan.stages import KINDS
 from raymega.plan.validation.pipeline import SCHEDULING
 from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.job_draft import Change, Draft
+from raymega.verify.layout import Device
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
 from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_streams, shrink_model
@@ -44,7 +45,7 @@ class Shrunk:
     untested: tuple[str, ...]
 
 
-def shrink_job(
+def shrink_job(  # noqa: PLR0913  # what may be small depends on all of them
     job: Job,
     *,
     steps: int,
@@ -52,6 +53,7 @@ def shrink_job(
     max_ranks: int,
     is_data_there: bool,
     seed: int | None = None,
+    device: Device = "cpu",
 ) -> Shrunk:
     """Return the job in small.
 
@@ -62,6 +64,7 @@ def shrink_job(
         max_ranks: Largest number of ranks that will be drawn, for the list of what is not covered.
         is_data_there: Whether the job's datasets can be read on this machine.
         seed: Seed by which a blend of synthetic tokens is drawn; None draws none.
+        device: Device of the layouts, for the list of what is not covered.
 
     Raises:
         ConfigError: The smallest model with this job's features has more parameters.
@@ -76,7 +79,8 @@ def shrink_job(
         for draw in (drawn_blend, drawn_blocks):
             for field, new, why in draw(draft.job(), seed):
                 draft.set(field, new, why)
-    return Shrunk(job=draft.job(), changes=draft.changes(), untested=_untested(job, max_ranks))
+    untested = _untested(job, max_ranks, device)
+    return Shrunk(job=draft.job(), changes=draft.changes(), untested=untested)
 
 
 def _shorten(draft: Draft, steps: int) -> None:
@@ -139,7 +143,7 @@ def _small_batch(size: int) -> int:
     return MAX_BATCH - 1 if size % 2 else MAX_BATCH - 4
 
 
-def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:
+def _untested(job: Job, max_ranks: int, device: Device) -> tuple[str, ...]:
     gaps = [
         "restarts after failures, and snapshots: of checkpoints one is saved and resumed on another grid"
     ]
@@ -147,7 +151,9 @@ def _untested(job: Job, max_ranks: int) -> tuple[str, ...]:
         gaps.append("evaluation: run.eval_samples=0 turns it off")
     if job.precision.dtype != "float64":
         gaps.append(f"rounding in {job.precision.dtype}")
-    if job.cluster.device != "cpu":
+    if device == "cuda" and max_ranks == 1:
+        gaps.append("NCCL, and all that several ranks do: this machine has one GPU")
+    if job.cluster.device != "cpu" and device == "cpu":
         gaps.append("GPU kernels and NCCL: ranks are CPU processes over gloo")
     own = layout_of(job)
     if own.world_size > max_ranks:

@@ -32,6 +32,7 @@ from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.storage.registry import open_store
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.build_scorer import build_scorer, load_weights, scorer_of
+from raymega.train.environment import prepare_process
 from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState, first_state, state_from
 from raymega.train.step import StepOutcome, train_step
@@ -40,7 +41,7 @@ from raymega.verify.plain_evaluation import plain_eval_losses
 from raymega.verify.results import result_path
 from raymega.verify.tasks import TASK_SCORES, compared_number, drawn_requests, is_beside
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 
 
 def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls it
@@ -65,9 +66,9 @@ def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls 
         restore: URI of the checkpoint to start from; empty starts at step 0.
     """
     plan = read_plan(plan_json)
-    with _world(plan, rank, folder, timeout_s) as groups:
+    with _world(plan, rank, folder, timeout_s) as (groups, device):
         # build, restore, train, save
-        parts = build_parts(plan, rank=rank, groups=groups, device=CPU)
+        parts = build_parts(plan, rank=rank, groups=groups, device=device)
         for module in parts.modules:
             # Margins of fp8 roundings matter for the reference alone.
             module.fp8.margin.is_watched = plan.grid.world_size == 1
@@ -93,18 +94,23 @@ def score_rank(rank: int, plan_json: str, folder: Path, *, timeout_s: float, res
         restore: URI of the checkpoint.
     """
     plan = read_plan(plan_json)
-    with _world(plan, rank, folder, timeout_s) as groups:
-        scorer = build_scorer(plan, rank=rank, groups=groups, device=CPU)
+    with _world(plan, rank, folder, timeout_s) as (groups, device):
+        scorer = build_scorer(plan, rank=rank, groups=groups, device=device)
         load_weights(scorer, open_checkpoint(restore), groups)
-        log_probs, _ = score_requests(plan, scorer, groups, _requests(plan), device=CPU)
+        log_probs, _ = score_requests(plan, scorer, groups, _requests(plan), device=device)
         index = {"eval_losses": {TASK_SCORES: compared_number(log_probs)}}
         with result_path(folder, rank).open("wb") as file:
             np.savez(file, index=np.array(json.dumps(index)))
 
 
 @contextmanager
-def _world(plan: RunPlan, rank: int, folder: Path, timeout_s: float) -> Iterator[Groups]:
-    """Open a world of the plan's ranks for the body, and yield this rank's process groups."""
+def _world(
+    plan: RunPlan, rank: int, folder: Path, timeout_s: float
+) -> Iterator[tuple[Groups, torch.device]]:
+    """Open a world of the plan's ranks for the body; yield this rank's process groups and its device."""
+    device = torch.device(CPU)
+    if plan.job.cluster.device != CPU:
+        device = prepare_process(plan, device=plan.job.cluster.device, local_rank=rank)
     # All ranks share this machine's cores.
     torch.set_num_threads(1)
     world_size = plan.grid.world_size
@@ -115,9 +121,9 @@ def _world(plan: RunPlan, rank: int, folder: Path, timeout_s: float) -> Iterator
             rendezvous="",
             store=file_store(folder / "store", world_size),
             timeout_s=timeout_s,
-            device=CPU,
+            device=device,
         )
-    yield groups_of_plan(plan, rank, timeout_s=timeout_s)
+    yield groups_of_plan(plan, rank, timeout_s=timeout_s), device
     close_world()
 
 
@@ -137,7 +143,8 @@ def _train(
             arrays[str(len(blocks))] = values
             blocks.append({"step": step, "name": name, "box": asdict(box)})
     # evaluation of the trained weights; on one rank with the whole model also a second way
-    is_reference = parts.plan.grid.world_size == 1 and len(parts.modules) == 1
+    is_alone = parts.plan.grid.world_size == 1 and len(parts.modules) == 1
+    is_reference = is_alone and parts.device.type == CPU
     index = {
         "first_step": first_step,
         "curve": [asdict(values) for values in curve],
@@ -178,7 +185,9 @@ def _eval_losses(parts: TrainingComponents) -> dict[str, float]:
     # tasks on this grid; those beside a run are scored by `score_rank`
     if parts.plan.job.run.eval_tasks and not is_beside(parts.plan.job):
         scorer, requests = scorer_of(parts, lambda: None), _requests(parts.plan)
-        log_probs, _ = score_requests(parts.plan, scorer, parts.groups, requests, device=CPU)
+        log_probs, _ = score_requests(
+            parts.plan, scorer, parts.groups, requests, device=parts.device
+        )
         losses[TASK_SCORES] = compared_number(log_probs)
     return losses
 
@@ -221,7 +230,7 @@ def _blocks(parts: TrainingComponents) -> list[tuple[str, Box, np.ndarray]]:
         (
             block.name if block.kind != "model" else block.tensor.name,
             block.box,
-            block.values.numpy().copy(),
+            block.values.cpu().numpy().copy(),
         )
         for block in parts.optimizer.values()
     ]

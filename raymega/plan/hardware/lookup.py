@@ -27,7 +27,7 @@ _16_BIT = ("bfloat16", "float16")
 
 def nvlink_bytes_per_s(device_name: str) -> float | None:
     """Return the bytes/s that a GPU sends to the others of its node, or None when unknown."""
-    module = _module(device_name)
+    module = named_module(device_name)
     if module is None or any(name in device_name for name in _CARDS):
         return None
     return module.link_bytes_per_s
@@ -44,11 +44,12 @@ def peak_flops(device_name: str, *, dtype: str) -> float | None:
     if dtype not in _16_BIT or any(name in device_name for name in _OTHERS):
         return None
     card = next((v for name, v in CARD_16_BIT_FLOPS.items() if name in device_name), None)
-    module = _module(device_name)
+    module = named_module(device_name)
     return card or (module.peak_16_bit_flops if module else None)
 
 
-def _module(device_name: str) -> Accelerator | None:
+def named_module(device_name: str) -> Accelerator | None:
+    """Return the catalogue's device that a driver's name is of, or None when it has none."""
     devices = (device for device in CATALOGUE.values() if device.driver_name)
     named = [device for device in devices if device.driver_name in device_name]
     # The longest match: the name of a GB200 contains B200 as well.
