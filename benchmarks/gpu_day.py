@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 PARTS = {
-    "parity": 60, "verify": 120, "speed": 90, "layers": 90, "rates": 40, "memory": 30, "curve": 60, "fp8": 90,
-    "grouped": 40, "offload": 60, "checkpoint": 60, "nccl": 40, "loading": 30, "sanitizer": 150,
+    "parity": 60, "verify": 120, "speed": 90, "layers": 90, "experts": 60, "rates": 40, "memory": 30, "curve": 90,
+    "fp8": 90, "grouped": 40, "offload": 60, "checkpoint": 60, "nccl": 40, "loading": 30, "sanitizer": 80,
 }  # fmt: skip
 """Parts in the order of their value, with the seconds that each may take."""
-FIRST_HALF = 8
+FIRST_HALF = 9
+SPEEDS = ("speed", "layers", "experts")
+"""Parts that are models whose steps are timed."""
 STAND_IN_LIMIT = 6
 """Factor of the limits where the device executes nothing and other work runs beside."""
 NO_GPU = "no GPU: torch finds no CUDA device here, and every part of this benchmark needs one"
@@ -113,10 +115,10 @@ def _in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _run_part(options: argparse.Namespace) -> int:
     """Print the results of one part as the last line; the body of its process."""
-    from benchmarks import gpu_parts, gpu_rates, gpu_verify
+    from benchmarks import gpu_parts, gpu_rates, gpu_speed, gpu_verify
 
     setting = gpu_parts.Setting(is_small=options.small, is_stand_in=options.stand_in)
-    homes = {"verify": gpu_verify, "rates": gpu_rates}
+    homes = {"verify": gpu_verify, "rates": gpu_rates} | dict.fromkeys(SPEEDS, gpu_speed)
     results = getattr(homes.get(options.only, gpu_parts), f"measure_{options.only}")(setting)
     print(json.dumps(results), flush=True)
     if options.stand_in:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +24,9 @@ from raymega.messages import Requests
 from raymega.parallel.comm import world
 from raymega.parallel.comm.process_groups import groups_of_plan
 from raymega.parallel.expert_parallel.grouped_gemm import group_sizes, grouped_product
-from raymega.plan.flops import flops_per_token
-from raymega.plan.hardware.lookup import named_module, peak_flops
+from raymega.plan.hardware.lookup import peak_flops
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.planner.cost.peak_memory import pipeline_memory
-from raymega.planner.cost.simulated_step import played_step
 from raymega.train.build import build_parts
 from raymega.train.environment import prepare_process
 from raymega.train.state import first_state
@@ -161,89 +158,31 @@ def measure_parity(setting: Setting) -> dict[str, Any]:
 
 
 def measure_curve(setting: Setting) -> dict[str, Any]:
-    """Return the losses of a small model on the GPU and the CPU, and their largest gap."""
-    steps, found = 3 if setting.is_stand_in else 50, {}
-    for dtype in ("float32", "bfloat16"):
-        curves = []
-        for device in ("cuda", "cpu"):
-            plan = setting.plan(
-                batch=4, micro=2, device=device, model=SMALL, precision={"dtype": dtype}
-            )
-            with built(plan) as rank:
-                curves.append([rank.step() for _ in range(steps)])
-        gaps = [abs(ours - theirs) for ours, theirs in zip(*curves, strict=True)]
-        found[dtype] = {"gpu": curves[0], "cpu": curves[1], "largest_gap": max(gaps)}
-    return found
-
-
-def measure_speed(setting: Setting) -> dict[str, Any]:
-    """Return tokens a second, MFU, kernel time, gaps and launches of a step, by kind of kernels."""
-    return {
-        kernels: _speed(setting.plan(run={"kernels": kernels})) for kernels in ("eager", "compile")
+    """Return the losses of a small model on the GPU, and their largest gaps from those of the CPU in float32."""
+    steps, curves = 3 if setting.is_stand_in else 50, {}
+    for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
+        plan = setting.plan(
+            batch=4, micro=2, device=device, model=SMALL, precision={"dtype": dtype}
+        )
+        with built(plan) as rank:
+            # several cores: all but this process waits
+            torch.set_num_threads(os.cpu_count() or 1)
+            curves[f"{device}, {dtype}"] = [rank.step() for _ in range(steps)]
+    wanted = curves["cpu, float32"]
+    gaps = {
+        name: max(abs(ours - theirs) for ours, theirs in zip(curve, wanted, strict=True))
+        for name, curve in curves.items()
     }
-
-
-def measure_layers(setting: Setting) -> dict[str, Any]:
-    """Return the same of layers as wide as Llama 2 7B's, with micro-batches of one row of 4,096 tokens."""
-    model = SMALL if setting.is_small else WIDE
-    return {
-        kernels: _speed(setting.plan(batch=8, micro=1, model=model, run={"kernels": kernels}))
-        for kernels in ("eager", "compile")
-    }
-
-
-def _speed(plan: RunPlan) -> dict[str, Any]:
-    """Measure a plan's steps, and predict them with the catalogue's figures of this device."""
-    with built(plan) as rank:
-        seconds = rank.seconds()
-        kernels, launches, span_s = _profile(rank.step)
-        name = torch.cuda.get_device_name()
-    flops = rank_flops(plan)
-    peak = peak_flops(name, dtype=plan.job.precision.dtype)
-    busy_s = sum(kernels.values())
-    tokens = plan.batch.global_batch_size * plan.job.data.seq_len
-    return {
-        "step_s": seconds, "tokens_per_s": tokens / seconds, "mfu": flops / seconds / peak if peak else None,
-        "planned_s": _planned_s(plan, name), "launches": launches, "kernel_s": busy_s, "gaps_s": max(0.0, span_s - busy_s),
-        "largest_kernels": {name[:80]: seconds for name, seconds in kernels.most_common(12)},
-    }  # fmt: skip
-
-
-def _planned_s(plan: RunPlan, device_name: str) -> float | None:
-    device = named_module(device_name)
-    return played_step(plan, device).total_s if device else None
-
-
-def rank_flops(plan: RunPlan) -> float:
-    """Return the model's FLOPs of a step."""
-    tokens = plan.batch.global_batch_size * plan.job.data.seq_len
-    return tokens * flops_per_token(plan.job.model, seq_len=plan.job.data.seq_len)
-
-
-def _profile(call: Callable[[], object]) -> tuple[Counter[str], int, float]:
-    """Return seconds by kernel, the number of launches, and seconds from the first to the last kernel."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    seconds: Counter[str] = Counter()
-    begins, ends, count = [0.0], [0.0], 0
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            seconds[event.name] += event.time_range.elapsed_us() / 1e6
-            begins.append(event.time_range.start / 1e6)
-            ends.append(event.time_range.end / 1e6)
-            # copies are no launches of kernels
-            count += not event.name.startswith(("Memcpy", "Memset"))
-    return seconds, count, max(ends) - min(begins[1:], default=0.0)
+    return {"losses": curves, "largest_gaps": gaps}
 
 
 def measure_fp8(setting: Setting) -> dict[str, Any]:
-    """Return seconds of a step by fp8 recipe, and the gain over bfloat16."""
+    """Return seconds of a step of 7B's layers by fp8 recipe, and the gain over bfloat16."""
+    model = SMALL if setting.is_small else WIDE
     recipes = ("none", "rowwise", "tensorwise")
     seconds = {}
     for recipe in recipes:
-        with built(setting.plan(precision={"fp8": recipe})) as rank:
+        with built(setting.plan(micro=1, model=model, precision={"fp8": recipe})) as rank:
             seconds[recipe] = rank.seconds()
     gains = {recipe: seconds["none"] / seconds[recipe] for recipe in recipes[1:]}
     return {"step_s": seconds, "gain": gains}
@@ -392,9 +331,11 @@ def measure_sanitizer(setting: Setting) -> dict[str, Any]:
     if tool is None or setting.is_stand_in:
         return {"skipped": "compute-sanitizer is not on the path"}
     script = "from benchmarks import gpu_parts; gpu_parts.errors(64, gpu_parts.GPU)"
-    found = {}
-    for kind in ("memcheck", "racecheck"):
-        words = [tool, "--tool", kind, "--kernel-regex", "kns=triton", sys.executable, "-c", script]
-        ended = subprocess.run(words, capture_output=True, text=True, check=False)
-        found[kind] = ended.stdout.strip().splitlines()[-1:]
-    return found
+    running = {
+        kind: subprocess.Popen(
+            [tool, "--tool", kind, "--kernel-regex", "kns=triton", sys.executable, "-c", script],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for kind in ("memcheck", "racecheck")
+    }  # fmt: skip
+    return {kind: each.communicate()[0].strip().splitlines()[-1:] for kind, each in running.items()}

@@ -42,7 +42,9 @@ def _verified(run: tuple[str, str]) -> tuple[str, dict[str, Any]]:
     job, precision = run
     words = [
         *(sys.executable, "-m", "raymega", "verify", f"jobs/{job}.yaml", "--json"),
-        *("--device", "cuda", "--precision", precision),
+        *("--device", "cuda", "--precision", precision, "--timeout-s", "300"),
+        # nothing is written there
+        *("--set", "checkpoint.uri=/tmp/raymega-gpu-day"),
     ]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]

@@ -160,11 +160,13 @@ class Flash:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionTile, *, is_causal: bool
     ) -> Gradients:
         """See Kernel."""
-        # The kernel wants the state of dropout's generator, and ignores it at rate 0.
+        # The kernel reads the log-sum-exps as if they were contiguous. Those of some of a rank's queries are not.
+        log_sum_exp = whole.log_sum_exp.contiguous()
+        # It wants the state of dropout's generator, and ignores it at rate 0.
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return Gradients(
             *aten._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, whole.out, whole.log_sum_exp, None, None, q.shape[2], k.shape[2],
+                grad, q, k, v, whole.out, log_sum_exp, None, None, q.shape[2], k.shape[2],
                 0.0, is_causal, no_dropout, no_dropout[:0],
             )
         )  # fmt: skip

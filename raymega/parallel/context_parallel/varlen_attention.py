@@ -22,14 +22,19 @@ CAUSAL, BOTH_SIDES = (-1, 0), (-1, -1)
 
 @cache
 def torch_kernel() -> Callable[..., Any] | None:
-    """Return torch's function; None where torch is older and its function lacks parameters.
+    """Return torch's function; None where torch is older and its function has no windows.
 
     The import is late because it loads torch's compiler, which takes a second.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    takes_all = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
-    return varlen_attn if takes_all else None
+    return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
+
+
+def _sharing(kernel: Callable[..., Any], q: Tensor, k: Tensor) -> dict[str, bool]:
+    """Return the option that lets query heads share key heads, where torch asks for one (2.12 on)."""
+    asks = "enable_gqa" in signature(kernel).parameters
+    return {"enable_gqa": k.shape[1] < q.shape[1]} if asks else {}
 
 
 def has_one_kernel(q: Tensor) -> bool:
@@ -77,7 +82,7 @@ def attend_in_documents(  # noqa: PLR0913  # one a property of the rows
         longest,
         longest,
         window_size=CAUSAL if is_causal else BOTH_SIDES,
-        enable_gqa=k.shape[2] < q.shape[2],
+        **_sharing(kernel, q_THK, k_TGK),
     )
     assert isinstance(out_THK, Tensor), "nothing but the output was asked for"
     return out_THK.unflatten(0, (num_rows, num_tokens)).transpose(0, 1)
