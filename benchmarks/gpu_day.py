@@ -25,7 +25,7 @@ PARTS = {
     "fp8": 90, "grouped": 40, "offload": 60, "checkpoint": 60, "nccl": 40, "loading": 30, "sanitizer": 80,
 }  # fmt: skip
 """Parts in the order of their value, with the seconds that each may take."""
-FIRST_HALF = 9
+FIRST_HALF = 8
 SPEEDS = ("speed", "layers", "experts")
 """Parts that are models whose steps are timed."""
 STAND_IN_LIMIT = 6

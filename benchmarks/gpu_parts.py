@@ -58,6 +58,8 @@ WIDE = {
 }
 """Eight layers of Llama 2 7B, with its embedding and head."""
 ROUNDS = 8
+CPU_THREADS = 4
+"""Threads of a run on the CPU: more would wait for each other at a model this small."""
 CYCLES_A_S = 1.5e9
 """Cycles of the GPU's clock in about a second."""
 
@@ -165,8 +167,7 @@ def measure_curve(setting: Setting) -> dict[str, Any]:
             batch=4, micro=2, device=device, model=SMALL, precision={"dtype": dtype}
         )
         with built(plan) as rank:
-            # several cores: all but this process waits
-            torch.set_num_threads(os.cpu_count() or 1)
+            torch.set_num_threads(CPU_THREADS)
             curves[f"{device}, {dtype}"] = [rank.step() for _ in range(steps)]
     wanted = curves["cpu, float32"]
     gaps = {
@@ -245,6 +246,8 @@ def measure_offload(setting: Setting) -> dict[str, Any]:
     for name in ("nothing", "activations", "optimizer"):
         memory = {} if name == "nothing" else {"memory": {"offload": (name,)}}
         with built(setting.plan(**memory)) as rank:
+            # the host's update uses the cores that a worker would reserve
+            torch.set_num_threads(os.cpu_count() or 1)
             seconds[name] = rank.seconds()
     return {"step_s": seconds}
 
@@ -338,4 +341,6 @@ def measure_sanitizer(setting: Setting) -> dict[str, Any]:
         )
         for kind in ("memcheck", "racecheck")
     }  # fmt: skip
-    return {kind: each.communicate()[0].strip().splitlines()[-1:] for kind, each in running.items()}
+    return {
+        kind: each.communicate()[0].strip().splitlines()[-20:] for kind, each in running.items()
+    }

@@ -16,7 +16,7 @@ ROUNDING = 2.0**-8
 
 def _result(*, off=0.0, **changes):
     rows = {
-        "layers.0.up.weight": 1.0 + off, "layers.1.up.weight": 3.0, "adam.exp_avg/layers.0.up.weight": 2.0,
+        "layers.1.moe.router.counts": 1.0 if off else 0.0, "layers.0.up.weight": 1.0 + off, "layers.1.up.weight": 3.0, "adam.exp_avg/layers.0.up.weight": 2.0,
         "adam.exp_avg/layers.1.up.weight": 2.0,
     }  # fmt: skip
     blocks = [

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from raymega.parallel.context_parallel import attention_blocks, attention_work
+from raymega.parallel.context_parallel.attention import attend
 from raymega.parallel.context_parallel.attention_blocks import (
     AttentionTile,
     Cpu,
+    Flash,
     MathAttention,
     merge,
 )
+from raymega.parallel.context_parallel.context import Rows, make_token_layout, no_context
 from tests.support.references import plain_models
 from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
 
@@ -71,3 +75,39 @@ def test_row_without_keys_adds_nothing_and_two_stay_one():
     merge(nothing, blind)
     assert not nothing.out[:, :, 2].any() and (nothing.log_sum_exp[:, :, 2] == -torch.inf).all()
     assert nothing.out.isfinite().all()
+
+
+class MockAten:
+    """Stands in for torch's flash kernel of GPUs, whose backward reads log-sum-exps as if they were contiguous.
+
+    torch's `_flash_attention_backward` makes output and its gradient contiguous, and hands the kernel the address of
+    the log-sum-exps without their strides.
+    """
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention(q, k, v, _dropout, is_causal):
+        return Cpu.forward(q, k, v, is_causal=is_causal)
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, log_sum_exp, _q, _k, _longest, _longest_k, _dropout, is_causal, *_state
+    ):
+        _, heads, tokens = log_sum_exp.shape
+        read = log_sum_exp.as_strided(log_sum_exp.shape, (heads * tokens, tokens, 1))
+        return Cpu.backward(grad, q, k, v, AttentionTile(out, read), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    "documents", [((3, 2, 1),), ((3, 3), (2, 4))], ids=["alike", "of-their-own"]
+)
+def test_gpus_kernel_gets_contiguous_log_sum_exps(documents, monkeypatch):
+    found = {}
+    for kernel in (Cpu, Flash):
+        monkeypatch.setattr(attention_work, "kernel_for", lambda _q, kernel=kernel: kernel)
+        monkeypatch.setattr(attention_blocks, "aten", MockAten)
+        leaves = [_draw(i, H).permute(2, 0, 1, 3).contiguous().requires_grad_() for i in range(3)]
+        places = make_token_layout(Rows(torch.arange(S)[None], documents), no_context())
+        attend(*leaves, places).backward(_draw(3, H).permute(2, 0, 1, 3))
+        found[kernel] = [leaf.grad for leaf in leaves]
+    for ours, wanted in zip(found[Flash], found[Cpu], strict=True):
+        assert plain_models.difference(ours, wanted) < FLOAT64_LAYER

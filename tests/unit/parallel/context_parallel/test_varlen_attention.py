@@ -69,6 +69,23 @@ def test_mocked_kernel_is_called_once_and_equals_the_fallback(documents, groups,
         assert plain_models.difference(mine, theirs) < FLOAT64_LAYER
 
 
+def test_kernel_of_torch_2_11_is_handed_no_option_that_it_lacks(monkeypatch):
+    mock, calls = MockVarlen(), []
+
+    def older(q, k, v, ends, ends_k, longest, longest_k, *, window_size=(-1, -1)):
+        calls.append(q.shape[1] > k.shape[1])
+        sharing = {"enable_gqa": q.shape[1] > k.shape[1]}
+        return mock(q, k, v, ends, ends_k, longest, longest_k, window_size=window_size, **sharing)
+
+    wanted = _attended(CASES["alike"], 2)
+    monkeypatch.setattr(varlen_attention, "torch_kernel", lambda: older)
+    monkeypatch.setattr(attention, "has_one_kernel", lambda _q: True)
+    found = _attended(CASES["alike"], 2)
+    assert calls == [True]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert plain_models.difference(mine, theirs) < FLOAT64_LAYER
+
+
 def test_cpu_wide_formats_and_odd_heads_fall_back():
     assert not has_one_kernel(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16))
     assert varlen_attention.torch_kernel() is not None
