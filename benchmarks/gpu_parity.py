@@ -33,6 +33,7 @@ from raymega.parallel.tensor_parallel.fp8_tensor import (
     largest,
     product,
     quantise,
+    quantise_rows,
     scale_for,
 )
 from raymega.parallel.workarounds.matmul import add_outer
@@ -93,6 +94,9 @@ def _cases(S: int) -> Iterator[tuple[str, Function, list[Tensor]]]:
             _attention_in(lengths, rules),
             [heads[:, :, :8], heads[:, :, 8:10], heads[:, :, 10:]],
         )
+    yield "fp8 product by rows compiled", _fp8(by_row=True, is_fused=True), [
+        normal(S, 512), normal(256, 512)
+    ]  # fmt: skip
     for by_row in (True, False):
         yield f"fp8 product {'by rows' if by_row else 'by tensors'}", _fp8(by_row=by_row), [
             normal(S, 512), normal(256, 512)
@@ -159,13 +163,16 @@ def _attention_in(lengths: tuple[int, ...], rules: ScoreRules) -> Function:
     return inside
 
 
-def _fp8(*, by_row: bool) -> Function:
+def _fp8(*, by_row: bool, is_fused: bool = False) -> Function:
     """Return the product of two matrices rounded to fp8, without gradients."""
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = x.detach(), weight.detach()
+        if is_fused:
+            a, b = (quantise_rows(t, FORWARD, is_fused=True) for t in (x, weight))
+            return product(a, b, x.dtype, is_fast=True)
         a, b = (
-            quantise(t, scale_for(largest(t, by_row=by_row), FORWARD), FORWARD)
-            for t in (x.detach(), weight.detach())
+            quantise(t, scale_for(largest(t, by_row=by_row), FORWARD), FORWARD) for t in (x, weight)
         )
         return product(a, b, x.dtype)
 

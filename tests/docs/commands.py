@@ -16,7 +16,7 @@ NOT_RUN = {
     r"^(sudo )?make ": "a target of this repository, which CI runs",
     r"^make$|^\. |^python3 -m venv|^pip install|^sudo apt-get": "sets a machine up",
     r"^git clone|^docker |^kubectl |^aws |^GROUP=\$\(aws": "needs an account",
-    r"^nvidia-smi|torch\.cuda": "needs a GPU",
+    r"^nvidia-smi|torch\.cuda|--device cuda": "needs a GPU",
     r"tests\.cuda_books|gpu_day\.py": "needs torch's CUDA build, and a GPU or its stand-in: `make cuda-books`",
     r"^(sudo )?\S*python cluster/rehearse": "tests/cluster does it, as root",
     r"^export |^SETTINGS=": "sets variables for commands that are not run",

@@ -320,6 +320,16 @@ PROOFS: tuple[ProofMutation, ...] = (
         tests=(ROWS_TEST,),
     ),
     ProofMutation(
+        name="a GPU's kernel reads log-sum-exps that are not contiguous",
+        file="parallel/context_parallel/attention_blocks.py",
+        old="log_sum_exp = whole.log_sum_exp.contiguous()",
+        new="log_sum_exp = whole.log_sum_exp",
+        tests=(
+            "tests/unit/parallel/context_parallel/test_attention_blocks.py::"
+            "test_gpus_kernel_gets_contiguous_log_sum_exps",
+        ),
+    ),
+    ProofMutation(
         name="a product reads a block of positions that still travels",
         file="parallel/tensor_parallel/overlap.py",
         old="first = (own + ahead) % count * length",

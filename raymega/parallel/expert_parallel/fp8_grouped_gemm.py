@@ -75,7 +75,9 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.param, ctx.sizes, ctx.grad_queue, ctx.place = weight, sizes, grad_queue, place
         eight = place.fp8.quantise(rows, place.inner, FORWARD)
-        return product_by_expert(eight, place.fp8.rows(weight, place), sizes, rows.dtype)
+        return product_by_expert(
+            eight, place.fp8.rows(weight, place), sizes, rows.dtype, is_fast=True
+        )
 
     @staticmethod
     @once_differentiable
@@ -89,15 +91,18 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         return grad_rows, grad_weight, None, None, None
 
 
-def product_by_expert(a: Fp8Tensor, b: Fp8Tensor, sizes: GroupSizes, dtype: torch.dtype) -> Tensor:
+def product_by_expert(
+    a: Fp8Tensor, b: Fp8Tensor, sizes: GroupSizes, dtype: torch.dtype, *, is_fast: bool = False
+) -> Tensor:
     """Multiply the rows of a [R, K] by their expert's b^T, b [E, N, K] -> [R, N] in ``dtype``.
 
-    Sums are in float32, or in float64 where the scales are; the result is rounded once.
+    Sums are in float32, or in float64 where the scales are; the result is rounded once. ``is_fast`` is as in
+    :func:`raymega.parallel.tensor_parallel.fp8_tensor.product`.
     """
     if _has_kernel(a, b, dtype):
         return torch._scaled_grouped_mm(
             a.values, b.values.mT, a.scale[..., 0], b.scale[..., 0],
-            offs=sizes.ends, out_dtype=dtype,
+            offs=sizes.ends, out_dtype=dtype, use_fast_accum=is_fast,
         )  # fmt: skip
     # emulation: multiply the 8-bit values in the scales' format, and apply the rows' scales at the end
     wide = a.scale.dtype

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Group
+from raymega.parallel.core.compile import fused
 from raymega.parallel.core.weight_grads import ComputedTerm, WeightGradQueue, accumulate_bias_grad
 from raymega.parallel.tensor_parallel.fp8_tensor import (
     FORWARD,
@@ -32,6 +33,7 @@ from raymega.parallel.tensor_parallel.fp8_tensor import (
     largest,
     product,
     quantise,
+    quantise_rows,
     rounding_margin,
     scale_for,
     start_gather,
@@ -103,7 +105,11 @@ class Fp8:
 
     def quantise(self, x: Tensor, cut: Group | None, dtype: torch.dtype) -> Fp8Tensor:
         """Return a micro-batch's x [..., N] in fp8, with the scale reduced over ``cut``, which cuts N."""
-        most = _largest_over(x, cut if self.by_row else self.micro, by_row=self.by_row)
+        if self.by_row and cut is None:
+            eight = quantise_rows(x, dtype, is_fused=self.is_fused)
+            self.margin.see(x, eight.scale, dtype)
+            return eight
+        most = self._largest_over(x, cut if self.by_row else self.micro)
         return self.by_scale(x, scale_for(most, dtype), dtype)
 
     def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8Tensor:
@@ -127,8 +133,14 @@ class Fp8:
         return self.copies.get(weight, "columns", lambda: self.rows(weight, place).turned())
 
     def _of_weight(self, weight: Tensor, over: Group | None) -> Fp8Tensor:
-        most = _largest_over(weight.detach(), over, by_row=self.by_row)
+        if self.by_row:
+            return self.quantise(weight.detach(), over, FORWARD)
+        most = self._largest_over(weight.detach(), over)
         return self.by_scale(weight.detach(), scale_for(most, FORWARD), FORWARD)
+
+    def _largest_over(self, x: Tensor, ranks: Group | None) -> Tensor:
+        most = fused(largest, is_on=self.is_fused and x.is_cuda)(x, by_row=self.by_row)
+        return most if ranks is None else all_reduce(most, ranks, "max")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +204,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.place, ctx.grad_queue = place, grad_queue
         ctx.scale = None if fp8.by_row else own.scale
         whole = _whole(own, place)
-        y = product(whole.flat(), fp8.rows(weight, place), x.dtype)
+        y = product(whole.flat(), fp8.rows(weight, place), x.dtype, is_fast=True)
         # Not a view for autograd, which forbids overwriting one in place, as reduce_from_tp does.
         y = torch.ops.aten._unsafe_view(y, (*whole.values.shape[:-1], y.shape[-1]))
         return y if bias is None else y.add_(bias)
@@ -240,8 +252,3 @@ def _gathered(x: Tensor, place: Fp8Placement) -> Tensor:
     whole, pending = place.sp.start_gather(x)
     pending.wait(place.sp.tp.timeout_s)
     return whole
-
-
-def _largest_over(x: Tensor, ranks: Group | None, *, by_row: bool) -> Tensor:
-    most = largest(x, by_row=by_row)
-    return most if ranks is None else all_reduce(most, ranks, "max")

@@ -65,6 +65,19 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, *, is_fused: bool = F
     return Fp8Tensor(values, scale)
 
 
+def quantise_rows(x: Tensor, dtype: torch.dtype, *, is_fused: bool = False) -> Fp8Tensor:
+    """Return ``x`` in fp8 with a scale for each of its rows, which no other rank holds a part of.
+
+    Compiled it is one kernel, which reads ``x`` once and writes a byte a number.
+    """
+    return Fp8Tensor(*fused(_rounded_rows, is_on=is_fused and x.is_cuda)(x, dtype))
+
+
+def _rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = scale_for(largest(x, by_row=True), dtype)
+    return _rounded(x, scale, dtype), scale
+
+
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     # one wide tensor and no more: of experts' weights it is four times the result
@@ -84,15 +97,18 @@ def rounding_margin(x: Tensor, scale: Tensor, dtype: torch.dtype) -> float:
     return float(halfway.min() / info.max)
 
 
-def product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype, *, is_fast: bool = False) -> Tensor:
     """Return a b^T of contiguous a [M, K] and b [N, K] -> [M, N] in ``dtype``.
 
-    Sums are in float32, or in float64 where the scales are; the result is rounded once.
+    Sums are in float32, or in float64 where the scales are; the result is rounded once. With ``is_fast`` a GPU
+    keeps sums in its tensor cores, with fewer digits, instead of adding them up in float32 now and then: for
+    outputs, as Transformer Engine does, not for gradients.
     """
     if _has_kernel(a, b, dtype):
         return torch._scaled_mm(
-            a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype
-        )
+            a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype,
+            use_fast_accum=is_fast,
+        )  # fmt: skip
     # emulation
     wide = a.scale.dtype
     sums: Tensor = a.values.to(wide) @ b.values.to(wide).t()
