@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from raymega.parallel.core.weight_grads import WeightGradQueue, add
+from raymega.parallel.workarounds.matmul import add_outer
 
 # limits of torch's grouped_mm
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,7 +103,11 @@ class GroupedWeightGrad(NamedTuple):
         return grouped_outer(self.grad, self.rows, self.sizes)
 
     def add_to(self, total: Tensor, *, is_first: bool) -> None:
-        """Add the term to ``total`` [E, out, in]; in place for a batch, and for large sums on a CPU."""
+        """Add the term to ``total`` [E, out, in]; in place for one expert, a batch, and large sums on a CPU."""
+        # one expert has all rows: an ordinary product, which on a GPU adds to wider sums too
+        if total.shape[0] == 1:
+            add_outer(total[0], self.grad, self.rows, is_first=is_first)
+            return
         # another format, or grouped_mm, which has no accumulating form: a new tensor, then a sum
         is_uneven = self.sizes.largest < 0
         is_short = total.device.type != "cpu" or total.nbytes < FRESH_BYTES

@@ -10,7 +10,7 @@ from raymega.parallel.expert_parallel.grouped_gemm import (
     grouped_product,
 )
 
-COUNTS = {"even": [4, 4, 4], "uneven": [5, 0, 7], "one": [12, 0, 0]}
+COUNTS = {"one expert": [7], "even": [4, 4, 4], "uneven": [5, 0, 7], "one": [12, 0, 0]}
 WIDTHS = {"short": (16, 8), "long": (384, 256), "unaligned": (5, 3)}
 
 
