@@ -131,7 +131,7 @@ class ModelSection(Section):
     encoder_decoder: EncoderDecoderSection = EncoderDecoderSection()
     """Division of blocks and tokens between encoder and decoder, and their relative positions."""
     head: HeadSection = HeadSection()
-    """What follows the last block: a language model's head, a classifier, or scores of documents."""
+    """Part behind the last block: a language model's head, a classifier, or scores of documents."""
     mla: MlaSection = MlaSection()
     """Multi-head latent attention; without it heads are projected from the residual stream."""
     num_nextn_predict_layers: NonNegative = 0

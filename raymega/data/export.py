@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.arrow import TokenStream
+from raymega.data.format import DatasetMeta
 from raymega.data.megatron import DTYPES, HEADER, MAGIC, VERSION, megatron_dtype
 from raymega.data.open_split import missing_split, no_documents
 from raymega.data.streaming.remote_dataset import open_files
 from raymega.errors import ConfigError, DataError, Fault, raise_faults
 
 PIECE_TOKENS = 1 << 20
+PLAIN = ("text", "chat")
+"""Formats of rows without pairs and labels."""
 
 
 def export_megatron(
@@ -34,8 +37,8 @@ def export_megatron(
         on_progress: Callback with (done, total) tokens.
 
     Raises:
-        ConfigError: There is no dataset, it has no such split, or one of the files exists or cannot be
-            written.
+        ConfigError: There is no dataset, it has no such split, its rows have pairs or labels, or one of the
+            files exists or cannot be written.
         DataError: The dataset is damaged, or its shards do not hold the lengths of their documents.
         StorageError: The dataset's store cannot be reached.
     """
@@ -45,6 +48,7 @@ def export_megatron(
     meta, files = open_files(uri)
     if split not in meta.splits:
         raise ConfigError(missing_split(uri, split))
+    raise_faults(ConfigError, [] if meta.row_format in PLAIN else [_has_labels(uri, meta)])
     raise_faults(DataError, [] if meta.has_documents else [no_documents(uri, field="URI")])
     # tokens, then the index of their documents
     stream, dtype = TokenStream(files, meta.splits[split]), megatron_dtype(meta.vocab_size)
@@ -101,6 +105,14 @@ def _exists(path: Path) -> Fault:
         fact=f"{path} exists",
         rule="an export overwrites nothing",
         remedy="give another --out, or remove the file",
+    )
+
+
+def _has_labels(uri: str, meta: DatasetMeta) -> Fault:
+    return Fault(
+        fact=f"the rows of {uri} are of format {meta.row_format}",
+        rule="Megatron's files hold tokens alone: pairs and labels would be lost, and their texts read as documents",
+        remedy="train from the dataset as it is, or export one of format text or chat",
     )
 
 

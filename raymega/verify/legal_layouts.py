@@ -10,7 +10,7 @@ from typing import Any
 from raymega.config.schema import Job
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.run_plan import job_values
-from raymega.plan.validation.registry import job_faults
+from raymega.plan.validation.registry import fault_counter as rule_counter
 from raymega.schedule.table import SCHEDULES
 from raymega.verify.layout import DEGREES, OPTIONS, PATHS, Layout
 from raymega.verify.tasks import GRIDS, legal_grids
@@ -98,12 +98,13 @@ def legality(job: Job) -> Callable[[Layout], bool]:
 
 def fault_counter(job: Job) -> Callable[[Layout], int]:
     """Return a function of a layout to the number of rules that the job breaks on it."""
-    values, size, beside = job_values(job), fixed_size(job), legal_grids(job)
+    size, beside = fixed_size(job), legal_grids(job)
+    broken_rules = rule_counter(job_values(job), PATHS.values())
 
     def count(layout: Layout) -> int:
         own = (layout.dp > job.data.global_batch_size) + (size not in (0, layout.micro_batch_size))
         own += layout.eval_tasks_on == "beside" and layout.eval_tasks_grid not in beside
-        return own + len(job_faults(values | layout.values()))
+        return own + broken_rules(layout.values())
 
     return count
 

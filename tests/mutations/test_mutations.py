@@ -12,6 +12,8 @@ from raymega.verify.compare import LIMIT, Reference, compare, make_reference
 from raymega.verify.layout import Layout
 from raymega.verify.legal_layouts import is_legal, reference_layout
 from raymega.verify.shares import LayoutFailedError
+from tests.mutations.kernels import KERNELS
+from tests.mutations.mutation import Mutation
 from tests.mutations.table import KINDS
 from tests.mutations.tree import fork_server_of
 from tests.unit.verify.jobs import make_job
@@ -68,10 +70,21 @@ def _rows():
 
 @pytest.mark.parametrize("mutation", list(_rows()))
 def test_planted_mistake_is_caught_and_the_healthy_package_passes(mutation, healthy):
-    if mutation.layout.kernels == "compile" and not can_fuse(torch.device("cpu")):
+    _check(mutation, healthy)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mutation", KERNELS, ids=lambda row: row.name)
+def test_planted_mistake_is_caught_in_what_the_compiler_makes_of_it(mutation):
+    if not can_fuse(torch.device("cpu")):
         pytest.skip("torch.compile finds no C++ compiler on this machine")
+    with fork_server_of(None, timeout_s=TIMEOUT_S, is_compiled=True) as fork_server:
+        _check(mutation, {"fork_server": fork_server}, is_compiled=True)
+
+
+def _check(mutation: Mutation, healthy: dict, *, is_compiled: bool = False) -> None:
     assert is_legal(_job(mutation.job), mutation.layout)
     reference = _reference(healthy, mutation.job)
     assert _is_same_run(healthy["fork_server"], mutation.job, mutation.layout, reference)
-    with fork_server_of(mutation, timeout_s=TIMEOUT_S) as fork_server:
+    with fork_server_of(mutation, timeout_s=TIMEOUT_S, is_compiled=is_compiled) as fork_server:
         assert not _is_same_run(fork_server, mutation.job, mutation.layout, reference)

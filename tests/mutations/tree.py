@@ -102,8 +102,14 @@ class Tree:
 
 
 @contextmanager
-def fork_server_of(mutation: Mutation | None, *, timeout_s: float) -> Iterator[ForkServer]:
-    """Start the fork server of `raymega verify` in a process that has torch, on the package with the mistake."""
+def fork_server_of(
+    mutation: Mutation | None, *, timeout_s: float, is_compiled: bool = False
+) -> Iterator[ForkServer]:
+    """Start the fork server of `raymega verify` in a process that has torch, on the package with the mistake.
+
+    Without ``is_compiled`` torch.compile returns the functions that it is given: a formula is as wrong, and a
+    compiler takes up to a minute.
+    """
     begin = "from tests.mutations.planting import plant; plant(*sys.argv[2:]); "
     planted = [str(PACKAGE), mutation.file, planted_text(mutation)] if mutation else []
 
@@ -111,7 +117,8 @@ def fork_server_of(mutation: Mutation | None, *, timeout_s: float) -> Iterator[F
         _, _, code, folder = command
         first, rest = code.split("; from raymega", 1)
         code = f"{first}; {begin if planted else ''}from raymega{rest}"
-        return nursery().start(code, [folder, *planted], stderr=stderr)
+        with patch.dict(os.environ, {} if is_compiled else {"TORCHDYNAMO_DISABLE": "1"}):
+            return nursery().start(code, [folder, *planted], stderr=stderr)
 
     # pipes, text and a session of its own are what it starts with
     with (

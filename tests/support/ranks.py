@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -34,8 +35,19 @@ PRELOADED = [
     "torch._dynamo",  # 1.5 s of a CPU, which torch.utils.checkpoint loads when it is first used
     "numpy",
     "pytest",
+    "hypothesis",
+    "safetensors.torch",
     "raymega.train.entry",
+    # what most tests' modules import: 30 to 90 ms a rank
+    "tests.support.training",
+    "tests.support.references.plain_training",
+    "raymega.convert.huggingface.importer",
+    "raymega.convert.huggingface.exporter",
+    "raymega.generate.run",
+    "tests.unit.model.parts",
 ]
+HEAVY = frozenset({"transformers", "ray"})
+"""Packages that take a CPU up to 2 s to load, each rank anew."""
 TIMEOUT_S = 200.0
 """A guard against ranks that hang, on hosts that are several times slower than usual."""
 GRACE_S = 30.0
@@ -112,6 +124,16 @@ def run_grid(
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> Any:
     """``fn(*args)`` in one fresh process with no world; for tests that change global state."""
     return _run([_start(0, pickle.dumps((_without_world, (fn, args))))], timeout)[0]
+
+
+def refuse_heavy(work: tuple, loaded: Collection[str]) -> None:
+    """Raise an ImportError where the modules of a rank's functions have ``loaded`` a package of HEAVY."""
+    if found := HEAVY.intersection(loaded):
+        names = {each.__module__ for each in work if callable(each)}
+        raise ImportError(
+            f"{', '.join(sorted(names))}: each rank loads {', '.join(sorted(found))} with it;"
+            " import it in the functions that use it"
+        )
 
 
 def _in_world(
@@ -204,6 +226,7 @@ def _main(index: int, work: bytes, pipe: Connection) -> None:
     try:
         # unpickled here, so that a function that does not load is this rank's failure
         fn, args = pickle.loads(work)
+        refuse_heavy(args, sys.modules)
         outcome = (True, fn(index, *args), False)
     # also SystemExit: the test wants the traceback, not the exit code
     except BaseException as error:

@@ -7,6 +7,7 @@ is, and how it is normalised and gated, is in `gated_delta_net.py` and `mamba2.p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -31,7 +32,7 @@ from raymega.parallel.tensor_parallel.layers import (
 Keep = Callable[..., Tensor]
 
 
-class StateLayer(nn.Module):
+class StateLayer(nn.Module, ABC):
     """Projections, states between them, norm and gate.
 
     Backward always recomputes states, norm and gate: the projections and what is read of the states are kept.
@@ -81,25 +82,25 @@ class StateLayer(nn.Module):
         return recompute_input(self.out, y)
 
     @property
+    @abstractmethod
     def state_weights(self) -> tuple[Tensor, ...]:
         """Weights that :meth:`run` reads."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def norm_weights(self) -> tuple[Tensor, ...]:
         """Weights that :meth:`gated` reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, groups: Tensor, token_layout: TokenLayout) -> Tensor:
         """Map groups [N, B, h/cp, W] of whole rows to what they read of their states, [N, B, h/cp, r V].
 
         W are the features of a group's projections without its gate.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def gated(self, y: Tensor, z: Tensor) -> Tensor:
         """Normalise y [S/cp, B, h, r V] and multiply it by the gates z [S/cp, B, h * r V]: [S/cp, B, h * r V]."""
-        raise NotImplementedError
 
     def own(self, count: int, token_layout: TokenLayout) -> slice:
         """Return which ``count`` of this rank's groups it has after the exchange."""

@@ -11,7 +11,6 @@ from raymega.errors import Fault, one_line
 from raymega.messages import Report, WorkerDied, WorkerFailed, WorkerFinished
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
-from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.plan.run_plan import RunPlan
 
 POLL_S = 1.0
@@ -64,6 +63,9 @@ class EntryWorkers:
             entry: Module that they run.
             log_dir: Folder of the workers' logs, on each node.
         """
+        # here: Ray takes 0.7 s to load, and whoever scores without workers loads this module too
+        from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
+
         self._plan, self._log_dir = plan, log_dir
         self._group = RayWorkerGroup(plan, log_dir=log_dir, can_grow=False, entry=entry)
 

@@ -147,6 +147,10 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "precision.min_loss_scale": FLOAT16,
 }
 """Condition of each field that needs one, by dotted path."""
+PARTNER_FIELDS = tuple(
+    {path: None for field, partner in PARTNERS.items() for path in (field, *partner.reads)}
+)
+"""Fields that have a condition or are read by one, each once."""
 
 
 def default_of(path: str) -> Any:

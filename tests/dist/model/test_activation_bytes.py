@@ -192,7 +192,7 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
         assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=WIDE if n in SLOW else ()) for n in MODELS])
 def test_plan_predicts_stages(name, tp):

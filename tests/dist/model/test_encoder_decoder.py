@@ -18,9 +18,6 @@ from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.samples import open_samples
 from raymega.errors import ConfigError
 from raymega.generate.prompts import Prompts
-from raymega.generate.run import GenerateOptions, prepare_generation
-from raymega.messages import Requests
-from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import (
     MicroBatch,
@@ -31,22 +28,25 @@ from raymega.parallel.context_parallel.context import (
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
-from raymega.plan.run_plan import read_plan
 from raymega.plan.sampling import Sampling
 from raymega.prepare.tokenizer.trained import byte_tokenizer
-from raymega.train.build import build_parts
-from raymega.train.entry import init_from
-from raymega.train.state import TrainState
-from raymega.train.step import train_step
 from tests.dist.model.test_hugging_face import _blocks
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_t5, plain_models
+from tests.support.references.plain_training import (
+    LOGITS_LIMIT,
+    STEPS,
+    TRAINING_LIMIT,
+    adamw_of,
+    clip_and_step,
+    train_rank,
+    whole_weights,
+)
 from tests.unit.model.parts import make_stage_modules
 
 pytestmark = pytest.mark.dist
 
-LOGITS_LIMIT, TRAINING_LIMIT, STEPS = 1e-10, 1e-9, 3
 NOW = "2025-01-01T00:00:00+00:00"
 SOURCE, TARGET = 40, 16
 
@@ -165,24 +165,6 @@ def _plan(done, layout, *options):
     )
 
 
-def _train(env, plan_json):
-    """Losses and norms, and this rank's blocks of the trained weights."""
-    plan = read_plan(plan_json)
-    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    init_from(parts, plan.job.checkpoint)
-    state, curve = TrainState(), []
-    for _ in range(STEPS):
-        outcome = train_step(parts, state, Requests(), is_recording=False)
-        state = outcome.state
-        curve.append((outcome.loss, outcome.grad_norm))
-    blocks = [
-        (block.tensor, block.box, block.values.numpy().copy())
-        for block in parts.optimizer.blocks()
-        if block.kind == "model"
-    ]
-    return curve, blocks
-
-
 def _document_losses(model, row):
     """Losses of a row's documents, each read alone and without padding."""
     size = row.documents[0]
@@ -198,15 +180,7 @@ def _document_losses(model, row):
 
 def _train_plainly(model, plan):
     """The loop that anyone would write around transformers and torch.optim.AdamW."""
-    section = plan.job.optimizer
-    groups = {True: section.weight_decay, False: 0.0}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
-            for is_matrix, decay in groups.items()
-        ],
-        betas=(section.beta1, section.beta2), eps=section.eps,
-    )  # fmt: skip
+    optimizer = adamw_of([*model.named_parameters()], plan.job.optimizer)
     samples, curve, size = open_samples(plan.job), [], plan.batch.global_batch_size
     for step in range(STEPS):
         rows = [samples.row(number) for number in range(step * size, (step + 1) * size)]
@@ -217,14 +191,7 @@ def _train_plainly(model, plan):
             for loss in _document_losses(model, row):
                 (loss / count).backward()
                 total += float(loss.detach()) / count
-        gradients = [p.grad.flatten() for p in model.parameters()]
-        norm = float(torch.linalg.vector_norm(torch.cat(gradients)))
-        for param in model.parameters():
-            param.grad *= min(1.0, section.max_grad_norm / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
-        optimizer.step()
-        curve.append((total, norm))
+        curve.append((total, clip_and_step(optimizer, plan, step)))
     return curve
 
 
@@ -238,16 +205,12 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
     theirs = hf_t5.make_model(kind)
     done = _import(tmp_path, theirs)
     plan = _plan(done, layout, *rows)
-    results = run_grid(_train, plan.grid, plan.to_json())
+    results = run_grid(train_rank, plan.grid, plan.to_json())
     curve = _train_plainly(theirs, plan)
     assert curve[0][1] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"
     for ours, _ in results:
         np.testing.assert_allclose(ours, curve, rtol=TRAINING_LIMIT)
-    whole = {}
-    for _, blocks in results:
-        for tensor, box, values in blocks:
-            found = whole.setdefault(tensor.name, np.full(tensor.shape, np.nan))
-            found[plain_models.slices(box)] = values
+    whole = whole_weights(results)
     theirs.save_pretrained(tmp_path / "trained")
     wanted = load_file(tmp_path / "trained" / "model.safetensors")
     for at in hf_tensors(done.model):
@@ -259,6 +222,9 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
 
 def test_generation_is_that_of_transformers(tmp_path, kind):
     """The same greedy text from a prompt and its end; a grid reads one stream, and is refused."""
+    # Here, or each rank of this file would import Ray.
+    from raymega.generate.run import GenerateOptions, prepare_generation
+
     theirs = hf_t5.make_model(kind)
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text(byte_tokenizer())

@@ -16,8 +16,6 @@ from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.loader import Loader
 from raymega.data.samples import open_samples
-from raymega.messages import Requests
-from raymega.optim.lr_schedule import learning_rate
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import (
     EncoderInput,
@@ -29,20 +27,24 @@ from raymega.parallel.context_parallel.context import (
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
-from raymega.plan.run_plan import read_plan
-from raymega.train.build import build_parts
-from raymega.train.entry import init_from
 from raymega.train.state import TrainState
-from raymega.train.step import train_step
 from tests.dist.model.test_hugging_face import _blocks
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_encoders, plain_models
+from tests.support.references.plain_training import (
+    LOGITS_LIMIT,
+    STEPS,
+    TRAINING_LIMIT,
+    adamw_of,
+    clip_and_step,
+    train_rank,
+    whole_weights,
+)
 from tests.unit.model.parts import make_stage_modules
 
 pytestmark = pytest.mark.dist
 
-LOGITS_LIMIT, TRAINING_LIMIT, STEPS = 1e-10, 1e-9, 3
 NOW = "2025-01-01T00:00:00+00:00"
 LENGTH = 40
 
@@ -113,7 +115,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_are_those_of_transformers(tmp_path, kind, layout):
     theirs, (grid, pp, is_cut, method) = hf_encoders.make_model(kind), LAYOUTS[layout]
@@ -204,24 +206,6 @@ def _plan(done, layout, *options):
     )
 
 
-def _train(env, plan_json):
-    """Losses and norms, and this rank's blocks of the trained weights."""
-    plan = read_plan(plan_json)
-    parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
-    init_from(parts, plan.job.checkpoint)
-    state, curve = TrainState(), []
-    for _ in range(STEPS):
-        outcome = train_step(parts, state, Requests(), is_recording=False)
-        state = outcome.state
-        curve.append((outcome.loss, outcome.pair_loss or 0.0, outcome.grad_norm))
-    blocks = [
-        (block.tensor, block.box, block.values.numpy().copy())
-        for block in parts.optimizer.blocks()
-        if block.kind == "model"
-    ]
-    return curve, blocks
-
-
 def _losses(model, batch, num_masked, num_pairs):
     """Parts of the means of masked tokens and of pairs, by documents of each row."""
     masked, pairs = [], []
@@ -249,15 +233,7 @@ def _losses(model, batch, num_masked, num_pairs):
 
 def _train_plainly(model, plan):
     """The loop that anyone would write around transformers and torch.optim.AdamW."""
-    section = plan.job.optimizer
-    groups = {True: section.weight_decay, False: 0.0}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
-            for is_matrix, decay in groups.items()
-        ],
-        betas=(section.beta1, section.beta2), eps=section.eps,
-    )  # fmt: skip
+    optimizer = adamw_of([*model.named_parameters()], plan.job.optimizer)
     loader = Loader(open_samples(plan.job), dp_rank=0, device="cpu", is_encoder=True)
     state, curve = TrainState(), []
     for step in range(STEPS):
@@ -272,22 +248,16 @@ def _train_plainly(model, plan):
             losses = _losses(model, batch, *counts)
             sum(losses).backward()
             sums = [total + float(loss.detach()) for total, loss in zip(sums, losses, strict=True)]
-        gradients = [p.grad.flatten() for p in model.parameters()]
-        norm = float(torch.linalg.vector_norm(torch.cat(gradients)))
-        for param in model.parameters():
-            param.grad *= min(1.0, section.max_grad_norm / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
-        optimizer.step()
-        curve.append((*sums, norm))
+        curve.append((*sums, clip_and_step(optimizer, plan, step)))
         state = state.advance(samples=plan.batch.global_batch_size, tokens=1)
     return curve
 
 
+NUMBERS = ("loss", "pair_loss", "grad_norm")
 PACKED = ("data.packing=best_fit", "data.document_multiple=4")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [(), PACKED], ids=["windows", "packed"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
@@ -297,16 +267,12 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
     if done.model.encoder.has_pairs and kind != "bert":
         options = (*rows, "model.encoder.sentence_loss=sentence_order")
     plan = _plan(done, layout, *options)
-    results = run_grid(_train, plan.grid, plan.to_json())
+    results = run_grid(train_rank, plan.grid, plan.to_json(), NUMBERS)
     curve = _train_plainly(theirs, _plan(done, "tp1", *options))
     assert curve[0][2] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"
     for ours, _ in results:
         np.testing.assert_allclose(ours, curve, rtol=TRAINING_LIMIT)
-    whole = {}
-    for _, blocks in results:
-        for tensor, box, values in blocks:
-            found = whole.setdefault(tensor.name, np.full(tensor.shape, np.nan))
-            found[plain_models.slices(box)] = values
+    whole = whole_weights(results)
     theirs.save_pretrained(tmp_path / "trained")
     wanted = load_file(tmp_path / "trained" / "model.safetensors")
     for at in hf_tensors(done.model):

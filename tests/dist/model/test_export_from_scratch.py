@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.native import write_weights
@@ -70,6 +69,8 @@ def _trained(env, plan_json):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["bpe", "begins"])
 def test_exported_run_loads_and_stops_at_its_end_of_document(tmp_path, kind):
+    import transformers  # here, or its rank would load it too
+
     # Prepare and train one rank.
     if kind == "bpe":
         data, meta = _prepare(tmp_path, "bpe:270")
@@ -103,6 +104,8 @@ def test_exported_run_loads_and_stops_at_its_end_of_document(tmp_path, kind):
 
 
 def test_export_names_a_dataset_where_the_run_has_none(tmp_path):
+    import transformers
+
     data, meta = _prepare(tmp_path, "bpe:270")
     plan = make_test_plan("model.vocab_size=300")
     run, job = LocalStore(tmp_path / "run"), json.loads(plan.job.model_dump_json())

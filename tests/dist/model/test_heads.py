@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "layout", "options"), CASES)
 def test_steps_are_those_of_transformers(tmp_path, kind, layout, options):
     theirs = hf_heads.make_model(kind)
@@ -151,7 +151,7 @@ def test_steps_are_those_of_transformers(tmp_path, kind, layout, options):
         assert plain_models.difference(ours, weights[at.name]) < limit, at.name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", hf_heads.KINDS)
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_heads.make_model(kind)

@@ -100,7 +100,7 @@ def _wanted(model, name):
     return y, x.grad, {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @_layouts(*LAYOUTS)
 def test_block_and_its_parts(tp, sp):
     ranks = run_grid(_run_parts, Grid(tp=tp), sp)
@@ -145,7 +145,7 @@ def _run_stages_of(env, is_sp, model, num_stages):
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2, 5], ids=lambda pp: f"pp{pp}")
 def test_whole_stages(pp, tp, sp):

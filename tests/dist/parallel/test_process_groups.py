@@ -191,7 +191,7 @@ def _cost_of(build, *, is_counted):
         dist.new_group = new_group
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", LARGE, ids=Grid.describe)
 def test_large_grids_are_cut_as_planned_and_members_agree_on_names(grid):
     """Members that compute different names would wait for each other for ever on a real backend.

@@ -25,7 +25,7 @@ def _options(name, chunks, micro_batch_size):
     ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize(("name", "chunks"), CHUNKS)
 def test_schedule_trains_the_same_run(name, chunks, pp):
@@ -36,7 +36,7 @@ def test_schedule_trains_the_same_run(name, chunks, pp):
     check_same_run(overrides, model)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [16, 6, 1])
 @pytest.mark.parametrize("name", ["interleaved", "zb_v", "dualpipe_v"])
 def test_one_three_and_many_micro_batches(name, size):

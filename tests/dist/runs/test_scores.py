@@ -104,7 +104,7 @@ def llama(tmp_path_factory):
     return uri, _theirs(model)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_every_grid_scores_as_transformers_and_repeats_its_bits(grid, llama):
     uri, wanted = llama

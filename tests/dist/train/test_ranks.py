@@ -26,6 +26,13 @@ def test_results_come_back_by_rank():
     assert [result.tolist() for result in results] == [[33.0]] * 3
 
 
+def test_function_whose_module_loads_a_heavy_package_is_refused():
+    work = (_sum_ranks, (Grid(), 1, False), (10.0,))
+    ranks.refuse_heavy(work, {"torch", "numpy"})
+    with pytest.raises(ImportError, match=r"test_ranks: each rank loads ray, transformers with it"):
+        ranks.refuse_heavy(work, {"torch", "ray", "transformers"})
+
+
 def _settings(_rank, _world_size):
     return os.getpid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 

@@ -1,8 +1,11 @@
-"""Small random T5 models of transformers in float64: T5 with a tied head, and T5 1.1 with a gate and a head of its own."""
+"""Small random T5 models of transformers in float64: T5 with a tied head, and T5 1.1 with a gate and a head of its own.
+
+transformers is imported in the functions, and ranks never see it.
+"""
+
+import importlib
 
 import torch
-from transformers.models.t5.configuration_t5 import T5Config
-from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration, T5LayerNorm
 
 KINDS = {
     "t5": {},
@@ -14,6 +17,10 @@ SIZES = {
 }  # fmt: skip
 
 
+def _t5():
+    return importlib.import_module("transformers.models.t5.modeling_t5")
+
+
 def _double_norm(self, hidden_states):
     """T5LayerNorm without its cast to float32."""
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -22,9 +29,10 @@ def _double_norm(self, hidden_states):
 
 def make_model(kind, seed=0):
     """A model whose every parameter is random; its norms compute in float64."""
-    T5LayerNorm.forward = _double_norm
-    config = T5Config(**SIZES | KINDS[kind], attn_implementation="eager")
-    model = T5ForConditionalGeneration(config).double().eval()
+    t5 = _t5()
+    t5.T5LayerNorm.forward = _double_norm
+    config = t5.T5Config(**SIZES | KINDS[kind], attn_implementation="eager")
+    model = t5.T5ForConditionalGeneration(config).double().eval()
     if kind == "t5_v1_1":  # the class ties what the configuration does not
         model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(seed)
@@ -37,9 +45,8 @@ def make_model(kind, seed=0):
 
 def load_model(folder):
     """Load a folder with the class of transformers that made it."""
-    return T5ForConditionalGeneration.from_pretrained(
-        folder, dtype="auto", attn_implementation="eager"
-    ).eval()
+    model = _t5().T5ForConditionalGeneration
+    return model.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
 
 
 def logits(model, source, target):

@@ -1,6 +1,6 @@
 """Steps of an imported model: ours on ranks, and the loop that anyone would write around torch.optim.AdamW.
 
-tests/dist/model/test_hugging_face.py and test_peft.py compare the two.
+Tests in tests/dist/model compare the two.
 """
 
 import json
@@ -44,8 +44,8 @@ def training_plan(model, layout, *options):
     )
 
 
-def train_rank(env, plan_json):
-    """Losses and norms, and this rank's blocks of the trained weights; what is frozen must not move."""
+def train_rank(env, plan_json, numbers=("loss", "grad_norm")):
+    """These numbers of each step, and this rank's blocks of the trained weights; what is frozen must not move."""
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     init_from(parts, plan.job.checkpoint)
@@ -54,7 +54,8 @@ def train_rank(env, plan_json):
     for _ in range(STEPS):
         outcome = train_step(parts, state, Requests(), is_recording=False)
         state = outcome.state
-        curve.append((outcome.loss, outcome.grad_norm))
+        # a loss that the model lacks is None, and 0 in a plain loop
+        curve.append(tuple(getattr(outcome, name) or 0.0 for name in numbers))
     assert all(map(torch.equal, before, (weights.values for weights in parts.frozen)))
     return curve, [
         (block.tensor, block.box, block.values.numpy().copy())
@@ -73,24 +74,38 @@ def whole_weights(results):
     return whole
 
 
+def adamw_of(named, section):
+    """torch's AdamW over (name, parameter) pairs; biases and norms do not decay."""
+    # biases of all experts are matrices in shape alone
+    is_vector = {name: p.ndim == 1 or name.endswith("bias") for name, p in named}
+    decays = {False: section.weight_decay, True: 0.0}
+    groups = [
+        {"params": [p for name, p in named if is_vector[name] is kind], "weight_decay": decay}
+        for kind, decay in decays.items()
+    ]
+    return torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.eps)
+
+
+def clip_and_step(optimizer, plan, step):
+    """Clip the gradients, take the step at its learning rate, and return their norm before."""
+    section = plan.job.optimizer
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params])))
+    for param in params:
+        param.grad *= min(1.0, section.max_grad_norm / norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
+    optimizer.step()
+    return norm
+
+
 def train_plainly(model, network, plan):
     """Losses and norms of the parameters of ``model`` that need gradients.
 
     ``network`` is what maps tokens to logits: the model, or what its adapters wrap.
     """
-    section = plan.job.optimizer
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    params = [param for _, param in named]
-    # biases of all experts are matrices in shape alone
-    is_vector = {name: p.ndim == 1 or name.endswith("bias") for name, p in named}
-    decays = {False: section.weight_decay, True: 0.0}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for name, p in named if is_vector[name] is kind], "weight_decay": decay}
-            for kind, decay in decays.items()
-        ],
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
+    optimizer = adamw_of(
+        [(name, p) for name, p in model.named_parameters() if p.requires_grad], plan.job.optimizer
     )
     loader = Loader(open_samples(plan.job), dp_rank=0, device="cpu")
     curve, samples = [], 0
@@ -105,12 +120,7 @@ def train_plainly(model, network, plan):
             part = cross_entropy(flat, labels, reduction="sum") / count
             part.backward()
             loss += float(part.detach())
-        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params])))
-        for param in params:
-            param.grad *= min(1.0, section.max_grad_norm / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
-        optimizer.step()
+        norm = clip_and_step(optimizer, plan, step)
         curve.append((loss, norm))
         samples += plan.batch.global_batch_size
     return curve

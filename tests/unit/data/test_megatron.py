@@ -3,13 +3,22 @@
 The tests named ``witness`` need megatron-core 0.16.1 (``pip install --no-deps megatron-core==0.16.1``).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from raymega.data.arrow import ShardWriter, token_dtype
 from raymega.data.checks import data_faults, dataset_identity
 from raymega.data.export import export_megatron, index_bytes
-from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.format import (
+    META_FILE,
+    DatasetMeta,
+    SourceMeta,
+    SplitMeta,
+    encode_meta,
+    read_meta,
+)
 from raymega.data.megatron import MegatronStream, megatron_dtype
 from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError, DataError
@@ -120,6 +129,20 @@ def test_export_overwrites_nothing(exported):
         export_megatron(str(folder), prefix, split="train", on_progress=lambda *_: None)
     with pytest.raises(ConfigError, match="has no valid split"):
         export_megatron(str(folder), f"{prefix}2", split="valid", on_progress=lambda *_: None)
+
+
+@pytest.mark.parametrize("row_format", ["preference", "kto", "classification", "multiple_choice"])
+def test_rows_with_labels_are_not_exported_as_text(exported, tmp_path, row_format):
+    *_, folder, _ = exported
+    meta = replace(read_meta(folder), version=3, row_format=row_format)
+    (folder / META_FILE).write_bytes(encode_meta(meta))
+    with pytest.raises(
+        ConfigError, match=f"are of format {row_format}; Megatron's files hold tokens"
+    ):
+        export_megatron(
+            str(folder), str(tmp_path / "new"), split="train", on_progress=lambda *_: None
+        )
+    assert not [*tmp_path.glob("new*")]
 
 
 def test_token_above_the_models_vocabulary_is_refused(tmp_path):

@@ -2,15 +2,20 @@
 
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.plan.run_plan import job_values
+from raymega.plan.validation.registry import job_faults
 from raymega.verify import layout_sampling
 from raymega.verify.layout import DEGREES, OPTIONS, Layout
 from raymega.verify.layout_sampling import features
 from raymega.verify.legal_layouts import (
+    fault_counter,
+    fixed_size,
     is_legal,
     layout_of,
     legal_shapes,
@@ -18,6 +23,7 @@ from raymega.verify.legal_layouts import (
     with_layout,
 )
 from raymega.verify.shrink import shrink_job
+from raymega.verify.tasks import legal_grids
 from tests.unit.verify.jobs import make_job
 
 
@@ -44,6 +50,33 @@ ELSEWHERE = (
 
 def _met(layouts):
     return set().union(*map(features, layouts))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JOB,
+        make_job("model.moe={num_experts: 4, top_k: 2}"),
+        make_job("data.packing=best_fit", "model.attention_dropout=0.1"),
+    ],
+    ids=["dense", "experts", "packed"],
+)
+def test_layouts_that_no_one_has_looked_at_have_the_faults_of_the_job_on_them(job):
+    """What is remembered of one layout is right for others: options at random, most of them refused."""
+    count, random, seen = fault_counter(job), Random(0), set()
+    for _ in range(150):
+        degrees = {axis: random.choice([1, 2, 3]) for axis in DEGREES}
+        layout = Layout(**degrees, micro_batch_size=fixed_size(job) or 1)
+        for option in random.sample(OPTIONS, 6):
+            value = random.choice([*option.values, *option.others(job, layout)])
+            layout = replace(layout, **{option.name: value})
+        own = layout.dp > job.data.global_batch_size
+        is_beside = layout.eval_tasks_on == "beside"
+        own += is_beside and layout.eval_tasks_grid not in legal_grids(job)
+        faults = job_faults(job_values(job) | layout.values())
+        assert count(layout) == own + len(faults)
+        seen.add(len(faults))
+    assert len(seen) > 5
 
 
 @settings(max_examples=6, deadline=None)
