@@ -103,8 +103,9 @@ _KINDS = {
     **_all(_WHOLE, "qk_rope_head_dim v_head_dim num_local_experts num_experts n_routed_experts"),
     **_all(_WHOLE, "num_experts_per_tok moe_intermediate_size decoder_sparse_step"),
     **_all(_WHOLE, "shared_expert_intermediate_size first_k_dense_replace n_shared_experts"),
-    **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size num_labels"),
+    **_all(_WHOLE, "n_group topk_group moe_shared_expert_intermediate_size rotary_dim sliding_window attention_chunk_size num_labels"),
     **_all(_DIVISOR, "num_attention_heads head_dim sliding_window_pattern _sliding_window_pattern"),
+    **_all(_DIVISOR, "index_n_heads index_head_dim index_topk"),
     **_all(_DIVISOR, "no_rope_layer_interval interleave_moe_layer_step floor_scale"),
     **_all(_DIVISOR, "linear_num_key_heads linear_num_value_heads linear_key_head_dim"),
     **_all(_DIVISOR, "n_groups mamba_num_heads ssm_state_size mamba_head_dim conv_kernel"),
@@ -121,7 +122,7 @@ _KINDS = {
     **_all(_FLAG, "scale_decoder_outputs is_gated_act"),
     **_all(_TABLE, "rope_scaling rope_parameters id2label"),
     **_all(_WORD, "topk_method hybrid_override_pattern"),
-    **_all(_WORDS, "architectures layer_types layers_block_type"),
+    **_all(_WORDS, "architectures layer_types layers_block_type mlp_layer_types"),
     **_all(_PLACES, "mlp_only_layers no_rope_layers moe_layers"),
 }
 _ROPE_KINDS = {

@@ -46,6 +46,7 @@ class GlobalTensor:
             an expert tensor is the experts, which ep cuts evenly.
         is_wide: Whether it is kept in float32 or better.
         is_frozen: Whether the job trains other tensors only; `adapters.py` decides.
+        is_carried: Whether no layer reads it: it is kept, frozen, for what is exported.
         layer: Number of its block, from 0; -1 outside of blocks.
     """
 
@@ -62,6 +63,7 @@ class GlobalTensor:
     etp_dim: int = -1
     is_wide: bool = False
     is_frozen: bool = False
+    is_carried: bool = False
     layer: int = -1
 
     @property

@@ -152,13 +152,14 @@ def _has_rules(attention: AttentionSection) -> bool:
 def family_faults(family: str, moe: MoeSection, attention: AttentionSection) -> Iterator[Fault]:
     """Check that the family has experts if some are asked for, and norms if they are left out."""
     parts = family_parts(family)
-    is_plain = parts.activation in (("silu", "clamped_silu") if parts.has_gate else ("gelu_tanh",))
+    gates, others = ("silu", "clamped_silu"), ("gelu_tanh", "relu2")
+    is_plain = parts.activation in (gates if parts.has_gate else others)
     yield from broken_rows(
         (
             (
                 bool(moe.num_experts) and not is_plain,
                 f"model.moe.num_experts={moe.num_experts} with model.family={family}",
-                f"experts have SwiGLU or gpt2's GELU, and {family} has {parts.activation}",
+                f"experts have SwiGLU, gpt2's GELU or ReLU^2, and {family} has {parts.activation}",
                 "set model.moe.num_experts=0, or another model.family",
             ),
             (

@@ -105,8 +105,10 @@ def train_plainly(model, network, plan):
             part = cross_entropy(flat, labels, reduction="sum") / count
             part.backward()
             loss += float(part.detach())
-        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params])))
-        for param in params:
+        # an indexer of transformers runs without gradients
+        moved = [param for param in params if param.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in moved])))
+        for param in moved:
             param.grad *= min(1.0, section.max_grad_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)

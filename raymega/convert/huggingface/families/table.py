@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from raymega.convert.huggingface.architectures import ARCHITECTURES, Architecture
 from raymega.convert.huggingface.families import (
     bert,
+    deepseek_v32,
     gemma,
     glm4_moe,
     gpt_neox,
@@ -42,6 +43,7 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "qwen3_5_text": qwen3_5.QWEN3_5,
     "qwen3_5_moe_text": qwen3_5.QWEN3_5_MOE,
     "nemotron_h": nemotron_h.NEMOTRON_H,
+    "deepseek_v32": deepseek_v32.DEEPSEEK_V32,
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,
