@@ -9,7 +9,14 @@ from pydantic import BeforeValidator, Field
 from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 LayerType = Literal[
-    "full", "sliding", "chunked", "no_positions", "gated_delta_net", "mamba2", "feed_forward", "experts"
+    "full",
+    "sliding",
+    "chunked",
+    "no_positions",
+    "gated_delta_net",
+    "mamba2",
+    "feed_forward",
+    "experts",
 ]
 
 

@@ -177,11 +177,7 @@ def _make_mlp(
     activation = parts.family.activation
     has_gate = parts.family.has_gate
     inside = make_gate(activation, model) if has_gate else named_activation(activation)
-    mlp = (
-        partial(SwigluMlp, inside=inside)
-        if has_gate
-        else partial(GeluMlp, activation=activation)
-    )
+    mlp = partial(SwigluMlp, inside=inside) if has_gate else partial(GeluMlp, activation=activation)
     if parts.has_experts:
         ranks = experts or no_expert_groups(factory.sp)
         return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp, inside)

@@ -141,9 +141,7 @@ def _indexer_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
         "k": (mla.index_head_dim, width),
         "head_weights": (mla.index_n_heads, width),
     }
-    table = [
-        _weight(f"{at}.{name}", shape, tp_dim=-1, std=std) for name, shape in shapes.items()
-    ]
+    table = [_weight(f"{at}.{name}", shape, tp_dim=-1, std=std) for name, shape in shapes.items()]
     table += [
         _scale(f"{at}.k_norm", mla.index_head_dim),
         _bias(f"{at}.k_norm", mla.index_head_dim, tp_dim=-1),

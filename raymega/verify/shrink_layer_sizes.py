@@ -29,7 +29,9 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
     if not (sizes.num_heads or sizes.num_kv_heads):
         return
     # heads: pairs of query and key heads by layer, with the ratio and the degrees of each
-    pairs = [(own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(sizes.of, range(count))]
+    pairs = [
+        (own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(sizes.of, range(count))
+    ]
     before = draft.original["model"]
     heads, kv_heads = before["num_heads"], before["num_kv_heads"]
     share, new_pairs = model.num_heads / heads, []

@@ -185,6 +185,8 @@ def architecture_of(model: ModelSection) -> str:
         is_v2 = model.moe.num_experts and not model.moe.expert_bias
         is_indexed = model.mla.index_n_heads > 0
         return "deepseek_v32" if is_indexed else "deepseek_v2" if is_v2 else "deepseek_v3"
+    if model.family == "qwen3" and model.layer_sizes.is_on:
+        return "openelm"
     if model.moe.num_experts and model.family in OWN_TYPES_WITH_EXPERTS:
         return OWN_TYPES_WITH_EXPERTS[model.family]
     if model.family in OWN_TYPES:

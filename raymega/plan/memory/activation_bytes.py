@@ -107,14 +107,18 @@ def bytes_to_first_wait(shape: ActivationShape, stage: Stage) -> int:
     embedding = embedding_bytes(shape) if stage.is_first else 0
     until = sum(number * size for number, size in _block_bytes(shape, numbers[: first + 1]))
     # a stage without experts waits at its neighbour's first ones
-    return embedding + until + (layer_bytes(shape, has_experts=True) if first == len(numbers) else 0)
+    return (
+        embedding + until + (layer_bytes(shape, has_experts=True) if first == len(numbers) else 0)
+    )
 
 
 def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
     """Return the bytes of one block with or without experts, a mean over those of the model."""
     numbers = range(shape.model.num_layers + shape.model.num_nextn_predict_layers)
     alike = [n for n in numbers if shape.model.holds_experts(n) == has_experts]
-    each_kind = _block_bytes(shape, alike) if alike else [(1, _layer_bytes(shape, shape, has_experts))]
+    each_kind = (
+        _block_bytes(shape, alike) if alike else [(1, _layer_bytes(shape, shape, has_experts))]
+    )
     return round(sum(n * size for n, size in each_kind) / sum(n for n, _ in each_kind))
 
 

@@ -137,10 +137,10 @@ def mla_faults(
 @reads("model.mla")
 def indexer_faults(mla: MlaSection) -> Iterator[Fault]:
     """Check that an indexer has all its sizes, and the latent that it reads."""
-    sizes = {
-        name: getattr(mla, name) for name in ("index_n_heads", "index_head_dim", "index_topk")
-    }
-    given, missing = ([n for n, size in sizes.items() if bool(size) is is_set] for is_set in (True, False))
+    sizes = {name: getattr(mla, name) for name in ("index_n_heads", "index_head_dim", "index_topk")}
+    given, missing = (
+        [n for n, size in sizes.items() if bool(size) is is_set] for is_set in (True, False)
+    )
     if not given or not mla.kv_lora_rank:
         return
     first, width = f"model.mla.{given[0]}={sizes[given[0]]}", mla.index_head_dim

@@ -48,9 +48,7 @@ def mean_over_blocks(
     return replace(time_of(shape, has_experts=has_experts), **found)
 
 
-def _time_of_kind(
-    time_of: Callable[..., Time], own: ActivationShape, *, has_experts: bool
-) -> Time:
+def _time_of_kind(time_of: Callable[..., Time], own: ActivationShape, *, has_experts: bool) -> Time:
     """Return the time of a block of the one kind that ``own`` has."""
     kind, has_one = own.model.attention.layer_types[0], own.family.has_one_part
     if kind not in ALONE:

@@ -213,7 +213,14 @@ UNEVEN = {
         **SIZES,
         num_kv_heads=2,
         attention={
-            "layer_types": ("mamba2", "experts", "no_positions", "feed_forward", "experts", "mamba2")
+            "layer_types": (
+                "mamba2",
+                "experts",
+                "no_positions",
+                "feed_forward",
+                "experts",
+                "mamba2",
+            )
         },
         linear_attention=STATES,
         moe={"num_experts": 4, "intermediate_size": 32, "shared_expert_intermediate_size": 48},

@@ -35,7 +35,9 @@ def _values(config: Config) -> dict[str, Any]:
     dense, count = config["first_k_dense_replace"], config["num_hidden_layers"]
     listed = config.get("mlp_layer_types")
     if listed and list(listed) != _blocks(dense, count):
-        rule = f"the first first_k_dense_replace={dense} blocks are dense, and all others have experts"
+        rule = (
+            f"the first first_k_dense_replace={dense} blocks are dense, and all others have experts"
+        )
         raise ConfigError(unlike(f"mlp_layer_types={list(listed)}", rule))
     return {"mla": {**ours(LATENT_SIZES, config), **ours(_SIZES, config)}}
 

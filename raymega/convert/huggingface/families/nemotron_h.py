@@ -33,7 +33,12 @@ _SIZES = {
     "conv_kernel": "conv_kernel_dim",
     "time_step_min": "time_step_min",
 }
-_KINDS = {"linear_attention": MAMBA, "full_attention": "no_positions", "mlp": FEED_FORWARD, "moe": EXPERTS}
+_KINDS = {
+    "linear_attention": MAMBA,
+    "full_attention": "no_positions",
+    "mlp": FEED_FORWARD,
+    "moe": EXPERTS,
+}
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _DEFAULTS = {

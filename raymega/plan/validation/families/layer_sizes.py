@@ -111,7 +111,11 @@ def cut_faults(  # fields of one rule
         return
     seen = set()
     for layer in range(num_layers):
-        own = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "ffn_hidden_size": ffn_hidden_size}
+        own = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+        }
         own |= sizes.of(layer)
         heads, kv_heads, width = own.values()
         if (heads, kv_heads, width) in seen:
