@@ -170,6 +170,12 @@ class ModelSection(Section):
         """G as a number."""
         return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
 
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row: max_positions, or fewer where an indexer would leave some out."""
+        chosen = self.mla.index_topk if self.mla.index_n_heads else self.max_positions
+        return min(chosen, self.max_positions)
+
     def holds_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` has experts: where its kind says so, else by the section's interval."""
         kinds = self.attention.layer_types

@@ -77,6 +77,11 @@ class GlobalTensor:
         return self.role != "state" and not self.is_frozen
 
     @property
+    def is_weight(self) -> bool:
+        """True of all but states, such as a router's counts."""
+        return self.role != "state"
+
+    @property
     def num_elements(self) -> int:
         """Number of elements of the whole tensor."""
         return prod(self.shape)

@@ -204,10 +204,10 @@ def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
         )
 
 
-@reads("data.seq_len, model.max_positions")
-def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
-    """Check that a sequence has no more positions than the model."""
-    if seq_len > longest:
+@reads("data.seq_len, model.max_positions family")
+def position_faults(seq_len: int, longest: int, family: str) -> Iterator[Fault]:
+    """Check that a sequence has no more positions than the model; T5's are relative, and have no end."""
+    if seq_len > longest and not family_parts(family).is_encoder_decoder:
         yield Fault(
             fact=f"data.seq_len={seq_len}",
             rule=f"it must not exceed model.max_positions={longest}",
