@@ -9,16 +9,23 @@ from pydantic import BeforeValidator, Field
 from raymega.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 LayerType = Literal[
-    "full", "sliding", "chunked", "no_positions", "gated_delta_net", "mamba2", "feed_forward"
+    "full",
+    "sliding",
+    "chunked",
+    "no_positions",
+    "gated_delta_net",
+    "mamba2",
+    "feed_forward",
+    "experts",
 ]
 
 
-def _as_tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
     """Return a list of JSON, such as that of a checkpoint's model section, as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
-LayerTypes = Annotated[tuple[LayerType, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+LayerTypes = Annotated[tuple[LayerType, ...], Field(min_length=1), BeforeValidator(as_tuple)]
 
 
 class AttentionSection(Section):
@@ -29,7 +36,8 @@ class AttentionSection(Section):
     """Kind of each layer's attention, repeated from layer 0 to the last. full: all earlier tokens of
     the document. sliding: the last sliding_window tokens. chunked: those of its own chunk of the
     document. no_positions: full, without RoPE. gated_delta_net, mamba2: a state of fixed size in place
-    of attention, with the sizes of model.linear_attention. feed_forward: a block of nemotron_h without attention."""
+    of attention, with the sizes of model.linear_attention. feed_forward, experts: blocks of nemotron_h without
+    attention, dense or of model.moe."""
     sliding_window: NonNegative = 0
     """Number of tokens that a token of a sliding layer sees, itself included; 0 without such layers."""
     chunk_size: NonNegative = 0

@@ -26,3 +26,11 @@ class MlaSection(Section):
     """Features of a query or key head that RoPE rotates, in pairs of neighbours."""
     v_head_dim: NonNegative = 0
     """Features of a value head."""
+    # Indexer of DeepSeek-V3.2, which chooses the tokens that its sparse attention sees.
+    index_n_heads: NonNegative = 0
+    """Heads of the indexer, whose weights are kept frozen and exported as they came; 0 is none. Attention sees all
+    tokens: the published function where data.seq_len is at most index_topk."""
+    index_head_dim: NonNegative = 0
+    """Features of a head of the indexer."""
+    index_topk: NonNegative = 0
+    """Number of tokens that the indexer chooses for each token."""

@@ -21,6 +21,7 @@ from raymega.config.fields import (
     Section,
 )
 from raymega.config.heads.section import HeadSection
+from raymega.config.layer_sizes import LayerSizesSection
 from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
@@ -119,6 +120,8 @@ class ModelSection(Section):
     # Variants: attention by layer, constant factors, experts, latents, multi-token prediction.
     attention: AttentionSection = AttentionSection()
     """Attention of each layer: windows, scores, rotated features."""
+    layer_sizes: LayerSizesSection = LayerSizesSection()
+    """Widths and numbers of heads that differ by layer."""
     linear_attention: LinearAttentionSection = LinearAttentionSection()
     """Sizes of layers of kind gated_delta_net or mamba2."""
     multipliers: MultipliersSection = MultipliersSection()
@@ -166,6 +169,19 @@ class ModelSection(Section):
     def kv_heads(self) -> int:
         """G as a number."""
         return self.num_heads if self.num_kv_heads == "num_heads" else self.num_kv_heads
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row: max_positions, or fewer where an indexer would leave some out."""
+        chosen = self.mla.index_topk if self.mla.index_n_heads else self.max_positions
+        return min(chosen, self.max_positions)
+
+    def holds_experts(self, layer: int) -> bool:
+        """Return whether block ``layer`` has experts: where its kind says so, else by the section's interval."""
+        kinds = self.attention.layer_types
+        if "experts" in kinds:
+            return self.moe.num_experts > 0 and kinds[layer % len(kinds)] == "experts"
+        return self.moe.holds_experts(layer)
 
     @property
     def expert_width(self) -> int:

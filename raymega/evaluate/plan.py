@@ -95,7 +95,7 @@ def plan_on(
         # rows of several requests, whatever the run's rows were
         "data": {
             "path": "synthetic",
-            "seq_len": min(values["seq_len"] or model.max_positions, model.max_positions),
+            "seq_len": min(values["seq_len"] or model.longest_row, model.max_positions),
             "global_batch_size": 2**14,
             "packing": "best_fit",
             "document_multiple": 2 * degrees["cp"],

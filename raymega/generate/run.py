@@ -181,7 +181,7 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
     texts = read_prompts(prompts, files, source=checkpoint.store.uri)
     # the plan, once its row length is known
     one = one_device_plan(checkpoint, options.overrides)
-    most = one.job.model.max_positions
+    most = one.job.model.longest_row
     raise_faults(ConfigError, _vocabulary_faults(codec, one))
     task = make_task(
         files, texts, options.sampling, most=most, is_rendered=prompts.chat is not None

@@ -20,7 +20,7 @@ from raymega.model.heads.score_head import ScoreHead
 from raymega.model.layers.embedding import Embedding
 from raymega.model.layers.encoder_head import HeadTransform, PairHead
 from raymega.model.layers.lm_head import Head
-from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
+from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate, named_activation
 from raymega.model.layers.norms import Norm
 from raymega.model.layers.transformer_block import BlockPart, ResidualDropout, TransformerBlock
 from raymega.model.linear_attention.gated_delta_net import GatedDeltaNet
@@ -32,7 +32,7 @@ from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.plan.layers.encoder_decoder import is_decoder_layer
 from raymega.plan.layers.family_parts import parts_of
-from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, layer_parts
+from raymega.plan.layers.layer_pattern import ALONE, MAMBA, layer_parts, sized_model
 from raymega.plan.tensor_table import block_name
 
 TOKEN_TABLE = "embedding.tokens.weight"
@@ -132,7 +132,7 @@ def make_block(
             mlp_dropout=drop(f"{name}.mlp"),
         )
     one_part = norm("norm")
-    has_mixer = parts.attention != FEED_FORWARD
+    has_mixer = parts.attention not in ALONE
     after = norm("attention_post_norm"), norm("mlp_post_norm")
     of_sums = norm("attention_sum_norm"), norm("mlp_sum_norm")
     return TransformerBlock(
@@ -153,10 +153,11 @@ def _make_attention(
     factory: ParameterFactory, layer: int, model: ModelSection, positions: nn.Module
 ) -> BlockPart:
     """Return the block's attention, with the rotation that its layer has."""
-    name, parts = f"{block_name(model, layer)}.attention", layer_parts(model, layer)
+    at, parts = block_name(model, layer), layer_parts(model, layer)
+    name, model = f"{at}.attention", sized_model(model, layer)
     if parts.is_linear:
         make = Mamba2 if parts.attention == MAMBA else GatedDeltaNet
-        return make(factory, f"{block_name(model, layer)}.linear_attention", model)
+        return make(factory, f"{at}.linear_attention", model)
     if model.mla.kv_lora_rank:
         return LatentAttention(factory, name, model, positions)
     if parts.rope == "none":
@@ -174,12 +175,9 @@ def _make_mlp(
     """Return the block's dense feed-forward layer, or its layer of experts."""
     parts, name = layer_parts(model, layer), block_name(model, layer)
     activation = parts.family.activation
-    inside = make_gate(activation, model) if parts.family.has_gate else None
-    mlp = (
-        partial(SwigluMlp, inside=inside)
-        if parts.family.has_gate
-        else partial(GeluMlp, activation=activation)
-    )
+    has_gate = parts.family.has_gate
+    inside = make_gate(activation, model) if has_gate else named_activation(activation)
+    mlp = partial(SwigluMlp, inside=inside) if has_gate else partial(GeluMlp, activation=activation)
     if parts.has_experts:
         ranks = experts or no_expert_groups(factory.sp)
         return MoeLayer(factory, f"{name}.moe", model.moe, ranks, mlp, inside)

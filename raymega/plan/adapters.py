@@ -56,6 +56,10 @@ class TableTensor(Protocol):
     def role(self) -> str:
         """Role for the optimizer."""
 
+    @property
+    def is_carried(self) -> bool:
+        """True where no layer reads it."""
+
 
 Tensor = TypeVar("Tensor", bound=TableTensor)
 
@@ -90,7 +94,7 @@ def is_target(tensor: TableTensor, model: ModelSection) -> bool:
     name, lora = tensor.name, model.lora
     if not lora.r or _is_of_new_head(name, model):
         return False
-    if tensor.role != "matrix" or name.endswith(NO_LINEARS) or "." not in name:
+    if tensor.role != "matrix" or tensor.is_carried or name.endswith(NO_LINEARS) or "." not in name:
         return False
     linear = name.removesuffix(".weight")
     return any(

@@ -16,6 +16,7 @@ from raymega.plan.layers.layer_pattern import (
     DELTA_NET,
     mean_keys,
     mixer_share,
+    one_layer,
     state_kind,
     state_share,
 )
@@ -105,7 +106,7 @@ def head_weights(model: ModelSection) -> int:
 def active_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
     """Return the matrix elements that one token is multiplied with; of experts, top_k of all."""
     share = model.moe.top_k / max(1, model.moe.num_experts)
-    matrices = (t for t in tensors if len(t.shape) > 1 and t.role != "bias")
+    matrices = (t for t in tensors if len(t.shape) > 1 and t.role != "bias" and not t.is_carried)
     return sum(t.num_elements * (share if t.is_expert else 1.0) for t in matrices)
 
 
@@ -152,6 +153,9 @@ def _transform_weights(model: ModelSection) -> int:
 
 def _attention_flops(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of attention's two products, or of states, in a forward: one token, a mean layer."""
+    if model.layer_sizes.is_on:
+        layers = [one_layer(model, layer) for layer in range(model.num_layers)]
+        return sum(_attention_flops(each, seq_len) for each in layers) / len(layers)
     keys, share = mean_keys(model, seq_len=seq_len), state_share(model)
     products = keys * model.num_heads * (model.head_width + model.value_width)
     return mixer_share(model) * ((1 - share) * products + share * state_flops(model))

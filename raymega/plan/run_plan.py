@@ -95,6 +95,11 @@ def make_plan(job: Job) -> RunPlan:
     """
     # rules first: what follows needs legal values
     raise_faults(PlanError, job_faults(job_values(job)))
+    return plan_of_legal(job)
+
+
+def plan_of_legal(job: Job) -> RunPlan:
+    """Derive the plan of a job that is known to break no rule; searches know it of many at once."""
     grid, schedule = make_grid(job.parallel), job.schedule
     # stages on ranks, batches, layers on stages
     placement = make_placement(schedule.name, pp=grid.pp, chunks=schedule.chunks)

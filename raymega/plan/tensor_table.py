@@ -13,7 +13,7 @@ from raymega.plan.adapters import with_tuning
 from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
-from raymega.plan.layers.layer_pattern import FEED_FORWARD, STATES, tensor_kind
+from raymega.plan.layers.layer_pattern import ALONE, STATES, sized_model, tensor_kind
 from raymega.plan.layers.norm_tensors import norm_tensors
 from raymega.plan.layers.state_tensors import state_tensors
 from raymega.plan.stages import Stage
@@ -126,9 +126,27 @@ def _latent_attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor
         _scale(f"{at}.kv_latent_norm", mla.kv_lora_rank),
         _weight(f"{at}.kv_up", (kv_width, mla.kv_lora_rank), tp_dim=0, std=std),
     ]
+    if mla.index_n_heads:
+        table += _indexer_tensors(f"{at}.indexer", model)
     # output projection, over the heads' values
     values = model.num_heads * mla.v_head_dim
     return table + _row_linear(f"{at}.out", values, model, "attention.out")
+
+
+def _indexer_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
+    """Return the weights of DeepSeek-V3.2's indexer, which every rank holds whole and no layer reads."""
+    mla, std, width = model.mla, model.initializer_range, model.hidden_size
+    shapes = {
+        "q_up": (mla.index_n_heads * mla.index_head_dim, mla.q_lora_rank),
+        "k": (mla.index_head_dim, width),
+        "head_weights": (mla.index_n_heads, width),
+    }
+    table = [_weight(f"{at}.{name}", shape, tp_dim=-1, std=std) for name, shape in shapes.items()]
+    table += [
+        _scale(f"{at}.k_norm", mla.index_head_dim),
+        _bias(f"{at}.k_norm", mla.index_head_dim, tp_dim=-1),
+    ]
+    return [replace(each, is_frozen=True, is_carried=True) for each in table]
 
 
 def _row_linear(at: str, inner: int, model: ModelSection, kind: str) -> list[GlobalTensor]:
@@ -228,7 +246,7 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     """Return the tensors of one transformer block."""
     if parts_of(model).is_encoder_decoder:
         return with_tuning([replace(t, layer=layer) for t in block_tensors(model, layer)], model)
-    at = block_name(model, layer)
+    at, model = block_name(model, layer), sized_model(model, layer)
     make_attention = _latent_attention_tensors if model.mla.kv_lora_rank else _attention_tensors
     places = parts_of(model).norm_places
     norms = [tensor for place in places for tensor in norm_tensors(f"{at}.{place}", model)]
@@ -236,11 +254,11 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     attention = []
     if kind in STATES:
         attention = state_tensors(f"{at}.linear_attention", model, kind)
-    elif kind != FEED_FORWARD:
+    elif kind not in ALONE:
         attention = make_attention(f"{at}.attention", model)
-    is_moe = model.moe.holds_experts(layer)
+    is_moe = model.holds_experts(layer)
     inner = _moe_tensors(f"{at}.moe", model) if is_moe else _mlp_tensors(f"{at}.mlp", model)
-    inner = [] if has_one and kind != FEED_FORWARD else inner
+    inner = [] if has_one and kind not in ALONE else inner
     table = (replace(_scaled(each, model), layer=layer) for each in norms + attention + inner)
     return with_tuning(table, model)
 

@@ -7,6 +7,7 @@ of work. Layers are assigned to stages by `raymega.plan.stages`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from raymega.schedule.instructions import Instruction, Op, Schedule
@@ -61,21 +62,36 @@ class Placement:
 
     def message(self, rank: int, instruction: Instruction) -> Message | None:
         """Return the message of a send or receive of ``rank``; None without such a neighbour."""
-        here = StageSeat(rank, instruction.chunk)
+        route = _route(self, rank, instruction.chunk, instruction.op)
+        if route is None:
+            return None
+        op, sender, receiver = route
+        return Message(op, instruction.micro_batch, sender, receiver)
+
+    def route(self, rank: int, chunk: int, op: Op) -> tuple[Op, StageSeat, StageSeat] | None:
+        """Return what receives a message of ``op``, its sender and its receiver; None without such a neighbour."""
+        here = StageSeat(rank, chunk)
         stage = self.stage(*here)
-        is_forward = instruction.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-        is_send = instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+        is_forward = op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        is_send = op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
         # Activations go up the stages and gradients down; a receive comes from the opposite side.
         other = stage + (1 if is_forward == is_send else -1)
         if not 0 <= other < self.num_stages:
             return None
         there = self.seat(other)
         sender, receiver = (here, there) if is_send else (there, here)
-        op = Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD
-        return Message(op, instruction.micro_batch, sender, receiver)
+        return (Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD), sender, receiver
 
     def _turned(self, rank: int, chunk: int) -> int:
         return self.pp - 1 - rank if self.is_vee and chunk % 2 else rank
+
+
+@cache
+def _route(
+    placement: Placement, rank: int, chunk: int, op: Op
+) -> tuple[Op, StageSeat, StageSeat] | None:
+    # a simulation asks for the same few routes of each micro-batch
+    return placement.route(rank, chunk, op)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

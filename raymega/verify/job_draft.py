@@ -27,7 +27,7 @@ class Draft:
 
     def __init__(self, job: Job) -> None:
         self.values: dict[str, dict[str, Any]] = job.model_dump()
-        self._original: dict[str, dict[str, Any]] = job.model_dump()
+        self.original: dict[str, dict[str, Any]] = job.model_dump()
         self._reasons: dict[str, str] = {}
 
     def set(self, field: str, new: object, why: str = "") -> None:
@@ -38,7 +38,7 @@ class Draft:
     def changes(self) -> tuple[Change, ...]:
         found = []
         for field, why in self._reasons.items():
-            section, name = _section_of(self._original, field)
+            section, name = _section_of(self.original, field)
             old, new = section[name], _section_of(self.values, field)[0][name]
             if old != new:
                 found.append(Change(field=field, old=old, new=new, why=why))

@@ -13,6 +13,7 @@ from raymega.errors import ConfigError
 from raymega.plan.layers.encoder_decoder import raw_length
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.verify.job_draft import Draft
+from raymega.verify.shrink_layer_sizes import cut_layer_sizes
 
 MAX_SEQ_LEN = 32
 MAX_VOCAB = 512
@@ -41,6 +42,7 @@ def shrink_model(draft: Draft, max_params: int) -> None:
         if count_parameters(draft.job().model) <= max_params:
             return
         cut(draft)
+        cut_layer_sizes(draft, _like, _head_degrees)
     smallest = count_parameters(draft.job().model)
     if smallest > max_params:
         raise ConfigError(
@@ -149,10 +151,12 @@ def _keep_layers(draft: Draft, most: int) -> None:
         others = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
         left = (*kinds[: layers - len(others)], *others)
         draft.set("model.attention.layer_types", left, "one kind a layer at most")
+    for name, listed in model.layer_sizes:
+        draft.set(f"model.layer_sizes.{name}", listed[:layers], "one size a layer at most")
     if draft.job().precision.fp8 != "none":
         end_blocks = min(draft.job().precision.fp8_end_blocks, (layers - 1) // 2)
         draft.set("precision.fp8_end_blocks", end_blocks, "some block must be left for fp8")
-    if model.moe.num_experts and not any(map(model.moe.holds_experts, range(layers))):
+    if model.moe.num_experts and not any(map(model.holds_experts, range(layers))):
         draft.set("model.moe.first_k_dense_replace", 1)
         draft.set("model.moe.layer_freq", min(model.moe.layer_freq, 2))
 

@@ -39,6 +39,7 @@ HEAD, NEW_HEAD = "head.", "head.score.weight"
 """Begin of the names of a head's tensors, and the tensor that every head without a vocabulary has."""
 UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
+    "layer_sizes.num_heads": ("layers.*.attention.*",),
     "linear_attention.num_key_heads": ("layers.*.linear_attention.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }

@@ -40,6 +40,12 @@ def alike(*names: str) -> Renames:
     return dict(zip(names, names, strict=True))
 
 
+LATENT_SIZES = alike(
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+)
+"""Sizes of latent attention, which have one name on both sides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """An architecture of transformers, and the settings in which it could differ from raymega.
@@ -177,7 +183,10 @@ def architecture_of(model: ModelSection) -> str:
     # Latent attention: V3 has biased routing; a dense model with latents is V3 with dense blocks only.
     if model.mla.kv_lora_rank:
         is_v2 = model.moe.num_experts and not model.moe.expert_bias
-        return "deepseek_v2" if is_v2 else "deepseek_v3"
+        is_indexed = model.mla.index_n_heads > 0
+        return "deepseek_v32" if is_indexed else "deepseek_v2" if is_v2 else "deepseek_v3"
+    if model.family == "qwen3" and model.layer_sizes.is_on:
+        return "openelm"
     if model.moe.num_experts and model.family in OWN_TYPES_WITH_EXPERTS:
         return OWN_TYPES_WITH_EXPERTS[model.family]
     if model.family in OWN_TYPES:

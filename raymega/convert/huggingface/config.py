@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymega.config.schema import MlaSection, ModelSection
+from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import (
     ADD_IT,
+    LATENT_SIZES,
     NULL_IS_A_VALUE,
     Architecture,
     Config,
@@ -39,7 +40,7 @@ from raymega.convert.huggingface.rope_config import (
 from raymega.convert.quantized_weights import quantization_faults
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.layers.family_parts import parts_of
-from raymega.plan.layers.layer_pattern import layer_pattern
+from raymega.plan.layers.layer_pattern import layer_pattern, sized_model
 from raymega.plan.validation.registry import job_faults
 
 
@@ -169,6 +170,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
     parts_apart = {
         "moe", "mla", "attention", "linear_attention", "multipliers", "encoder", "encoder_decoder", "head",
+        "layer_sizes",
     }  # fmt: skip
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
@@ -186,7 +188,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         "moe": experts, "mla": model.mla.model_dump(), "attention": attention,
         "multipliers": model.multipliers.model_dump(),
         "linear_attention": model.linear_attention.model_dump(),
-        "head": compared_head(model),
+        "head": compared_head(model), "layer_sizes": _sizes_by_layer(model),
     }  # fmt: skip
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})
@@ -195,6 +197,16 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         parts["encoder_decoder"] = model.encoder_decoder.model_dump(exclude={"decoder_seq_len"})
     inner = {f"{part}.{name}": v for part, fields in parts.items() for name, v in fields.items()}
     return plain | inner
+
+
+def _sizes_by_layer(model: ModelSection) -> dict[str, list[int]]:
+    """Return the sizes of each layer, listed or not, in comparable form."""
+    layers = [sized_model(model, layer) for layer in range(model.num_layers)]
+    return {
+        "ffn_hidden_size": [each.ffn_hidden_size for each in layers],
+        "num_heads": [each.num_heads for each in layers],
+        "num_kv_heads": [each.kv_heads for each in layers],
+    }
 
 
 def _is_of_scaling(field: str) -> bool:
@@ -247,13 +259,13 @@ def _llama_values(config: Config) -> dict[str, Any]:
         "head_dim": "hidden_size / num_heads" if is_plain else head_width,
         **rope_values(rope_of(config)),
         **expert_values(config),
-        **({"mla": ours(alike(*MlaSection.model_fields), config)} if has_latents else {}),
+        **({"mla": ours(LATENT_SIZES, config)} if has_latents else {}),
     }
 
 
 def _llama_config(model: ModelSection) -> dict[str, Any]:
     latents = {
-        **model.mla.model_dump(),
+        **theirs(LATENT_SIZES, model.mla),
         "q_lora_rank": model.mla.q_lora_rank or None,
         "head_dim": model.mla.qk_rope_head_dim,
         "num_nextn_predict_layers": model.num_nextn_predict_layers,

@@ -88,6 +88,7 @@ _WORD = SettingKind(words="a string", holds=_is_word)
 _FLAG = SettingKind(words="true or false", holds=lambda value: isinstance(value, bool))
 _TABLE = SettingKind(words="an object", holds=lambda value: isinstance(value, Mapping))
 _WORDS = SettingKind(words="a list of strings", holds=_list_of(_is_word))
+_MULTIPLIERS = SettingKind(words="a list of finite numbers above 0", holds=_list_of(_is_positive))
 _PLACES = SettingKind(words="a list of whole numbers", holds=_list_of(_is_whole))
 
 
@@ -103,8 +104,13 @@ _KINDS = {
     **_all(_WHOLE, "qk_rope_head_dim v_head_dim num_local_experts num_experts n_routed_experts"),
     **_all(_WHOLE, "num_experts_per_tok moe_intermediate_size decoder_sparse_step"),
     **_all(_WHOLE, "shared_expert_intermediate_size first_k_dense_replace n_shared_experts"),
-    **_all(_WHOLE, "n_group topk_group rotary_dim sliding_window attention_chunk_size num_labels"),
+    **_all(
+        _WHOLE,
+        "n_group topk_group moe_shared_expert_intermediate_size rotary_dim sliding_window attention_chunk_size num_labels",
+    ),
     **_all(_DIVISOR, "num_attention_heads head_dim sliding_window_pattern _sliding_window_pattern"),
+    **_all(_DIVISOR, "index_n_heads index_head_dim index_topk"),
+    **_all(_DIVISOR, "model_dim num_transformer_layers ffn_dim_divisor rope_max_length"),
     **_all(_DIVISOR, "no_rope_layer_interval interleave_moe_layer_step floor_scale"),
     **_all(_DIVISOR, "linear_num_key_heads linear_num_value_heads linear_key_head_dim"),
     **_all(_DIVISOR, "n_groups mamba_num_heads ssm_state_size mamba_head_dim conv_kernel"),
@@ -114,14 +120,22 @@ _KINDS = {
     **_all(_NUMBER, "initializer_range layer_norm_epsilon rms_norm_eps rope_theta"),
     **_all(_NUMBER, "router_jitter_noise routed_scaling_factor partial_rotary_factor attn_scale"),
     **_all(_NUMBER, "layer_norm_epsilon time_step_min"),
-    **_all(_NUMBER, "attn_logit_softcapping final_logit_softcapping embedding_multiplier"),
+    **_all(
+        _NUMBER,
+        "rope_freq_constant attn_logit_softcapping final_logit_softcapping embedding_multiplier",
+    ),
     **_all(_NUMBER, "residual_multiplier attention_multiplier logits_scaling"),
     **_all(_POSITIVE, "query_pre_attn_scalar rope_local_base_freq"),
     **_all(_FLAG, "tie_word_embeddings norm_topk_prob use_qk_norm attn_temperature_tuning"),
-    **_all(_FLAG, "scale_decoder_outputs is_gated_act"),
+    **_all(_FLAG, "scale_decoder_outputs is_gated_act share_input_output_layers"),
     **_all(_TABLE, "rope_scaling rope_parameters id2label"),
     **_all(_WORD, "topk_method hybrid_override_pattern"),
-    **_all(_WORDS, "architectures layer_types layers_block_type"),
+    **_all(_WORDS, "architectures layer_types layers_block_type mlp_layer_types"),
+    **_all(
+        SettingKind(words="a list of whole numbers from 1", holds=_list_of(_is_divisor)),
+        "num_query_heads",
+    ),
+    **_all(_MULTIPLIERS, "ffn_multipliers"),
     **_all(_PLACES, "mlp_only_layers no_rope_layers moe_layers"),
 }
 _ROPE_KINDS = {

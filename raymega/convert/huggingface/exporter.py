@@ -36,8 +36,9 @@ from raymega.convert.number_formats import Array, recast
 from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_weights
 from raymega.data.format import TOKENIZER_FILE
-from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
+from raymega.errors import CheckpointError, ConfigError, Fault, first_few, raise_faults
 from raymega.messages import SavedBox
+from raymega.plan.tensor_table import model_tensors
 
 DTYPES = ("saved", "float64", "float32", "bfloat16", "float16")
 MAX_FILE_BYTES = 5 * 10**9
@@ -109,6 +110,7 @@ def hf_export(
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = hf_tensors(model)
+    raise_faults(ConfigError, _lost_faults(model, theirs, config))
     # Write weights, then config.json and the files that came with the model.
     with new_folder(folder) as partial:
         write_weights(
@@ -137,6 +139,23 @@ def _notes(model: ModelSection, *, is_readable: bool) -> tuple[str, ...]:
     if not is_readable:
         notes.append("no tokenizer: the run's data has none; name a dataset by --tokenizer")
     return tuple(notes)
+
+
+def _lost_faults(
+    model: ModelSection, theirs: Sequence[HfTensor], config: Mapping[str, Any]
+) -> list[Fault]:
+    """Return the fault of weights that no tensor of theirs has, such as multi-token prediction of GPT-2."""
+    named = {part.name for tensor in theirs for part in tensor.parts}
+    lost = [each.name for each in model_tensors(model) if each.is_weight and each.name not in named]
+    if not lost:
+        return []
+    return [
+        Fault(
+            fact=f"{config['architectures'][0]} has no {first_few(lost)}",
+            rule="each weight of the model is exported, and read back by an import",
+            remedy="export it with dcp-export, which keeps raymega's names",
+        )
+    ]
 
 
 def _tokenizer_faults(path: str, found: Mapping[str, bytes]) -> list[Fault]:

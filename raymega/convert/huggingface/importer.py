@@ -18,6 +18,7 @@ import yaml
 
 from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
+from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
 from raymega.convert.huggingface.families.bert import PAIRS, POOLERS
@@ -46,9 +47,9 @@ SAVED = "saved"
 DTYPES = (SAVED, "float64", "float32", "bfloat16")
 FIRST_PREFIX = {
     "gpt2": "transformer.", "gpt_neox": "gpt_neox.", "bert": "bert.", "megatron_bert": "bert.",
-    "roberta": "roberta.", "t5": "", "t5_v1_1": "", "nemotron_h": "backbone.",
+    "roberta": "roberta.", "t5": "", "t5_v1_1": "", "nemotron_h": "backbone.", "openelm": "transformer.",
 }  # fmt: skip
-"""Outermost prefix of names by family, where it is not Llama's."""
+"""Outermost prefix of names by family or model_type, where it is not Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +217,8 @@ def _unreadable(folder: Path, problem: str) -> Fault:
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
     """Return the weights by their current names."""
     # Files of a model saved without its language-model head lack the outermost prefix.
-    prefix = FIRST_PREFIX.get(model.family, "model.")
+    own = FIRST_PREFIX.get(architecture_of(model))
+    prefix = own or FIRST_PREFIX.get(model.family, "model.")
     has_prefix = any(name.startswith(prefix) for name in entries)
     return {
         _renamed(name) if has_prefix or name in HEADS else f"{prefix}{_renamed(name)}": entry

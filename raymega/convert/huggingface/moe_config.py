@@ -124,6 +124,23 @@ def _deepseek_v3_config(model: ModelSection) -> dict[str, Any]:
     }
 
 
+def _nemotron_values(config: Config) -> dict[str, Any]:
+    # the kinds of layers say which blocks have experts
+    shared = config["moe_shared_expert_intermediate_size"]
+    values = _deepseek_values({**config, "first_k_dense_replace": 0, "num_hidden_layers": 1})
+    return {**values, "shared_expert_intermediate_size": shared}
+
+
+def _nemotron_config(model: ModelSection) -> dict[str, Any]:
+    names = alike("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+    return {
+        **theirs({"n_routed_experts": "num_experts", **names}, model.moe),
+        "moe_intermediate_size": model.expert_width,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": model.moe.shared_expert_intermediate_size,
+    }
+
+
 def _minimax_values(config: Config) -> dict[str, Any]:
     return {
         **ours(_MIXTRAL, config),
@@ -152,7 +169,7 @@ def _llama4_values(config: Config) -> dict[str, Any]:
 
 
 def _llama4_config(model: ModelSection) -> dict[str, Any]:
-    layers = [i for i in range(model.num_layers) if model.moe.holds_experts(i)]
+    layers = [i for i in range(model.num_layers) if model.holds_experts(i)]
     return {
         "num_local_experts": model.moe.num_experts or 1,
         "moe_intermediate_size": model.expert_width,
@@ -169,10 +186,12 @@ _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "qwen3_5_moe_text": _qwen_values,
     "deepseek_v2": _deepseek_values,
     "deepseek_v3": _deepseek_values,
+    "deepseek_v32": _deepseek_values,
     "glm4_moe": _deepseek_values,
     "minimax_m2": _minimax_values,
     "gpt_oss": partial(ours, _GPT_OSS),
     "llama4_text": _llama4_values,
+    "nemotron_h": _nemotron_values,
 }
 _WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "mixtral": lambda model: theirs(_MIXTRAL, model.moe),
@@ -182,8 +201,10 @@ _WRITERS: Mapping[str, Callable[[ModelSection], dict[str, Any]]] = {
     "qwen3_5_moe_text": _qwen2_config,
     "deepseek_v2": _deepseek_v2_config,
     "deepseek_v3": _deepseek_v3_config,
+    "deepseek_v32": _deepseek_v3_config,
     "glm4_moe": _deepseek_v3_config,
     "minimax_m2": lambda model: theirs(_MIXTRAL, model.moe),
     "gpt_oss": lambda model: theirs(_GPT_OSS, model.moe),
     "llama4_text": _llama4_config,
+    "nemotron_h": _nemotron_config,
 }

@@ -98,6 +98,7 @@ _SHARED_EXPERTS = {
     "qwen3_5_moe_text": _QWEN_SHARED,
     "deepseek_v2": _DEEPSEEK_SHARED,
     "deepseek_v3": _DEEPSEEK_SHARED,
+    "deepseek_v32": _DEEPSEEK_SHARED,
 }
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _MIXTRAL_EXPERTS = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -206,7 +207,7 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
                 for theirs, part in family.tensors.items()
                 if f"{at}.{part}" in ours
             ]
-        if model.moe.holds_experts(layer):
+        if model.holds_experts(layer):
             found += _expert_tensors(layer, ours, model)
     # Our order; experts of one tensor follow one another, which exporter.py relies on.
     order = {name: index for index, name in enumerate(ours)}
@@ -236,12 +237,14 @@ def _expert_tensors(
 ) -> list[HfTensor]:
     """Return the tensors of router and experts of one block."""
     kind = architecture_of(model)
-    at, theirs = block_name(model, layer), f"model.layers.{layer}"
     family = hf_family(kind)
+    prefix = family.prefix if family is not None else "model.layers"
+    at, theirs = block_name(model, layer), f"{prefix}.{layer}"
     if family is not None and family.experts is not None:
         return _stacked_experts(f"{theirs}.{family.experts.module}", at, ours, family.experts)
     is_mixtral = kind in ("mixtral", "minimax_m2")
-    module = "block_sparse_moe" if is_mixtral else "mlp"
+    own = family.expert_module if family is not None else "mlp"
+    module = "block_sparse_moe" if is_mixtral else own
     bias = module if kind == "minimax_m2" else f"{module}.gate"
     names = {f"{module}.gate.weight": "weight", f"{bias}.e_score_correction_bias": "bias"}
     found = [
@@ -251,7 +254,9 @@ def _expert_tensors(
     ]
     # One tensor per expert and projection.
     for name, part in (_MIXTRAL_EXPERTS if is_mixtral else _EXPERTS).items():
-        tensor = ours[f"{at}.moe.experts.{part}.weight"]
+        tensor = ours.get(f"{at}.moe.experts.{part}.weight")
+        if tensor is None:  # experts without a gate
+            continue
         found += [
             HfTensor(
                 name=f"{theirs}.{module}.experts.{expert}.{name}.weight",

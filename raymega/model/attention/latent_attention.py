@@ -31,6 +31,18 @@ from raymega.parallel.tensor_parallel.layers import (
 )
 
 
+class Indexer(nn.Module):
+    """Weights of DeepSeek-V3.2's indexer, held for checkpoints and export; it runs nowhere.
+
+    It chooses the index_topk tokens that a token attends to: all, in rows that are no longer.
+    """
+
+    def __init__(self, factory: ParameterFactory, name: str) -> None:
+        super().__init__()
+        ends = ("q_up.weight", "k.weight", "head_weights.weight", "k_norm.weight", "k_norm.bias")
+        self.weights = nn.ParameterList(factory.make(f"{name}.{end}") for end in ends)
+
+
 class LatentAttention(nn.Module):
     """Attention softmax(scale * q k^T) v, whose q and k have a part without position and a rotary one.
 
@@ -61,6 +73,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = Norm(factory, f"{name}.kv_latent_norm", "rms_norm", model.norm_eps)
         self.kv = ColumnParallelLinear(factory, f"{name}.kv_up")
         self.core = CoreAttention(factory, name, model)
+        self.indexer = Indexer(factory, f"{name}.indexer") if mla.index_n_heads else None
         self.out = RowParallelLinear(factory, f"{name}.out")
 
     def forward(self, x: Tensor, token_layout: TokenLayout | None = None) -> Tensor:

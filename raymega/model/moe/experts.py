@@ -24,12 +24,12 @@ MakeMlp = Callable[[ParameterFactory, str], GeluMlp | SwigluMlp]
 
 
 class Experts(nn.Module):
-    """Experts down(silu(gate(x)) * up(x)), or down(gelu(up(x))) without a gate, on sorted rows.
+    """Experts down(silu(gate(x)) * up(x)), or down(f(up(x))) without a gate, on sorted rows.
 
     The rank holds E/ep experts, F/etp features of each, so outputs are partial sums over etp. Gate and
     up are one tensor, [E/ep, 2 F/etp, D], and one grouped GEMM. With ``is_remade`` backward recomputes
     the nonlinearity. ``etp`` is the group with the other features of these experts, over which fp8
-    scales are reduced. ``inside`` maps gate and up to what down reads; None is SwiGLU. Biases are those
+    scales are reduced. ``inside`` maps gate and up, or up, to what down reads; None is SwiGLU, or GELU. Biases are those
     that the table has.
     """
 
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.grad_queue = factory.grad_queue
         self.up_place, self.down_place = expert_places(factory.fp8, etp)
         gate_up = factory.make_if_any(f"{name}.gate.weight", f"{name}.up.weight")
-        self.inside = gelu_tanh if gate_up is None else inside or swiglu
+        self.inside = inside or (gelu_tanh if gate_up is None else swiglu)
         self.up = factory.make(f"{name}.up.weight") if gate_up is None else gate_up
         self.down = factory.make(f"{name}.down.weight")
         # biases; of down's columns each etp rank has its own

@@ -96,6 +96,6 @@ def find_routers(
     layers = [
         i
         for i in range(model.num_layers + model.num_nextn_predict_layers)
-        if model.moe.holds_experts(i)
+        if model.holds_experts(i)
     ]
     return Routers(layers=layers, held=held, num_experts=model.moe.num_experts, device=device)

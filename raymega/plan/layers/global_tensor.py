@@ -46,6 +46,7 @@ class GlobalTensor:
             an expert tensor is the experts, which ep cuts evenly.
         is_wide: Whether it is kept in float32 or better.
         is_frozen: Whether the job trains other tensors only; `adapters.py` decides.
+        is_carried: Whether no layer reads it: it is kept, frozen, for what is exported.
         layer: Number of its block, from 0; -1 outside of blocks.
     """
 
@@ -62,6 +63,7 @@ class GlobalTensor:
     etp_dim: int = -1
     is_wide: bool = False
     is_frozen: bool = False
+    is_carried: bool = False
     layer: int = -1
 
     @property
@@ -73,6 +75,11 @@ class GlobalTensor:
     def is_trained(self) -> bool:
         """True where the optimizer updates it, and keeps moments of it."""
         return self.role != "state" and not self.is_frozen
+
+    @property
+    def is_weight(self) -> bool:
+        """True of all but states, such as a router's counts."""
+        return self.role != "state"
 
     @property
     def num_elements(self) -> int:

@@ -18,6 +18,13 @@ MAMBA: LayerType = "mamba2"
 STATES = (DELTA_NET, MAMBA)
 """Kinds of layers with a state of fixed size in place of attention."""
 FEED_FORWARD: LayerType = "feed_forward"
+EXPERTS: LayerType = "experts"
+ALONE = (FEED_FORWARD, EXPERTS)
+"""Kinds of blocks without attention and state."""
+
+
+LayerKind = tuple[str, bool, tuple[int, ...]]
+"""Kind of a layer: its attention, whether it has experts, and its own sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +55,7 @@ class LayerParts:
     @property
     def has_feed_forward(self) -> bool:
         """Return whether the block has a feed-forward layer or experts."""
-        return not self.family.has_one_part or self.attention == FEED_FORWARD
+        return not self.family.has_one_part or self.attention in ALONE
 
 
 def layer_parts(model: ModelSection, layer: int) -> LayerParts:
@@ -56,7 +63,7 @@ def layer_parts(model: ModelSection, layer: int) -> LayerParts:
     attention, family = model.attention, parts_of(model)
     kind = attention.layer_types[layer % len(attention.layer_types)]
     rope: Literal["none", "global", "local"] = "global"
-    if not family.has_rope or kind in ("no_positions", FEED_FORWARD, *STATES):
+    if not family.has_rope or kind in ("no_positions", *ALONE, *STATES):
         rope = "none"
     elif kind == "sliding" and attention.sliding_rope_theta:
         rope = "local"
@@ -65,9 +72,36 @@ def layer_parts(model: ModelSection, layer: int) -> LayerParts:
         window=attention.sliding_window if kind == "sliding" else 0,
         chunk=attention.chunk_size if kind == "chunked" else 0,
         rope=rope,
-        has_experts=model.moe.holds_experts(layer),
+        has_experts=model.holds_experts(layer),
         family=family,
     )
+
+
+def sized_model(model: ModelSection, layer: int) -> ModelSection:
+    """Return the model section with the sizes of block ``layer``, which is the model's own where all are alike."""
+    sizes = model.layer_sizes.of(layer) if model.layer_sizes.is_on else {}
+    if not sizes:
+        return model
+    return model.model_copy(update={**sizes, "layer_sizes": type(model.layer_sizes)()})
+
+
+def one_layer(model: ModelSection, layer: int) -> ModelSection:
+    """Return the section of a model whose only block is as block ``layer``: means over its layers are of this one."""
+    kinds, moe = model.attention.layer_types, model.moe
+    kind = kinds[layer % len(kinds)]
+    attention = model.attention.model_copy(update={"layer_types": (kind,)})
+    is_dense = not model.holds_experts(layer)
+    at_once = moe.model_copy(update={"first_k_dense_replace": int(is_dense), "layer_freq": 1})
+    return sized_model(model, layer).model_copy(
+        update={"attention": attention, "moe": at_once, "num_layers": 1}
+    )
+
+
+def layer_kind(model: ModelSection, layer: int) -> LayerKind:
+    """Return what of a layer's number decides its cost: kind of attention, experts, and sizes of its own."""
+    kinds, sizes = model.attention.layer_types, model.layer_sizes
+    own = tuple(sizes.of(layer).values()) if sizes.is_on else ()
+    return kinds[layer % len(kinds)], model.holds_experts(layer), own
 
 
 def layer_pattern(model: ModelSection) -> list[LayerParts]:
@@ -75,22 +109,23 @@ def layer_pattern(model: ModelSection) -> list[LayerParts]:
     return [layer_parts(model, layer) for layer in range(model.num_layers)]
 
 
-def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool, int]:
-    """Return what of a layer's number decides its tensors: attention, kind of state or none; experts; and its side.
+def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool, int, tuple[int, ...]]:
+    """Return what of a layer's number decides its tensors: attention, kind of state or none; experts; side; sizes.
 
     A side is 0, or in an encoder-decoder model 1 in the encoder's last block, with a norm more, and 2 in the decoder.
     """
     kinds, side = model.attention.layer_types, 0
     kind = kinds[layer % len(kinds)]
-    is_apart = kind in (FEED_FORWARD, *STATES)
+    is_apart = kind in (*ALONE, *STATES)
     if parts_of(model).is_encoder_decoder:
         last = model.encoder_decoder.num_encoder_layers - 1
         side = (layer >= last) + (layer > last)
-    return kind if is_apart else "attention", model.moe.holds_experts(layer), side
+    sizes = layer_kind(model, layer)[2]
+    return kind if is_apart else "attention", model.holds_experts(layer), side, sizes
 
 
 def kinds_of_layers(model: ModelSection) -> list[str]:
-    """Return for each layer ``attention``, its kind of state, or ``feed_forward``."""
+    """Return for each layer ``attention``, its kind of state, ``feed_forward`` or ``experts``."""
     return [tensor_kind(model, layer)[0] for layer in range(model.num_layers)]
 
 
@@ -99,14 +134,20 @@ def state_kind(model: ModelSection) -> str:
     return next((kind for kind in STATES if kind in model.attention.layer_types), "")
 
 
+def is_mixed(model: ModelSection) -> bool:
+    """Return whether some blocks have states in place of attention, or a feed-forward layer or experts alone."""
+    return bool({*ALONE, *STATES}.intersection(model.attention.layer_types))
+
+
 def mixer_share(model: ModelSection) -> float:
     """Return the share of blocks with attention or a state."""
-    return 1 - kinds_of_layers(model).count(FEED_FORWARD) / model.num_layers
+    kinds = kinds_of_layers(model)
+    return 1 - sum(map(kinds.count, ALONE)) / model.num_layers
 
 
 def state_share(model: ModelSection) -> float:
     """Return the share of blocks with states among those with attention or a state."""
-    kinds = [kind for kind in kinds_of_layers(model) if kind != FEED_FORWARD]
+    kinds = [kind for kind in kinds_of_layers(model) if kind not in ALONE]
     return sum(kind in STATES for kind in kinds) / max(1, len(kinds))
 
 

@@ -8,14 +8,14 @@ kernel runs is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 
 from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
-from raymega.plan.layers.layer_pattern import mixer_share, state_share
+from raymega.plan.layers.layer_pattern import ALONE, STATES
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
 from raymega.plan.memory.attention_bytes import full_attention_bytes, latent_attention_bytes
@@ -75,10 +75,9 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
         head_bytes(shape) + further * further_bytes(shape) if stage.is_last else 0
     )
     # Blocks of each kind.
-    with_experts = shape.blocks_with_experts(stage)
-    dense, experts = layer_bytes(shape), layer_bytes(shape, has_experts=True)
-    blocks = (stage.num_layers + further - with_experts) * dense + with_experts * experts
-    unit = max(dense, experts if with_experts else 0)
+    each_kind = _block_bytes(shape, (*stage.layers, *shape.further(stage)))
+    blocks = sum(number * size for number, size in each_kind)
+    unit = max((size for _, size in each_kind), default=0)
     if shape.family.is_encoder_decoder:
         each = [stream_layer_bytes(shape, layer) for layer in stage.layers]
         blocks, unit = sum(each), max(each, default=0)
@@ -102,24 +101,51 @@ def stage_activations(shape: ActivationShape, stage: Stage) -> StageActivations:
 
 def bytes_to_first_wait(shape: ActivationShape, stage: Stage) -> int:
     """Return the bytes of a forward up to the end of its first block with experts, where two passes take turns."""
-    holds_experts = shape.model.moe.holds_experts
+    holds_experts = shape.model.holds_experts
     numbers = (*stage.layers, *shape.further(stage))
-    dense = next((n for n, number in enumerate(numbers) if holds_experts(number)), len(numbers))
+    first = next((n for n, number in enumerate(numbers) if holds_experts(number)), len(numbers))
     embedding = embedding_bytes(shape) if stage.is_first else 0
-    return embedding + dense * layer_bytes(shape) + layer_bytes(shape, has_experts=True)
+    until = sum(number * size for number, size in _block_bytes(shape, numbers[: first + 1]))
+    # a stage without experts waits at its neighbour's first ones
+    return (
+        embedding + until + (layer_bytes(shape, has_experts=True) if first == len(numbers) else 0)
+    )
 
 
 def layer_bytes(shape: ActivationShape, *, has_experts: bool = False) -> int:
-    """Return the bytes of one block, without the parts that selective recompute runs again."""
+    """Return the bytes of one block with or without experts, a mean over those of the model."""
+    numbers = range(shape.model.num_layers + shape.model.num_nextn_predict_layers)
+    alike = [n for n in numbers if shape.model.holds_experts(n) == has_experts]
+    each_kind = (
+        _block_bytes(shape, alike) if alike else [(1, _layer_bytes(shape, shape, has_experts))]
+    )
+    return round(sum(n * size for n, size in each_kind) / sum(n for n, _ in each_kind))
+
+
+def _block_bytes(shape: ActivationShape, numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the number of blocks of each kind among ``numbers``, and the bytes of one."""
+    return [
+        (count, _layer_bytes(shape, own, has_experts))
+        for count, own, has_experts in shape.blocks(numbers)
+    ]
+
+
+def _layer_bytes(shape: ActivationShape, own: ActivationShape, has_experts: bool) -> int:  # noqa: FBT001  # of blocks()
+    """Return the bytes of one block of shape ``own``, without the parts that selective recompute runs again.
+
+    Adapters are those of ``shape``, the whole model, whose patterns have numbers of layers.
+    """
+    rows = round(expert_rows(shape)) if has_experts else 0
+    adapted = adapter_bytes(shape, has_experts=has_experts, num_expert_rows=rows)
+    shape = own
     inner = feed_forward_bytes(shape, has_experts=has_experts)
     # A feed-forward layer beside attention reads the same input, counted once.
     shared = shape.stream_bytes if shape.family.is_parallel else 0
-    rows = round(expert_rows(shape)) if has_experts else 0
-    adapted = adapter_bytes(shape, has_experts=has_experts, num_expert_rows=rows)
+    if shape.family.has_one_part and shape.model.attention.layer_types[0] in ALONE:
+        return inner + adapted
     mixer = _norm_bytes(shape) + _attention_bytes(shape)
-    if shape.family.has_one_part:  # a mean over blocks
-        share = mixer_share(shape.model)
-        return round(share * mixer + (1 - share) * inner) + adapted
+    if shape.family.has_one_part:
+        return mixer + adapted
     return mixer + inner - shared + adapted
 
 
@@ -267,12 +293,10 @@ def _statistics_bytes(shape: ActivationShape, *, is_remade: bool = False) -> int
 
 
 def _attention_bytes(shape: ActivationShape) -> int:
-    """Return the bytes that attention keeps, or a state in its place, as a mean over layers."""
-    if shape.model.mla.kv_lora_rank:
-        return latent_attention_bytes(shape)
-    share = state_share(shape.model)
-    full = full_attention_bytes(shape) if share < 1 else 0
-    return round((1 - share) * full + share * linear_bytes(shape)) if share else full
+    """Return the bytes that attention keeps, or a state in its place, in the model's one kind of layer."""
+    if shape.model.attention.layer_types[0] in STATES:
+        return linear_bytes(shape)
+    return (latent_attention_bytes if shape.model.mla.kv_lora_rank else full_attention_bytes)(shape)
 
 
 def _mlp_bytes(shape: ActivationShape) -> int:

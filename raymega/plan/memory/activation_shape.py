@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job, MemorySection, ModelSection, ParallelSection
 from raymega.plan.fp8_layers import NONE_IN_EIGHT, Fp8Coverage, fp8_blocks, fp8_coverage
@@ -10,6 +11,7 @@ from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.hardware.tp_overlap import overlaps_messages
 from raymega.plan.layers.encoder_decoder import is_decoder_layer
 from raymega.plan.layers.family_parts import FamilyParts, parts_of
+from raymega.plan.layers.layer_pattern import LayerKind, layer_kind, one_layer
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
 
@@ -76,8 +78,28 @@ class ActivationShape:
 
     def blocks_with_experts(self, stage: Stage) -> int:
         """Return how many blocks of the stage have experts instead of a feed-forward layer."""
-        moe, numbers = self.model.moe, (*stage.layers, *self.further(stage))
-        return sum(map(moe.holds_experts, numbers)) if moe.num_experts else 0
+        model, numbers = self.model, (*stage.layers, *self.further(stage))
+        return sum(map(model.holds_experts, numbers)) if model.moe.num_experts else 0
+
+    def blocks(self, numbers: Iterable[int]) -> list[tuple[int, ActivationShape, bool]]:
+        """Return groups of like blocks among ``numbers``: how many, their shape, and whether they have experts.
+
+        The shape of a group is that of a model with one such block, of which sizes and kinds of layers are read.
+        """
+        groups: dict[LayerKind, list[int]] = {}
+        for number in numbers:
+            groups.setdefault(layer_kind(self.model, number), []).append(number)
+        if len(groups) == 1 and not self.model.layer_sizes.is_on and len(self._kinds) == 1:
+            ((kind, alike),) = groups.items()
+            return [(len(alike), self, kind[1])]
+        return [
+            (len(alike), replace(self, model=one_layer(self.model, alike[0])), kind[1])
+            for kind, alike in groups.items()
+        ]
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return self.model.attention.layer_types
 
     def decoder_blocks(self, stage: Stage) -> int:
         """Return how many blocks of the stage are an encoder-decoder model's decoder; 0 in other families."""
@@ -91,7 +113,7 @@ class ActivationShape:
             return 0, 0
         numbers = (*stage.layers, *self.further(stage))
         kept = [number for number in numbers if number not in self.fp8_blocks]
-        with_experts = sum(map(self.model.moe.holds_experts, kept))
+        with_experts = sum(map(self.model.holds_experts, kept))
         return len(kept) - with_experts, with_experts
 
     def remakes(self, part: str) -> bool:

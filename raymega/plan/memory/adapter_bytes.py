@@ -62,7 +62,7 @@ def _adapter_features(
         return ()
     found = set()
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
-        if model.moe.holds_experts(layer) != has_experts:
+        if model.holds_experts(layer) != has_experts:
             continue
         factors = [each for each in layer_tensors(model, layer) if each.name.endswith(LORA_A)]
         linear = [each for each in factors if not each.is_expert]

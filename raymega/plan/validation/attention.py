@@ -10,7 +10,7 @@ from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
-from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, STATES
+from raymega.plan.layers.layer_pattern import ALONE, EXPERTS, FEED_FORWARD, MAMBA, STATES
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.validation.rule import broken_rows, divisors, reads
 
@@ -134,6 +134,52 @@ def mla_faults(
     yield from broken_rows(rows)
 
 
+@reads("model.mla")
+def indexer_faults(mla: MlaSection) -> Iterator[Fault]:
+    """Check that an indexer has all its sizes, and the latent that it reads."""
+    sizes = {name: getattr(mla, name) for name in ("index_n_heads", "index_head_dim", "index_topk")}
+    given, missing = (
+        [n for n, size in sizes.items() if bool(size) is is_set] for is_set in (True, False)
+    )
+    if not given or not mla.kv_lora_rank:
+        return
+    first, width = f"model.mla.{given[0]}={sizes[given[0]]}", mla.index_head_dim
+    yield from broken_rows(
+        (
+            (
+                bool(missing),
+                f"{first} with model.mla.{missing[0]}=0" if missing else "",
+                "an indexer has heads, their width, and a number of tokens to choose",
+                "set index_n_heads, index_head_dim and index_topk, or none of them",
+            ),
+            (
+                not mla.q_lora_rank,
+                f"{first} with model.mla.q_lora_rank=0",
+                "an indexer's queries are made of the queries' latent",
+                "set model.mla.q_lora_rank, or leave the indexer out",
+            ),
+            (
+                0 < width < mla.qk_rope_head_dim,
+                f"model.mla.index_head_dim={width}",
+                f"model.mla.qk_rope_head_dim={mla.qk_rope_head_dim} of its features turn",
+                f"use {mla.qk_rope_head_dim} or more",
+            ),
+        )
+    )
+
+
+@reads("model.mla, data.seq_len")
+def index_length_faults(mla: MlaSection, seq_len: int) -> Iterator[Fault]:
+    """Check that an indexer would choose all tokens of a row: attention sees all."""
+    if mla.index_topk and mla.index_n_heads and seq_len > mla.index_topk:
+        yield Fault(
+            fact=f"data.seq_len={seq_len} with model.mla.index_topk={mla.index_topk}",
+            rule=f"the indexer would leave tokens out of longer rows than {mla.index_topk}, and attention here "
+            "sees all, which is another function",
+            remedy=f"set data.seq_len={mla.index_topk} or less",
+        )
+
+
 @reads("model.mla rope_scaling rope_mscale_all_dim")
 def score_scale_faults(mla: MlaSection, scaling: str, weight: float) -> Iterator[Fault]:
     """Check that YaRN's factor on whole scores is set only with latent attention."""
@@ -158,10 +204,10 @@ def mtp_faults(depth: int, seq_len: int) -> Iterator[Fault]:
         )
 
 
-@reads("data.seq_len, model.max_positions")
-def position_faults(seq_len: int, longest: int) -> Iterator[Fault]:
-    """Check that a sequence has no more positions than the model."""
-    if seq_len > longest:
+@reads("data.seq_len, model.max_positions family")
+def position_faults(seq_len: int, longest: int, family: str) -> Iterator[Fault]:
+    """Check that a sequence has no more positions than the model; T5's are relative, and have no end."""
+    if seq_len > longest and not family_parts(family).is_encoder_decoder:
         yield Fault(
             fact=f"data.seq_len={seq_len}",
             rule=f"it must not exceed model.max_positions={longest}",
@@ -278,6 +324,7 @@ def block_kind_faults(
     own, parts = attention.layer_types[:num_layers], family_parts(family)
     kinds = [kind for kind in STATES if kind in own]
     kind, has_layers = (kinds or STATES)[0], bool(kinds)
+    alone = [each for each in ALONE if each in own]
     yield from broken_rows(
         (
             (
@@ -293,16 +340,29 @@ def block_kind_faults(
                 "leave it out",
             ),
             (
-                FEED_FORWARD in own and not parts.has_one_part,
-                f"model.attention.layer_types has {FEED_FORWARD} with model.family={family}",
-                f"each block of {family} has a feed-forward layer already",
-                f"leave {FEED_FORWARD} out, or set model.family=nemotron_h",
+                bool(alone) and not parts.has_one_part,
+                f"model.attention.layer_types has {alone[0] if alone else FEED_FORWARD} with model.family={family}",
+                f"each block of {family} has a feed-forward layer or experts already",
+                f"leave {' and '.join(alone)} out, or set model.family=nemotron_h",
             ),
             (
-                bool(moe.num_experts) and parts.has_one_part,
+                bool(moe.num_experts) and parts.has_one_part and EXPERTS not in own,
                 f"model.moe.num_experts={moe.num_experts} with model.family={family}",
-                "blocks with experts are every n-th, and its feed-forward layers are where layer_types says",
-                "set model.moe.num_experts=0",
+                f"its blocks with experts are where model.attention.layer_types says, and it has no {EXPERTS}",
+                f"set model.moe.num_experts=0, or layer_types such as [{MAMBA}, {EXPERTS}]",
+            ),
+            (
+                EXPERTS in own and not moe.num_experts,
+                f"model.attention.layer_types has {EXPERTS} and model.moe.num_experts=0",
+                "such a block has at least one expert",
+                f"set model.moe.num_experts, or {FEED_FORWARD} in place of {EXPERTS}",
+            ),
+            (
+                EXPERTS in own and (moe.layer_freq, moe.first_k_dense_replace) != (1, 0),
+                f"model.moe.layer_freq={moe.layer_freq} and first_k_dense_replace={moe.first_k_dense_replace} "
+                f"with {EXPERTS} in model.attention.layer_types",
+                "the kinds of layers say which blocks have experts, so they have no effect",
+                "leave them out",
             ),
         )
     )

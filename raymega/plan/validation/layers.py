@@ -14,6 +14,7 @@ from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import FAMILY_PARTS, family_parts
+from raymega.plan.layers.layer_pattern import ALONE, STATES
 from raymega.plan.validation.rule import broken_rows, reads
 
 ENCODERS = ", ".join(name for name, parts in FAMILY_PARTS.items() if not parts.is_causal)
@@ -26,6 +27,10 @@ def window_faults(attention: AttentionSection, num_layers: int) -> Iterator[Faul
     has_sliding = "sliding" in kinds[:num_layers]
     has_chunks, chunk = "chunked" in kinds[:num_layers], attention.chunk_size
     has_plain = "no_positions" in kinds[:num_layers]
+    # fields of scores, in a model whose layers have none
+    has_scores, plain = not {*ALONE, *STATES}.issuperset(kinds[:num_layers]), AttentionSection()
+    names = ("sinks", "softcap", "score_scale", "qk_norm", "partial_rotary_factor")
+    idle = [name for name in names if getattr(attention, name) != getattr(plain, name)]
     yield from broken_rows(
         (
             (
@@ -72,6 +77,15 @@ def window_faults(attention: AttentionSection, num_layers: int) -> Iterator[Faul
                 f"model.attention.sliding_rope_theta={attention.sliding_rope_theta:g}",
                 "without sliding layers it has no effect",
                 "leave model.attention.sliding_rope_theta out",
+            ),
+            (
+                bool(idle) and not has_scores,
+                f"model.attention.{idle[0]}={str(getattr(attention, idle[0])).lower()}"
+                if idle
+                else "",
+                "model.attention.layer_types has no attention among the model's "
+                f"num_layers={num_layers}, so it has no effect",
+                f"leave {' and '.join(idle)} out, or set model.attention.layer_types to [{kinds[0]}, full]",
             ),
             (
                 len(kinds) > num_layers,
@@ -152,13 +166,14 @@ def _has_rules(attention: AttentionSection) -> bool:
 def family_faults(family: str, moe: MoeSection, attention: AttentionSection) -> Iterator[Fault]:
     """Check that the family has experts if some are asked for, and norms if they are left out."""
     parts = family_parts(family)
-    is_plain = parts.activation in (("silu", "clamped_silu") if parts.has_gate else ("gelu_tanh",))
+    gates, others = ("silu", "clamped_silu"), ("gelu_tanh", "relu2")
+    is_plain = parts.activation in (gates if parts.has_gate else others)
     yield from broken_rows(
         (
             (
                 bool(moe.num_experts) and not is_plain,
                 f"model.moe.num_experts={moe.num_experts} with model.family={family}",
-                f"experts have SwiGLU or gpt2's GELU, and {family} has {parts.activation}",
+                f"experts have SwiGLU, gpt2's GELU or ReLU^2, and {family} has {parts.activation}",
                 "set model.moe.num_experts=0, or another model.family",
             ),
             (

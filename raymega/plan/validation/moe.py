@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from raymega.config.attention import AttentionSection, LayerTypes
 from raymega.config.moe import AUX_LEVELS, MoeSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
+from raymega.plan.layers.layer_pattern import EXPERTS
 from raymega.plan.validation.rule import divisors, reads
 from raymega.schedule.table import can_pair
 
 
-@reads("model.moe num_layers")
-def moe_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
+@reads("model.moe num_layers attention")
+def moe_faults(moe: MoeSection, num_layers: int, attention: AttentionSection) -> Iterator[Fault]:
     """Check the section by itself: values that contradict each other, and those without effect."""
     if not moe.num_experts:
         yield from _dense_faults(moe)
         return
-    yield from _place_faults(moe, num_layers)
+    yield from _place_faults(moe, num_layers, attention.layer_types)
     yield from _choice_faults(moe)
     yield from _group_faults(moe)
     yield from _idle_faults(moe)
@@ -115,8 +117,8 @@ def _dense_faults(moe: MoeSection) -> Iterator[Fault]:
         )
 
 
-def _place_faults(moe: MoeSection, num_layers: int) -> Iterator[Fault]:
-    if any(moe.holds_experts(layer) for layer in range(num_layers)):
+def _place_faults(moe: MoeSection, num_layers: int, kinds: LayerTypes) -> Iterator[Fault]:
+    if EXPERTS in kinds or any(moe.holds_experts(layer) for layer in range(num_layers)):
         return
     yield _fault(
         f"first_k_dense_replace={moe.first_k_dense_replace} with layer_freq={moe.layer_freq}",

@@ -29,7 +29,7 @@ from raymega.plan.validation import (
     training,
     tuning,
 )
-from raymega.plan.validation.families import encoder_decoder
+from raymega.plan.validation.families import encoder_decoder, layer_sizes
 from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
@@ -79,8 +79,13 @@ RULES: tuple[Rule, ...] = (
     attention.head_width_faults,
     attention.rope_scaling_faults,
     attention.mla_faults,
+    attention.indexer_faults,
+    attention.index_length_faults,
     attention.score_scale_faults,
     attention.mtp_faults,
+    layer_sizes.list_faults,
+    layer_sizes.part_faults,
+    layer_sizes.cut_faults,
     layers.window_faults,
     attention.linear_faults,
     attention.block_kind_faults,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
+from raymega.config.attention import AttentionSection
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
+from raymega.plan.layers.layer_pattern import EXPERTS, FEED_FORWARD
 from raymega.plan.validation.rule import divisors, reads
 
 
@@ -21,13 +23,15 @@ def head_faults(tp: int, heads: int) -> Iterator[Fault]:
         )
 
 
-@reads("parallel.tp, model.ffn_hidden_size moe num_layers")
+@reads("parallel.tp, model.ffn_hidden_size moe attention num_layers")
 def cut_width_faults(
-    tp: int, ffn_hidden_size: int, moe: MoeSection, num_layers: int
+    tp: int, ffn_hidden_size: int, moe: MoeSection, attention: AttentionSection, num_layers: int
 ) -> Iterator[Fault]:
     """Check that tp divides the width of dense feed-forward layers and of shared experts."""
     # A model whose blocks all hold experts has no dense layer; etp cuts its experts.
     is_any_dense = not all(moe.holds_experts(layer) for layer in range(num_layers))
+    if EXPERTS in attention.layer_types:
+        is_any_dense = FEED_FORWARD in attention.layer_types
     widths = {"model.ffn_hidden_size": ffn_hidden_size} if is_any_dense else {}
     if moe.num_experts and moe.shared_expert_intermediate_size:
         widths["model.moe.shared_expert_intermediate_size"] = moe.shared_expert_intermediate_size

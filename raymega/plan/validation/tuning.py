@@ -29,7 +29,7 @@ def pattern_faults(*values: Any) -> Iterator[Fault]:
         return
     # patterns are of the model's own weights, adapters left out
     tensors = [each for each in model_tensors(model) if not is_adapter(each.name)]
-    names = [tensor.name for tensor in tensors if tensor.role != "state"]
+    names = [tensor.name for tensor in tensors if tensor.role != "state" and not tensor.is_carried]
     for field, patterns in (("freeze", model.freeze), ("train", model.train)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

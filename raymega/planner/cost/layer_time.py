@@ -156,15 +156,14 @@ class BlockTimes:
 
 def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
     """Return the times of each kind of block that the model has."""
-    times, wide = partial(layer_time, shape, device, software), None
+    times, wide = partial(layer_time, device=device, software=software), None
     if shape.fp8_blocks is not None:
         wide = block_times(
             replace(shape, fp8_coverage=NONE_IN_EIGHT, fp8_blocks=None), device, software
         )
-    dense = mean_over_blocks(times, shape.model)
-    experts = dense
+    experts = dense = mean_over_blocks(times, shape, has_experts=False)
     if shape.model.moe.num_experts:
-        experts = mean_over_blocks(partial(times, has_experts=True), shape.model)
+        experts = mean_over_blocks(times, shape, has_experts=True)
     return BlockTimes(dense=dense, experts=experts, wide=wide)
 
 

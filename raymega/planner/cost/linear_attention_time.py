@@ -5,13 +5,13 @@ No run has fitted these estimates: the form in plain torch is bound by memory tr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from raymega.config.schema import ModelSection
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.layers.layer_pattern import DELTA_NET, mixer_share, state_kind, state_share
+from raymega.plan.layers.layer_pattern import ALONE, DELTA_NET, STATES, is_mixed, state_kind
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.linear_attention_bytes import (
     CHUNK,
@@ -28,24 +28,36 @@ BACKWARD_STATES = 3
 """Seconds of a backward over those of a forward: all is computed again first."""
 
 
-def mean_over_blocks(time_of: Callable[..., Time], model: ModelSection) -> Time:
-    """Return the mean time of the model's blocks, of their kinds' by ``time_of(has_states=, has_inner=)``.
+def mean_over_blocks(
+    time_of: Callable[..., Time], shape: ActivationShape, *, has_experts: bool
+) -> Time:
+    """Return the mean time of the model's blocks with or without experts, of those of each kind.
 
-    Of a block with one part alone, the feed-forward layer's time is that of a block of two, less that of its
-    attention.
+    ``time_of`` has the shape of a model with such blocks alone, has_experts, and has_states and has_inner, whether
+    there are a state in place of attention and a feed-forward layer. Of a block with a feed-forward layer
+    alone, the time is that of a block of two parts, less that of its attention.
     """
-    share, mixers = state_share(model), mixer_share(model)
-    if not share and mixers == 1:
-        return time_of()
-    attention = mean = asdict(time_of(has_inner=mixers == 1))
-    if share:
-        state = asdict(time_of(has_states=True, has_inner=mixers == 1))
-        mean = {name: (1 - share) * attention[name] + share * state[name] for name in attention}
-    if mixers < 1:
-        whole = asdict(time_of())
-        inner = {name: whole[name] - attention[name] for name in whole}
-        mean = {name: mixers * mean[name] + (1 - mixers) * inner[name] for name in whole}
-    return replace(time_of(), **mean)
+    model = shape.model
+    numbers = [n for n in range(model.num_layers) if model.holds_experts(n) == has_experts]
+    if not numbers or not (is_mixed(model) or model.layer_sizes.is_on):
+        return time_of(shape, has_experts=has_experts)
+    found, total = Counter[str](), len(numbers)
+    for number, own, _ in shape.blocks(numbers):
+        for name, value in asdict(_time_of_kind(time_of, own, has_experts=has_experts)).items():
+            found[name] += number / total * value
+    return replace(time_of(shape, has_experts=has_experts), **found)
+
+
+def _time_of_kind(time_of: Callable[..., Time], own: ActivationShape, *, has_experts: bool) -> Time:
+    """Return the time of a block of the one kind that ``own`` has."""
+    kind, has_one = own.model.attention.layer_types[0], own.family.has_one_part
+    if kind not in ALONE:
+        return time_of(
+            own, has_experts=has_experts, has_states=kind in STATES, has_inner=not has_one
+        )
+    whole, mixer = time_of(own, has_experts=has_experts), time_of(own, has_inner=False)
+    values = {name: getattr(whole, name) - value for name, value in asdict(mixer).items()}
+    return replace(whole, **values)
 
 
 def projections(shape: ActivationShape) -> list[tuple[float, float, float]]:

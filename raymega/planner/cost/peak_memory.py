@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from raymega.plan.memory.activation_bytes import StageActivations, bytes_to_first_wait
@@ -49,7 +50,11 @@ class MemoryUse:
 
 
 def memory_use(
-    plan: RunPlan, ranks: Sequence[RankClass] = (), costs: StageCosts | None = None
+    plan: RunPlan,
+    ranks: Sequence[RankClass] = (),
+    costs: StageCosts | None = None,
+    *,
+    limit_bytes: float = inf,
 ) -> MemoryUse:
     """Return the peak memory of the fullest rank of ``plan`` on a GPU.
 
@@ -57,10 +62,15 @@ def memory_use(
         plan: Plan of the run.
         ranks: Classes of its ranks, when the caller has them already.
         costs: Costs of its stages, when the caller has them already.
+        limit_bytes: Bytes above which the first rank found is returned, for whether it fits is known then.
     """
     costs = costs or StageCosts(activation_shape(plan.job))
     kinds = ranks or rank_kinds(plan)
-    uses = [_rank_memory(plan, kind, costs, pp_rank=kind.pp_ranks[0]) for kind in kinds]
+    uses = []
+    for kind in kinds:
+        uses.append(_rank_memory(plan, kind, costs, pp_rank=kind.pp_ranks[0]))
+        if uses[-1].total_bytes > limit_bytes:
+            break
     return max(uses, key=lambda use: use.total_bytes)
 
 
@@ -93,7 +103,7 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
     kept = round(in_flight * mean) + head * (1 if is_alone else in_flight // len(chunks))
     if is_paired and plan.job.schedule.name == "1f1b" and in_flight > 1:
         kept = round((in_flight - 1) * (mean + head) + _begun_bytes(costs.shape, kind, mean))
-    state = state_of(plan.job, kind.elements, plan.grid)
+    state = costs.state(plan.job, kind.elements, plan.grid)
     work = _RankWork(
         kept=kept,
         head=head,

@@ -6,16 +6,18 @@ three.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from raymega.plan.layers.layer_pattern import LayerKind, layer_kind
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
-StageKind = tuple[int, int, tuple[int, int], bool, bool]
-"""Kind of a stage; stages of one kind cost the same. It has the number of blocks, the number of
-those with experts (with two sides: of the decoder's), the numbers of (dense, expert) blocks that run no product in fp8 where others
+StageKind = tuple[frozenset[tuple[LayerKind, int]], int, tuple[int, int], bool, bool]
+"""Kind of a stage; stages of one kind cost the same. It has the number of blocks of each kind, the number of
+the decoder's where there are two sides, the numbers of (dense, expert) blocks that run no product in fp8 where others
 do, and whether the stage is the first and the last one."""
 
 
@@ -39,8 +41,10 @@ class RankClass:
 def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     """Return the kind of one stage."""
     ends = stage.is_first, stage.is_last
-    special = shape.blocks_with_experts(stage) + shape.decoder_blocks(stage)
-    return stage.num_layers, special, shape.kept_wide(stage), *ends
+    numbers = (*stage.layers, *shape.further(stage))
+    counts = Counter(layer_kind(shape.model, number) for number in numbers)
+    kinds = frozenset(counts.items())
+    return kinds, shape.decoder_blocks(stage), shape.kept_wide(stage), *ends
 
 
 def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:

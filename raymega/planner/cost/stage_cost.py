@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from raymega.config.schema import Job
 from raymega.plan.flops import trained_share
 from raymega.plan.fp8_layers import Fp8Coverage
+from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_bytes import (
     StageActivations,
@@ -19,6 +20,7 @@ from raymega.plan.memory.activation_bytes import (
     stage_activations,
 )
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
+from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.stages import Stage
 from raymega.planner.cost.end_times import embedding_time, head_time, join_time
 from raymega.planner.cost.layer_time import BlockTimes, block_times
@@ -65,8 +67,13 @@ class StageCosts:
         shape: ActivationShape,
         device: Accelerator | None = None,
         blocks: BlockTimes | None = None,
+        states: dict[tuple[object, ...], StateSize] | None = None,
     ) -> None:
-        """Prepare the costs; without ``device`` and ``blocks`` only bytes are available."""
+        """Prepare the costs; without ``device`` and ``blocks`` only bytes are available.
+
+        ``states`` are the state sizes that costs of a search share: its jobs differ in degrees and sharding alone.
+        """
+        self._states = {} if states is None else states
         self.shape = shape
         self._device, self._blocks = device, blocks
         self._kept: dict[StageKind, StageActivations] = {}
@@ -79,6 +86,13 @@ class StageCosts:
         if kind not in self._kept:
             self._kept[kind] = stage_activations(self.shape, stage)
         return self._kept[kind]
+
+    def state(self, job: Job, held: Elements, grid: Grid) -> StateSize:
+        """Return the state of a rank that holds ``held``."""
+        key = held, grid, job.parallel.sharding, job.parallel.data_parallel_shard_degree
+        if key not in self._states:
+            self._states[key] = state_of(job, held, grid)
+        return self._states[key]
 
     def head_bytes(self, stage: Stage) -> int:
         """Return the bytes that the heads of ``stage`` keep of a micro-batch; 0 on all but the last."""

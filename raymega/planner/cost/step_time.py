@@ -115,7 +115,7 @@ def step_time(
     pace = _pace(plan, known, device, software)
     micro_batches = plan.batch.num_micro_batches
     held = known.ranks[0].elements
-    state = state_of(job, held, grid)
+    state = known.costs.state(job, held, grid)
     bubble_s, messages_s = _waits(plan, pace, software)
     compute = micro_batches * (pace.busiest_s - pace.traffic_s - pace.experts_s)
     # The step of devices that work independently.

@@ -103,7 +103,8 @@ def attention_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) ->
     working = shape.stream_bytes + output * shape.element + own + weights + passing_bytes(shape)
     if state_share(model):  # chunks of a layer with states, while it is recomputed
         working = max(working, shape.stream_bytes + linear_working_bytes(shape))
-    return working + _held_bytes(shape) - feed_forward_bytes(shape, has_experts=has_experts)
+    gone = feed_forward_bytes(shape, has_experts=has_experts)
+    return working + _held_bytes(shape) - (0 if shape.family.has_one_part else gone)
 
 
 def passing_bytes(shape: ActivationShape) -> int:

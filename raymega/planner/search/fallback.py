@@ -17,7 +17,8 @@ from raymega.plan.hardware.catalog import CATALOGUE, Accelerator
 from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.plan.validation.unused_fields import settled
 from raymega.planner.cost.peak_memory import memory_use
-from raymega.planner.search.selection import anywhere, best_grid
+from raymega.planner.search.search import anywhere
+from raymega.planner.search.selection import best_plan
 
 MOST_SEARCHES = 8
 """Most numbers of workers that are searched, from the highest; each search takes up to some
@@ -66,7 +67,7 @@ def smaller_plan(
     for num_workers in range(most, max(least, most - MOST_SEARCHES + 1) - 1, -1):
         try:
             on_grid = job.with_values(cluster=ON_GRID)
-            return best_grid(on_grid, num_workers, device or SEARCH_DEVICE, fits=fits).found.plan
+            return best_plan(on_grid, num_workers, device or SEARCH_DEVICE, fits=fits)
         except PlanError:
             continue
     return None

@@ -9,15 +9,18 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from operator import itemgetter
 
 from raymega.config.schema import Job
 from raymega.errors import Fault, PlanError
+from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_shape import activation_shape
-from raymega.plan.memory.state_bytes import state_of
-from raymega.plan.run_plan import RunPlan, job_values, make_plan, with_options
+from raymega.plan.memory.state_bytes import StateSize, state_of
+from raymega.plan.run_plan import RunPlan, job_values, plan_of_legal, with_options
 from raymega.plan.validation.cache import RuleMemo
 from raymega.planner.cost.layer_time import BlockTimes, block_times
 from raymega.planner.cost.peak_memory import RESERVED_BYTES, MemoryUse, memory_use
@@ -27,6 +30,12 @@ from raymega.planner.cost.stage_cost import StageCosts
 from raymega.planner.cost.step_time import PrecomputedCosts, StepTime, step_time
 from raymega.planner.kernels.system_traits import RAYMEGA
 from raymega.planner.search.candidates import SHARDINGS, VARIED, Space, candidates
+
+
+def anywhere(_grid: Grid) -> bool:
+    """Return True: the nodes can hold any grid."""
+    return True
+
 
 MEMORY_MARGIN = 0.08
 """Share of a device's memory that a chosen layout leaves free, for what no prediction of memory has:
@@ -138,6 +147,65 @@ def search(
     return SearchResult(best=tuple(best), refused=refused, missed=missed)
 
 
+def fastest(
+    job: Job,
+    device: Accelerator,
+    *,
+    num_devices: int,
+    top: int,
+    fixed: frozenset[str] = frozenset(),
+    fits: Callable[[Grid], bool] = anywhere,
+) -> RankedLayout | None:
+    """Return the best layout of :func:`search` on a grid that ``fits``; None where no grid of its best does.
+
+    What ruled out others is not counted. Each layout has a least time at once, that of its busiest rank: those that
+    cannot be among the best are not priced, which takes a fraction of the time.
+
+    Raises:
+        PlanError: No legal layout has this number of ranks, or none fits into memory.
+    """
+    judge = Judge(device, (1 - MEMORY_MARGIN) * device.memory_bytes)
+    space = Space(job=job, device=device, num_devices=num_devices, fixed=fixed)
+    drafts = [
+        (least_s, place, candidate)
+        for place, candidate in enumerate(candidates(space))
+        if (least_s := judge.least_s(candidate)) < inf
+    ]
+    by_grid: dict[str, tuple[float, int, RankedLayout]] = {}
+    for least_s, place, candidate in sorted(drafts, key=itemgetter(0, 1)):
+        slowest = sorted(total_s for total_s, _, _ in by_grid.values())[top + MORE - 1 :]
+        if slowest and least_s > slowest[0] * (1 + ROUNDING):
+            break
+        grid = judge.grid_name(candidate)
+        if grid in by_grid and least_s > by_grid[grid][0] * (1 + ROUNDING):
+            continue
+        found = judge.fitting(candidate)
+        if found is not None:
+            # of equally fast ones the first candidate is taken, as in a search
+            mine = (found.time.total_s, place, found)
+            by_grid[grid] = min(mine, by_grid.get(grid, mine), key=itemgetter(0, 1))
+    few = [found for _, _, found in sorted(by_grid.values(), key=itemgetter(0, 1))[: top + MORE]]
+    if not few:
+        few = list(search(job, device, num_devices=num_devices, top=top, fixed=fixed).best)
+    return _best_played([each for each in few if fits(each.plan.grid)], device)
+
+
+def _best_played(few: Sequence[RankedLayout], device: Accelerator) -> RankedLayout | None:
+    """Return the layout whose simulated schedule is the fastest; of equal ones the first."""
+    best: RankedLayout | None = None
+    for each in few:
+        # whatever a simulation finds of waiting, the passes themselves take this long
+        least_s = each.time.total_s - each.time.messages_s - each.time.bubble_s
+        if best is not None and least_s > best.time.total_s * (1 + ROUNDING):
+            continue
+        played = each.played(device)
+        if best is None or played.time.total_s < best.time.total_s:
+            best = played
+    return best
+
+
+ROUNDING = 1e-9
+"""Largest relative rounding error of a sum of times."""
 MORE = 3
 """Number of grids, beyond those asked for, whose schedules are simulated as well."""
 BREAKS_A_RULE = "breaks a rule of the job"
@@ -153,6 +221,7 @@ class _Shared:
     plan: RunPlan
     ranks: tuple[RankClass, ...]
     least_bytes: int
+    grid_name: str
 
 
 class Judge:
@@ -162,9 +231,11 @@ class Judge:
         self.missed: list[RankedLayout] = []
         self._device, self._limit_bytes = device, limit_bytes
         self._rules = RuleMemo(VARIED)
+        self._states: dict[tuple[object, ...], StateSize] = {}
         self._shared: dict[tuple[object, ...], _Shared | None] = {}
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
         self._costs: dict[tuple[object, ...], StageCosts] = {}
+        self._least_s: dict[tuple[int, int], float] = {}
 
     def verdict(self, job: Job) -> RankedLayout | str:
         """Return the prediction for ``job``, or the reason that rules it out."""
@@ -188,19 +259,59 @@ class Judge:
             return DOES_NOT_FIT
         return found
 
+    def least_s(self, job: Job) -> float:
+        """Return seconds that no step of ``job`` is below: its busiest rank's passes; infinity where none is legal."""
+        shared = self._share(job)
+        if shared is None or shared.least_bytes > FAR_ABOVE * self._device.memory_bytes:
+            return inf
+        costs = self._costs_of(job)
+        key = id(shared), id(costs)
+        if key not in self._least_s:
+            busiest_s = max(
+                sum(costs.time(*each).total_s for each in zip(rank.kinds, rank.stages, strict=True))
+                for rank in shared.ranks
+            )
+            batch = with_options(shared.plan, job).batch
+            self._least_s[key] = batch.num_micro_batches * busiest_s
+        return self._least_s[key]
+
+    def fitting(self, job: Job) -> RankedLayout | None:
+        """Return the prediction for ``job``; None where it breaks a rule or does not fit."""
+        shared = self._share(job)
+        if shared is None or not self._rules.is_legal(job):
+            return None
+        plan, costs = with_options(shared.plan, job), self._costs_of(job)
+        memory = memory_use(plan, shared.ranks, costs, limit_bytes=self._limit_bytes)
+        if memory.total_bytes > self._limit_bytes:
+            return None
+        known = PrecomputedCosts(costs=costs, ranks=shared.ranks)
+        return RankedLayout(
+            plan=plan, time=step_time(plan, self._device, known=known), memory=memory
+        )
+
+    def grid_name(self, job: Job) -> str:
+        """Return the name of a job's grid, which is legal."""
+        shared = self._share(job)
+        assert shared is not None, "the job has a least time"
+        return shared.grid_name
+
     def _share(self, job: Job) -> _Shared | None:
         """Return what layouts with the job's degrees share, or None when no such layout is legal."""
         parallel, schedule = job.parallel, job.schedule
         degrees = parallel.tp, parallel.cp, parallel.pp, parallel.dp, parallel.ep, parallel.etp
         key = (*degrees, parallel.cp_method, schedule.chunks, schedule.name)
         if key not in self._shared:
-            try:
-                plan = make_plan(job)
-            except PlanError:
+            if not self._rules.is_legal(job):
                 self._shared[key] = None
             else:
+                plan = plan_of_legal(job)
                 ranks = rank_kinds(plan)
-                self._shared[key] = _Shared(plan=plan, ranks=ranks, least_bytes=_least(plan, ranks))
+                self._shared[key] = _Shared(
+                    plan=plan,
+                    ranks=ranks,
+                    least_bytes=_least(plan, ranks),
+                    grid_name=plan.grid.describe(),
+                )
         return self._shared[key]
 
     def _costs_of(self, job: Job) -> StageCosts:
@@ -212,7 +323,7 @@ class Judge:
             shape = activation_shape(job)
             if key not in self._blocks:
                 self._blocks[key] = block_times(shape, self._device, RAYMEGA)
-            self._costs[whole] = StageCosts(shape, self._device, self._blocks[key])
+            self._costs[whole] = StageCosts(shape, self._device, self._blocks[key], self._states)
         return self._costs[whole]
 
 

@@ -10,12 +10,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.errors import PlanError
+from raymega.errors import Fault, PlanError
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.run_plan import RunPlan
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.search.candidates import CHOSEN
-from raymega.planner.search.search import MEMORY_MARGIN, RankedLayout, SearchResult, search
+from raymega.planner.search.search import (
+    MEMORY_MARGIN,
+    RankedLayout,
+    SearchResult,
+    anywhere,
+    fastest,
+    search,
+)
 
 TOP = 8
 """Number of grids that are considered where the nodes may be unable to hold some."""
@@ -46,11 +54,6 @@ class Choice:
         return self.found.plan.grid.world_size
 
 
-def anywhere(_grid: Grid) -> bool:
-    """Return True: the nodes can hold any grid."""
-    return True
-
-
 def best_grid(
     job: Job,
     num_workers: int,
@@ -78,22 +81,51 @@ def best_grid(
             out.
     """
     held = frozenset({*fixed, NUM_WORKERS})
-    top = 2 if fits is anywhere else TOP
     result = search(
-        _for_workers(job, num_workers), device, num_devices=num_workers, top=top, fixed=held
+        _for_workers(job, num_workers), device, num_devices=num_workers, top=_top(fits), fixed=held
     )
     best = tuple(found for found in result.best if fits(found.plan.grid))
     if not best:
-        raise PlanError(
-            fact=f"{num_workers} workers for {job.run.name}: none of the {len(result.best)} fastest grids",
-            rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
-            remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
-        )
+        raise PlanError(_no_nodes(len(result.best), job, num_workers))
     return Choice(
         job=best[0].plan.job,
         found=best[0],
         overrides=best[0].overrides(job),
         reasons=tuple(_reasons(replace(result, best=best), device, held)),
+    )
+
+
+def best_plan(
+    job: Job, num_workers: int, device: Accelerator, *, fits: Callable[[Grid], bool] = anywhere
+) -> RunPlan:
+    """Return the plan of what :func:`best_grid` chooses, which needs no reasons and takes less time.
+
+    Raises:
+        PlanError: As there.
+    """
+    best = fastest(
+        _for_workers(job, num_workers),
+        device,
+        num_devices=num_workers,
+        top=_top(fits),
+        fixed=frozenset({NUM_WORKERS}),
+        fits=fits,
+    )
+    if best is None:
+        raise PlanError(_no_nodes(_top(fits), job, num_workers))
+    return best.plan
+
+
+def _top(fits: Callable[[Grid], bool]) -> int:
+    """Return the number of grids to find: the best and the next one, or more where nodes may not hold some."""
+    return 2 if fits is anywhere else TOP
+
+
+def _no_nodes(count: int, job: Job, num_workers: int) -> Fault:
+    return Fault(
+        fact=f"{num_workers} workers for {job.run.name}: none of the {count} fastest grids",
+        rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
+        remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
     )
 
 

@@ -107,6 +107,17 @@ MODELS = {
         attention={"layer_types": ("mamba2", "feed_forward")},
         linear_attention=STATES,
     ),
+    "uneven": plain_models.make_model(
+        "qwen3",
+        **SIZES,
+        head_dim=16,
+        num_kv_heads=2,
+        layer_sizes={
+            "num_heads": (4, 4, 2, 4, 4, 2),
+            "num_kv_heads": (2, 2, 2, 2, 2, 2),
+            "ffn_hidden_size": (64, 128, 256, 192, 32, 96),
+        },
+    ),
     "phi3": plain_models.make_model("phi3", **SIZES, num_kv_heads=2),
     "olmo2": plain_models.make_model("olmo2", **SIZES, num_kv_heads=2),
     "gpt_neox": plain_models.make_model("gpt_neox", **SIZES),
@@ -125,6 +136,7 @@ SLOW = (
     "llama4-full",
     "qwen3_next",
     "nemotron_h",
+    "uneven",
 )
 WIDE = pytest.mark.wide
 
@@ -190,6 +202,44 @@ def test_layer_keeps_what_the_published_formulas_say(tp, is_cut):
     kept = _equal_on_all_ranks(run_grid(_measure_all, Grid(tp=tp), cases, is_cut))
     for (name, (_, _, wanted)), total in zip(published.items(), kept, strict=True):
         assert total / LAYERS / (S * B * width) == pytest.approx(wanted, rel=0.002), name
+
+
+# torch's hooks do not see the places of experts' rows, 4% here
+UNSEEN = {"nemotron_h-experts": 0.05}
+UNEVEN = {
+    **{name: MODELS[name] for name in ("qwen3_next", "nemotron_h", "uneven", "gemma3", "llama4")},
+    "nemotron_h-experts": plain_models.make_model(
+        "nemotron_h",
+        **SIZES,
+        num_kv_heads=2,
+        attention={
+            "layer_types": (
+                "mamba2",
+                "experts",
+                "no_positions",
+                "feed_forward",
+                "experts",
+                "mamba2",
+            )
+        },
+        linear_attention=STATES,
+        moe={"num_experts": 4, "intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+}
+CUTS = ((3, 1, 2), (1, 4, 1), (2, 3, 1))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_plan_predicts_stages_of_blocks_that_differ(name):
+    """Each stage has blocks of its own kinds, in numbers of its own: a mean over the model would miss."""
+    model, memories = UNEVEN[name], (MemorySection(), CORE, ALL, FULL)
+    stages = [stage for cut in CUTS for stage in make_stages(cut)[1:]]
+    cases = [(model, memory, stage) for memory in memories for stage in stages]
+    (kept,) = run_grid(_measure_all, Grid(), cases, False)
+    planned = [_planned(model, ParallelSection(), memory, stage) for _, memory, stage in cases]
+    assert kept == pytest.approx(planned, rel=UNSEEN.get(name, 0.002))
+    assert len(set(kept[: len(stages)])) > 3, "stages keep different amounts"
 
 
 @pytest.mark.sample(5)

@@ -214,11 +214,31 @@ FAMILIES = {
             "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
         },
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {
+            **LATENT, "n_shared_experts": 1, "rope_parameters": YARN, "index_n_heads": 3, "index_head_dim": 6,
+            "index_topk": 40,
+        },
+    ),
+    "nemotron_h_moe": (
+        "NemotronH",
+        {
+            **SIZES, **WITHOUT_TOKENS, "head_dim": 12, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 5,
+            "n_groups": 4, "conv_kernel": 3, "chunk_size": 8, "time_step_min": 0.4, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+        },
+    ),
 }  # fmt: skip
 """Small models by name: a family of convert/huggingface/families each, with all its parts in use."""
-HAVE_EXPERTS = ("glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5_moe")
+HAVE_EXPERTS = (
+    "glm4_moe", "minimax_m2", "gpt_oss", "llama4", "qwen3_next", "qwen3_5_moe", "nemotron_h_moe",
+    "deepseek_v32",
+)  # fmt: skip
 FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2",
-           "DeepseekV3": "deepseek_v3", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
+           "DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32", "GPTNeoX": "gpt_neox", "Gemma3Text": "gemma3",
            "Glm4Moe": "glm4_moe", "MiniMaxM2": "minimax_m2", "GptOss": "gpt_oss",
            "Llama4Text": "llama4", "Qwen3Next": "qwen3_next", "Qwen3_5Text": "qwen3_5",
            "Qwen3_5MoeText": "qwen3_5_moe", "NemotronH": "nemotron_h"}  # fmt: skip

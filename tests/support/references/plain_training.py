@@ -90,6 +90,8 @@ def clip_and_step(optimizer, plan, step):
     """Clip the gradients, take the step at its learning rate, and return their norm before."""
     section = plan.job.optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    # an indexer of transformers runs without gradients
+    params = [param for param in params if param.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params])))
     for param in params:
         param.grad *= min(1.0, section.max_grad_norm / norm)

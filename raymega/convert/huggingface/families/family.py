@@ -51,6 +51,7 @@ class HfFamily:
         key_head_wise: The same by key heads of linear attention.
         tensors: Names of a block's tensors whose last parts differ too.
         experts: Layout of their experts' tensors, if each holds those of all experts.
+        expert_module: Name of the module of router and experts inside a block.
         renames: Settings that Llama has under another name.
         values: Function from config.json to further fields of the model section, nested ones included.
         config: Function from the model section to further settings of config.json.
@@ -76,6 +77,7 @@ class HfFamily:
     key_head_wise: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
     experts: StackedExperts | None = None
+    expert_module: str = "mlp"
     renames: Renames = field(default_factory=dict)
     values: Callable[[Config], dict[str, Any]] = _nothing
     config: Callable[[ModelSection], dict[str, Any]] = _nothing

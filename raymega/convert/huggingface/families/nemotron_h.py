@@ -1,4 +1,4 @@
-"""Nemotron-H, dense: blocks of one part each, Mamba-2, attention without positions, or ReLU^2."""
+"""Nemotron-H: blocks of one part each, Mamba-2, attention without positions, ReLU^2, or experts with ReLU^2."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from raymega.convert.huggingface.architectures import (
     unlike,
 )
 from raymega.convert.huggingface.families.family import HfFamily, shortest_period
+from raymega.convert.huggingface.moe_config import expert_config, expert_values
 from raymega.errors import ConfigError
-from raymega.plan.layers.layer_pattern import FEED_FORWARD, MAMBA, layer_pattern
+from raymega.plan.layers.layer_pattern import EXPERTS, FEED_FORWARD, MAMBA, layer_pattern
 
 _SETTINGS = {
     **alike("vocab_size", "tie_word_embeddings", "initializer_range", "hidden_size", "head_dim"),
@@ -32,7 +33,12 @@ _SIZES = {
     "conv_kernel": "conv_kernel_dim",
     "time_step_min": "time_step_min",
 }
-_KINDS = {"linear_attention": MAMBA, "full_attention": "no_positions", "mlp": FEED_FORWARD}
+_KINDS = {
+    "linear_attention": MAMBA,
+    "full_attention": "no_positions",
+    "mlp": FEED_FORWARD,
+    "moe": EXPERTS,
+}
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _DEFAULTS = {
@@ -41,11 +47,16 @@ _DEFAULTS = {
     "ssm_state_size": 128, "mamba_head_dim": 64, "conv_kernel": 4, "time_step_min": 0.001,
     "mlp_hidden_act": "relu2", "use_conv_bias": True, "mamba_hidden_act": "silu",
 }  # fmt: skip
+_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True,
+}  # fmt: skip
 _NONE = (None, False)
 _WANTED = {
     "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "use_conv_bias": (True,), "mlp_bias": _NONE,
     "attention_bias": _NONE, "use_bias": _NONE, "mamba_proj_bias": _NONE, "residual_in_fp32": _NONE,
-    "sliding_window": (None,), "num_nextn_predict_layers": (None, 0),
+    "sliding_window": (None,), "num_nextn_predict_layers": (None, 0), "moe_latent_size": (None,), "n_shared_experts": (1,),
     # further names of settings, which would win over those above
     **dict.fromkeys(("mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_conv_bias"), (None,)),
 }  # fmt: skip
@@ -69,6 +80,7 @@ def _values(config: Config) -> dict[str, Any]:
         "num_layers": len(kinds),
         "attention": {"layer_types": shortest_period(kinds)},
         **sizes,
+        **(expert_values(config) if EXPERTS in kinds else {}),
     }
 
 
@@ -83,12 +95,15 @@ def _config(model: ModelSection) -> dict[str, Any]:
         "layers_block_type": [words.get(each.attention, "") for each in layers],
         "mlp_hidden_act": "relu2",
         **(theirs(_SIZES, model.linear_attention) if has_states else {}),
+        **(expert_config(model) if model.moe.num_experts else {}),
     }
 
 
 _MAMBA, _ATTENTION = "linear_attention", "attention"
 NEMOTRON_H = HfFamily(
-    architecture=Architecture("NemotronHForCausalLM", "nemotron_h", _DEFAULTS, _WANTED),
+    architecture=Architecture(
+        "NemotronHForCausalLM", "nemotron_h", {**_DEFAULTS, **_EXPERTS}, _WANTED
+    ),
     prefix="backbone.layers",
     outer={
         "backbone.embeddings": ("embedding.tokens",),
@@ -103,11 +118,16 @@ NEMOTRON_H = HfFamily(
         "mixer.out_proj": (f"{_MAMBA}.out",),
         **{f"mixer.{part}_proj": (f"{_ATTENTION}.{part}",) for part in "qkv"},
         "mixer.o_proj": (f"{_ATTENTION}.out",),
-        **{f"mixer.{part}_proj": (f"mlp.{part}",) for part in ("up", "down")},
+        **{
+            f"mixer.{module}{part}_proj": (f"{ours}.{part}",)
+            for module, ours in (("", "mlp"), ("shared_experts.", "moe.shared"))
+            for part in ("up", "down")
+        },
     },
     tensors={f"mixer.{name}": f"{_MAMBA}.{name}" for name in ("A_log", "D", "dt_bias")},
     values=_values,
     config=_config,
-    further_kinds=(*_KINDS, *_OLD_KINDS, "moe"),
+    further_kinds=(*_KINDS, *_OLD_KINDS),
+    expert_module="mixer",
     owns_settings=True,
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from raymega.convert.huggingface.architectures import ARCHITECTURES, Architecture
 from raymega.convert.huggingface.families import (
     bert,
+    deepseek_v32,
     gemma,
     glm4_moe,
     gpt_neox,
@@ -17,6 +18,7 @@ from raymega.convert.huggingface.families import (
     mistral,
     nemotron_h,
     olmo,
+    openelm,
     phi3,
     qwen3_5,
     qwen3_next,
@@ -41,7 +43,9 @@ HF_FAMILIES: Mapping[str, HfFamily] = {
     "qwen3_next": qwen3_next.QWEN3_NEXT,
     "qwen3_5_text": qwen3_5.QWEN3_5,
     "qwen3_5_moe_text": qwen3_5.QWEN3_5_MOE,
+    "openelm": openelm.OPENELM,
     "nemotron_h": nemotron_h.NEMOTRON_H,
+    "deepseek_v32": deepseek_v32.DEEPSEEK_V32,
     "bert": bert.BERT,
     "megatron-bert": bert.MEGATRON_BERT,
     "roberta": bert.ROBERTA,

@@ -288,8 +288,14 @@ def test_letters_of_nemotron_h_are_its_blocks():
     """NemotronHForCausalLM of this config.json has 8,100,852,736 parameters."""
     model = model_from(NEMOTRON_H_8B)
     assert (model.num_layers, count_parameters(model)) == (52, 8_100_852_736)
-    with pytest.raises(ConfigError, match="blocks of kind moe"):
-        model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "ME*-"})
+    with pytest.raises(ConfigError, match="blocks of kind X"):
+        model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "MX*-"})
+    with pytest.raises(ConfigError, match="moe_latent_size=64"):
+        model_from({**NEMOTRON_H_8B, "moe_latent_size": 64})
+    mixed = model_from({**NEMOTRON_H_8B, "hybrid_override_pattern": "ME*-"})
+    kinds = ("mamba2", "experts", "no_positions", "feed_forward")
+    assert (mixed.attention.layer_types, mixed.moe.num_experts) == (kinds, 8)
+    assert [mixed.holds_experts(layer) for layer in range(4)] == [False, True, False, False]
 
 
 def test_nemotron_h_reads_either_list_and_refuses_names_that_would_win():

@@ -8,13 +8,17 @@ from raymega.config.moe import MoeSection
 from raymega.plan.validation.attention import (
     block_kind_faults,
     head_width_faults,
+    index_length_faults,
+    indexer_faults,
     linear_faults,
     linear_head_faults,
     mla_faults,
     mtp_faults,
+    position_faults,
     rope_scaling_faults,
     score_scale_faults,
 )
+from raymega.plan.validation.layers import window_faults
 
 NONE = MlaSection()
 LATENT = MlaSection(
@@ -95,6 +99,7 @@ def test_the_furthest_token_lies_in_the_row():
 DELTA = AttentionSection(layer_types=("gated_delta_net", "full"))
 BOTH = AttentionSection(layer_types=("gated_delta_net", "mamba2"))
 ONE_PART = AttentionSection(layer_types=("mamba2", "feed_forward"))
+EXPERT_BLOCKS = AttentionSection(layer_types=("mamba2", "experts"))
 STATES = LinearAttentionSection(
     num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=5
 )
@@ -136,12 +141,19 @@ def test_ranks_have_whole_key_heads():
     [
         (DELTA, {"time_step_min": 0.1}, {}, "only mamba2 has time steps"),
         (BOTH, {}, {}, "has gated_delta_net and mamba2"),
-        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer already"),
+        (ONE_PART, {}, {}, "each block of qwen3_next has a feed-forward layer or experts already"),
         (
             ONE_PART,
             {},
             {"family": "nemotron_h", "moe": MoeSection(num_experts=4)},
             "moe.num_experts=4",
+        ),
+        (EXPERT_BLOCKS, {}, {"family": "nemotron_h"}, "such a block has at least one expert"),
+        (
+            EXPERT_BLOCKS,
+            {},
+            {"family": "nemotron_h", "moe": MoeSection(num_experts=4, layer_freq=2)},
+            "the kinds of layers say which blocks have experts",
         ),
     ],
 )
@@ -151,3 +163,32 @@ def test_a_model_has_one_kind_of_states_and_its_family_s_blocks(attention, chang
     assert told in _one(block_kind_faults(attention, linear, *rest.values()))
     assert block_kind_faults(DELTA, STATES, 4, "qwen3_next", MoeSection(num_experts=4)) == []
     assert block_kind_faults(ONE_PART, STATES, 4, "nemotron_h", MoeSection()) == []
+    experts = MoeSection(num_experts=4)
+    assert block_kind_faults(EXPERT_BLOCKS, STATES, 4, "nemotron_h", experts) == []
+
+
+@pytest.mark.parametrize("field", [{"sinks": True}, {"softcap": 30.0}, {"score_scale": 0.5}])
+def test_rules_of_scores_need_layers_with_scores(field):
+    alone = AttentionSection(layer_types=("mamba2", "feed_forward"), **field)
+    assert "has no attention among" in _one(window_faults(alone, 4))
+    beside = AttentionSection(layer_types=("mamba2", "full"), **field)
+    assert window_faults(beside, 4) == []
+    assert "has no attention among" in _one(window_faults(beside, 1)[:1])
+
+
+INDEXER = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+           "index_n_heads": 2, "index_head_dim": 6, "index_topk": 16}  # fmt: skip
+
+
+def test_an_indexer_has_all_its_sizes_and_rows_that_it_would_choose_whole():
+    assert indexer_faults(MlaSection(**INDEXER)) == []
+    assert "index_topk=0" in _one(indexer_faults(MlaSection(**INDEXER | {"index_topk": 0})))
+    assert "q_lora_rank=0" in _one(indexer_faults(MlaSection(**INDEXER | {"q_lora_rank": 0})))
+    assert "use 4 or more" in _one(indexer_faults(MlaSection(**INDEXER | {"index_head_dim": 2})))
+    assert index_length_faults(MlaSection(**INDEXER), 16) == []
+    assert "another function" in _one(index_length_faults(MlaSection(**INDEXER), 17))
+
+
+def test_relative_positions_bound_no_row():
+    assert position_faults(128, 64, "t5") == []
+    assert "model.max_positions=64" in _one(position_faults(128, 64, "llama"))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from raymega.config.attention import AttentionSection
 from raymega.config.load import parse_mapping
 from raymega.config.moe import MoeSection
 from raymega.plan.validation.moe import (
@@ -19,7 +20,9 @@ DEEPSEEK = {
 
 
 def _faults(num_layers=61, **fields):
-    return [str(fault) for fault in moe_faults(MoeSection(**fields), num_layers)]
+    return [
+        str(fault) for fault in moe_faults(MoeSection(**fields), num_layers, AttentionSection())
+    ]
 
 
 def test_known_models_are_legal():
