@@ -20,11 +20,12 @@ from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
-from raymega.convert.huggingface.families.bert import PAIRS, POOLERS
+from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
 from raymega.convert.huggingface.names import (
     HEAD,
     HEADS,
     HfTensor,
+    has_own_table,
     hf_tensors,
     is_buffer,
     num_further,
@@ -244,6 +245,11 @@ def _without_copies(
     is_pooled = model.encoder.has_pairs or model.head.has_pooler(is_causal=False)
     if not parts_of(model).is_causal and not is_pooled:
         kept = {name: entry for name, entry in kept.items() if not name.startswith(POOLERS)}
+    if has_own_table(model):
+        for read, old in UNREAD_BIASES.items():
+            if old in kept:
+                kept.setdefault(read, kept[old])
+                del kept[old]
     for name in tuple(kept):
         original = original_of(name, model)
         if original is None:
