@@ -21,6 +21,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
 from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
+from raymega.convert.huggingface.heads import with_headless_pooling
 from raymega.convert.huggingface.names import (
     HEAD,
     HEADS,
@@ -109,7 +110,7 @@ def hf_import(
             update={"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
         )
     entries = _known(_open(folder, config), model)
-    model = _with_further_blocks(model, entries)
+    model = _with_further_blocks(model, entries, folder)
     entries = _without_copies(entries, model)
     # Check the weights and the store.
     raise_faults(ConfigError, _weight_faults(entries, model))
@@ -158,7 +159,7 @@ def model_of_folder(folder: Path) -> ModelSection:
     model = model_from(config)
     if not any(folder.glob("*.safetensors")):
         return model
-    return _with_further_blocks(model, _known(_open(folder, config), model))
+    return _with_further_blocks(model, _known(_open(folder, config), model), folder)
 
 
 def _open(folder: Path, config: Mapping[str, Any]) -> dict[str, WeightEntry]:
@@ -176,8 +177,13 @@ def _dtype_faults(dtype: str) -> Iterator[Fault]:
         )
 
 
-def _with_further_blocks(model: ModelSection, entries: Mapping[str, WeightEntry]) -> ModelSection:
-    """Return the model with the multi-token-prediction blocks, or the head for pairs, that its weights hold."""
+def _with_further_blocks(
+    model: ModelSection, entries: Mapping[str, WeightEntry], folder: Path
+) -> ModelSection:
+    """Return the model with the multi-token-prediction blocks, the head for pairs or the pooler that its weights hold."""
+    if model.head.kind == "none":
+        has_pooler = any(name.startswith(POOLERS) for name in entries)
+        return with_headless_pooling(model, folder, has_pooler=has_pooler)
     if not parts_of(model).is_causal:
         kind = "next_sentence" if PAIRS in entries else "none"
         encoder = model.encoder.model_copy(update={"sentence_loss": kind})

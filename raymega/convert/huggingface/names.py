@@ -221,8 +221,13 @@ def has_own_table(model: ModelSection) -> bool:
 
 
 def exported_tensors(model: ModelSection) -> list[HfTensor]:
-    """Return the tensors that an export writes: :func:`hf_tensors`, and an untied encoder's bias by both its names."""
+    """Return the tensors that an export writes: :func:`hf_tensors`, and an untied encoder's bias by both its names.
+
+    An encoder without a head has names without the outermost prefix, as transformers' class has.
+    """
     tensors = hf_tensors(model)
+    if model.head.kind == "none":
+        return [replace(each, name=each.name.partition(".")[2]) for each in tensors]
     if not has_own_table(model):
         return tensors
     second = [[t, replace(t, name=UNREAD_BIASES.get(t.name, t.name))] for t in tensors]
