@@ -232,7 +232,7 @@ def model_option_faults(  # one an option
         "multipliers": multipliers != type(multipliers)(),
         "moe": moe.num_experts > 0,
         "mla": mla.kv_lora_rank > 0,
-        "lora": lora.r > 0,
+        "lora.lora_dropout": lora.lora_dropout > 0,
         "mup_base_width": mup > 0,
         "num_nextn_predict_layers": depth > 0,
         "neftune_noise_alpha": noise > 0,
