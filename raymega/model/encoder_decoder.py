@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raymega.config.schema import ModelSection
 from raymega.model.attention.relative_attention import document_mask, position_bias
 from raymega.model.heads.score_head import language_head
+from raymega.model.layers.transformer_block import ResidualDropout
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.stream_block import StreamBlock, StreamEmbedding, Streams
 from raymega.parallel.context_parallel.context import (
@@ -25,6 +26,7 @@ from raymega.parallel.context_parallel.context import (
     whole_rows,
 )
 from raymega.parallel.context_parallel.stream_places import Places, stream_places
+from raymega.parallel.core.dropout import TokenKeys
 from raymega.plan.layers.encoder_decoder import table_rows
 from raymega.plan.layers.family_parts import parts_of
 
@@ -42,6 +44,7 @@ class EncoderDecoderStage(StageModule):
         self.has_encoder = any(block.cross_attention is None for block in blocks)
         self.has_decoder = any(block.cross_attention is not None for block in blocks)
         self.model = model
+        self.end_dropout = ResidualDropout(self.seed, "decoder_end", model.hidden_dropout)
 
     def carried_length(self, micro_batch: MicroBatch) -> int:
         """Return the length of a micro-batch's activations between stages: both streams, and the tables' rows."""
@@ -59,14 +62,17 @@ class EncoderDecoderStage(StageModule):
     ) -> Tensor:  # fmt: skip
         """Run the stage's forward on one micro-batch, as :meth:`StageModule.forward`; ``more`` are samples and rows."""
         rows = more[1] if len(more) > 1 else rows
-        layout = self._token_layout(rows or whole_rows(tokens.shape[1], tokens.device), mask, None)
+        whole = rows or whole_rows(tokens.shape[1], tokens.device)
+        layout = self._token_layout(whole, mask, more[0] if more else None)
         x = self._residual_stream(tokens, hidden, layout)
         if self.head is None:
             return x
         self.before_use(self.head)
-        behind = slice(self._num_encoder(layout), None)
+        # labels are the decoder's, and the decoder's output is dropped as the encoder's is
+        behind, head = slice(self._num_encoder(layout), None), language_head(self.head)
+        x = self.end_dropout(head.norm(x), self._keys(layout)[1])
         return self._used(
-            self.head, language_head(self.head).loss_sum(x, labels[:, behind], mask[:, behind])
+            head, head.loss_sum_after_norm(x, labels[:, behind], mask[:, behind])
         )
 
     def document_logits(self, source: Tensor, target: Tensor) -> Tensor:
@@ -93,6 +99,25 @@ class EncoderDecoderStage(StageModule):
             rows = rows._replace(streams=places)
         return super()._token_layout(rows, mask, samples)
 
+    def _keys(self, layout: TokenLayout) -> tuple[TokenKeys | None, TokenKeys | None]:
+        """Return the dropout keys of the encoder's tokens and of the decoder's; sequence parallelism cuts each stream."""
+        keys = layout.keys
+        if keys is None:
+            return None, None
+        count, every = self._num_encoder(layout), self.context.degree
+        parts = (slice(0, count), slice(count, None))
+        # of whole rows: the encoder's tokens on all context-parallel ranks come first
+        whole = (slice(0, count * every), slice(count * every, None))
+        encoder, decoder = (
+            TokenKeys(
+                own=self.tp_stream.own(keys.everywhere[part]),
+                everywhere=keys.everywhere[part],
+                rows=None if keys.rows is None else keys.rows[rows],
+            )
+            for part, rows in zip(parts, whole, strict=True)
+        )
+        return encoder, decoder
+
     def _num_encoder(self, layout: TokenLayout) -> int:
         assert layout.streams is not None, "the layout is of an encoder-decoder model"
         return layout.streams[0].documents.shape[1]
@@ -106,11 +131,14 @@ class EncoderDecoderStage(StageModule):
     ) -> Tensor:
         """Return both streams and the tables for the next stage, or on the last one the decoder's stream."""
         assert token_layout.streams is not None, "the layout is of an encoder-decoder model"
-        count = self._num_encoder(token_layout)
+        count, keys = self._num_encoder(token_layout), self._keys(token_layout)
         if self.embedding is not None:
             assert isinstance(self.embedding, StreamEmbedding), "the family has made it"
             self.before_use(self.embedding)
-            encoder, decoder = map(self.embedding, (tokens[:, :count], tokens[:, count:]))
+            parts = zip((tokens[:, :count], tokens[:, count:]), keys, strict=True)
+            encoder, decoder = (
+                self.embedding_dropout(self.embedding(part), key) for part, key in parts
+            )
             tables = self.embedding.tables()
         else:
             assert hidden is not None, (
@@ -118,7 +146,7 @@ class EncoderDecoderStage(StageModule):
             )
             encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
         biases = self._biases(tables, token_layout.streams)
-        streams = self._run_layers(Streams(encoder, decoder, *biases), token_layout)  # type: ignore[arg-type]
+        streams = self._run_layers(Streams(encoder, decoder, *biases, *keys), token_layout)  # type: ignore[arg-type]
         if self.head is not None:
             return cast(Streams, streams).decoder
         return self._packed(cast(Streams, streams), tables)

@@ -120,10 +120,13 @@ def make_block(
             cross=(
                 make_norm(factory, f"{inside}_norm", model),
                 RelativeAttention(factory, inside, model, is_cross=True),
+                drop(inside),
             )
             if is_decoder
             else None,
-            end_norm=make_norm(factory, f"{name}.encoder_norm", model) if is_end else None,
+            end=(make_norm(factory, f"{name}.encoder_norm", model), drop("encoder_end"))
+            if is_end
+            else None,
             attention_norm=norm("attention_norm"),
             attention=RelativeAttention(factory, f"{name}.attention", model),
             attention_dropout=drop(f"{name}.attention"),

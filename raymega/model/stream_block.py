@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from raymega.model.attention.relative_attention import RelativeAttention
 from raymega.model.layers.embedding import Embedding
-from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.model.layers.transformer_block import ResidualDropout, TransformerBlock
 from raymega.parallel.context_parallel.context import TokenLayout
+from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 
 
@@ -27,6 +28,8 @@ class Streams(NamedTuple):
         encoder_bias: Bias of the encoder's scores, [B or 1, H/tp, E/cp, E]; None in stages without its blocks.
         decoder_bias: Bias of the decoder's scores, [B or 1, H/tp, S/cp, S]; None in stages without its blocks.
         cross_bias: Mask of the decoder's scores for the encoder, [B or 1, 1, S/cp, E]; None likewise.
+        encoder_keys: Dropout keys of the encoder's tokens; None drops nothing.
+        decoder_keys: Dropout keys of the decoder's tokens; None drops nothing.
     """
 
     encoder: Tensor
@@ -34,14 +37,16 @@ class Streams(NamedTuple):
     encoder_bias: Tensor | None = None
     decoder_bias: Tensor | None = None
     cross_bias: Tensor | None = None
+    encoder_keys: TokenKeys | None = None
+    decoder_keys: TokenKeys | None = None
 
 
 class StreamBlock(TransformerBlock):
     """Block of one side: self-attention, in the decoder attention to the encoder, and a feed-forward layer.
 
     Args:
-        cross: Norm before attention to the encoder, and that attention; None in the encoder.
-        end_norm: Norm of the encoder's output, in its last block; None in others.
+        cross: Norm before attention to the encoder, that attention, and dropout on its output; None in the encoder.
+        end: Norm of the encoder's output, in its last block, and dropout on it; None in others.
         parts: Parts of a :class:`TransformerBlock`.
     """
 
@@ -50,16 +55,17 @@ class StreamBlock(TransformerBlock):
     def __init__(
         self,
         *,
-        cross: tuple[nn.Module, RelativeAttention] | None,
-        end_norm: nn.Module | None,
+        cross: tuple[nn.Module, RelativeAttention, ResidualDropout] | None,
+        end: tuple[nn.Module, ResidualDropout] | None,
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
         self.cross_norm: nn.Module | None = None
         self.cross_attention: RelativeAttention | None = None
+        self.cross_dropout: ResidualDropout | None = None
         if cross is not None:
-            self.cross_norm, self.cross_attention = cross
-        self.end_norm = end_norm
+            self.cross_norm, self.cross_attention, self.cross_dropout = cross
+        self.end_norm, self.end_dropout = end or (None, None)
 
     def remake(self, parts: Collection[str]) -> None:
         """Choose what backward recomputes, by the job's memory.recompute_parts."""
@@ -72,19 +78,25 @@ class StreamBlock(TransformerBlock):
         context, cross = token_layout.context.outer, self.cross_attention
         x = streams.encoder if cross is None else streams.decoder
         bias = streams.encoder_bias if cross is None else streams.decoder_bias
+        keys = streams.encoder_keys if cross is None else streams.decoder_keys
         assert bias is not None, "the stage has made the biases of its blocks"
         # attention within the stream, attention to the encoder, feed-forward layer
         normal = self._normal(self.attention_norm, x)
-        x = x + self.attention(normal, normal, bias, context)
+        y = self.attention(normal, normal, bias, context, keys)
+        x = x + self.attention_dropout(y, keys)
         if cross is not None:
             assert streams.cross_bias is not None, "the stage has made it"
+            assert self.cross_dropout is not None, "it comes with the attention"
             normal = self._normal(self.cross_norm, x)
-            x = x + cross(normal, streams.encoder, streams.cross_bias, context)
+            y = cross(normal, streams.encoder, streams.cross_bias, context, keys)
+            x = x + self.cross_dropout(y, keys)
         assert self.mlp is not None, "a block of either side has one"
-        x = x + self.mlp(self._normal(self.mlp_norm, x))
+        x = x + self.mlp_dropout(self.mlp(self._normal(self.mlp_norm, x)), keys)
         if cross is not None:
             return streams._replace(decoder=x)
-        return streams._replace(encoder=self._normal(self.end_norm, x))
+        if self.end_dropout is not None:
+            x = self.end_dropout(self._normal(self.end_norm, x), keys)
+        return streams._replace(encoder=x)
 
 
 class StreamEmbedding(Embedding):

@@ -27,6 +27,7 @@ FUSED = (
     ("moe.shared.gate", "moe.shared.up"),
     ("moe.experts.gate", "moe.experts.up"),
     ("attention.q_down", "attention.kv_down"),
+    ("cross_attention.k", "cross_attention.v"),
 )
 """Linear layers that are parts of one parameter."""
 

@@ -305,7 +305,8 @@ def _score_head_tensors(model: ModelSection) -> list[GlobalTensor]:
     width, head, table = model.hidden_size, model.head, []
     is_causal = parts_of(model).is_causal
     sizes = {"pooler": width} if head.has_pooler(is_causal=is_causal) else {}
-    for name, size in (sizes | {"score": head.num_scores}).items():
+    scores = {"score": head.num_scores} if head.num_scores else {}
+    for name, size in (sizes | scores).items():
         weight = _weight(f"head.{name}", (size, width), tp_dim=-1, std=model.initializer_range)
         table.append(_scaled(weight, model))
         if name == "pooler" or head.has_bias(is_causal=is_causal):

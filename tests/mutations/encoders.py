@@ -99,6 +99,13 @@ ENCODER_PROOFS: tuple[ProofMutation, ...] = (
         tests=(OUTPUTS,),
     ),
     ProofMutation(
+        name="an untied head takes the bias that transformers never reads",
+        file="convert/huggingface/importer.py",
+        old="kept.setdefault(read, kept[old])",
+        new="kept[read] = kept[old]",
+        tests=(f"{WITNESS}::test_bias_of_an_untied_head_is_the_one_that_is_read",),
+    ),
+    ProofMutation(
         name="pairs count as much as one masked token",
         file=HEAD,
         old="lambda gradient: gradient * weight",

@@ -16,6 +16,8 @@ ATTENTION = "model/attention/relative_attention.py"
 SPANS = "data/row_rules/span_corruption.py"
 SPAN_TESTS = "tests/unit/data/row_rules/test_span_corruption.py"
 WITNESS = "tests/dist/model/test_encoder_decoder.py"
+OPTIONS = "tests/dist/model/test_two_stream_options.py"
+MASKED = f"{OPTIONS}::test_a_step_is_that_of_transformers_with_the_same_masks"
 LOGITS = f"{WITNESS}::test_logits_are_those_of_transformers"
 STEPS = f"{WITNESS}::test_steps_are_those_of_a_plain_loop"
 GATHERED = Layout(cp=2, cp_method="all_gather")
@@ -69,8 +71,30 @@ TWO_STREAMS: tuple[Mutation, ...] = (
         layout=GATHERED,
         job=T5,
     ),
+    Mutation(
+        name="sequence-parallel ranks drop the same places of a stream",
+        file=STAGE,
+        old="own=self.tp_stream.own(keys.everywhere[part]),",
+        new="own=keys.everywhere[part].chunk(self.tp_stream.degree)[0],",
+        layout=Layout(tp=2, sequence_parallel=True),
+        job=(*T5, "model.hidden_dropout=0.2"),
+    ),
 )
 TWO_STREAM_PROOFS: tuple[ProofMutation, ...] = (
+    ProofMutation(
+        name="attention to the encoder drops what the decoder's own attention drops",
+        file=ATTENTION,
+        old="WeightDropout(factory, name, model)",
+        new='WeightDropout(factory, name.replace("cross_", ""), model)',
+        tests=(MASKED,),
+    ),
+    ProofMutation(
+        name="the encoder's output is not dropped",
+        file="model/stream_block.py",
+        old="x = self.end_dropout(self._normal(self.end_norm, x), keys)",
+        new="x = self._normal(self.end_norm, x)",
+        tests=(MASKED,),
+    ),
     ProofMutation(
         name="a decoder sees its future",
         file=ATTENTION,

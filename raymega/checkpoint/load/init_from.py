@@ -329,8 +329,8 @@ def _field_faults(
     # In a dense checkpoint the fields of experts had no effect.
     if not then.get("moe.num_experts"):
         then = {field: value for field, value in then.items() if not field.startswith("moe.")}
-    # A language model's head pools nothing.
-    if "language_model" in (then.get("head.kind"), now["head.kind"]):
+    # A language model's head pools nothing, and an encoder without a head chooses nothing.
+    if {"language_model", "none"} & {then.get("head.kind"), now["head.kind"]}:
         then.pop("head.pooling", None)
     taken = [name for name in _shapes_of(model) if not is_reinitialised(section, name)]
     facts = {

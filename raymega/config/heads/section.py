@@ -12,6 +12,7 @@ MOST_CLASSES = 255
 """Most classes: a dataset holds a label as a byte, of which 0 says that there is none."""
 HeadKind = Literal[
     "language_model", "sequence_classification", "token_classification", "multiple_choice", "regression", "reward",
+    "none",
 ]  # fmt: skip
 Pooling = Literal["last", "first", "mean"]
 
@@ -23,7 +24,8 @@ class HeadSection(Section):
     """language_model: logits of the next or masked token. sequence_classification: a class a document.
     token_classification: a class a token. multiple_choice: a score a choice, softmax over those of a question.
     regression: a number a document, squared error. reward: a score an answer, for
-    preference.loss_type=bradley_terry."""
+    preference.loss_type=bradley_terry. none: the last block's states, of an imported encoder without a head,
+    from which runs with another kind begin; it has no loss."""
     num_labels: Annotated[int, Field(ge=2, le=MOST_CLASSES)] = 2
     """Classes of sequence_classification and token_classification."""
     num_choices: Annotated[int, Field(ge=2, le=63)] = 4
@@ -40,11 +42,10 @@ class HeadSection(Section):
     @property
     def num_scores(self) -> int:
         """Number of scores of a token or document, C."""
-        return (
-            self.num_labels
-            if self.kind in ("sequence_classification", "token_classification")
-            else 1
-        )
+        if self.kind == "none":
+            return 0
+        has_classes = self.kind in ("sequence_classification", "token_classification")
+        return self.num_labels if has_classes else 1
 
     def pools(self, *, is_causal: bool) -> Pooling:
         """Return the pooling of a family that is causal or not."""

@@ -30,7 +30,7 @@ from raymega.convert.huggingface.extra_files import (
     has_tokenizer,
     trained_tokens,
 )
-from raymega.convert.huggingface.names import HfTensor, hf_tensors
+from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.output_folder import folder_faults, new_folder
@@ -109,7 +109,7 @@ def hf_export(
         )  # what the decoder was trained with is no choice of the tokenizer
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
-    theirs = hf_tensors(model)
+    theirs = exported_tensors(model)
     raise_faults(ConfigError, _lost_faults(model, theirs, config))
     # Write weights, then config.json and the files that came with the model.
     with new_folder(folder) as partial:
@@ -122,7 +122,7 @@ def hf_export(
         _write_beside(partial, config, beside)
     return HfExport(
         folder=folder, key=manifest.key, step=manifest.step, dtype=target,
-        num_parameters=sum(int(np.prod(at.shape)) for at in theirs),
+        num_parameters=sum(int(np.prod(at.shape)) for at in hf_tensors(model)),
         files=tuple(sorted(path.name for path in folder.iterdir())),
         notes=_notes(model, is_readable=has_tokenizer(beside)),
     )  # fmt: skip

@@ -5,7 +5,9 @@ A class is its model's name and one of the ends below. Decoders read a document'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from raymega.config.schema import ModelSection
@@ -26,6 +28,8 @@ LACKING: Mapping[str, tuple[str, ...]] = {
             "DeepseekV2", "Qwen3_5"),
 }  # fmt: skip
 """Models for which transformers has no class with an end."""
+HEADLESS = ("BertModel", "RobertaModel", "MegatronBertModel")
+"""Encoders of transformers without a head, whose weights have no outermost prefix."""
 BESIDE_IMAGES = ("Gemma3", "Qwen3_5")
 """Models whose class of documents without images has Text in its name."""
 
@@ -37,6 +41,8 @@ def head_values(config: Config) -> dict[str, Any]:
         ConfigError: The class has another loss than one of the heads here.
     """
     name = next(iter(config.get("architectures") or ()), "")
+    if name in HEADLESS:
+        return {"head": {"kind": "none"}}
     if name.endswith(CHOICE):
         return {"head": {"kind": "multiple_choice"}}
     if not name.endswith((SEQUENCE, TOKEN)):
@@ -69,6 +75,8 @@ def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
     base = class_name
     for end in LANGUAGE:
         base = base.removesuffix(end)
+    if head.kind == "none":
+        return {"architectures": [f"{base}Model"]}
     end, is_causal = ENDS[head.kind], parts_of(model).is_causal
     if base.removesuffix("Text") in LACKING.get(end, ()) or (end == CHOICE and is_causal):
         raise ConfigError(
@@ -97,16 +105,28 @@ def head_names(model: ModelSection) -> dict[str, tuple[str, ...]]:
     if parts_of(model).is_causal:
         is_classifier = kind == "token_classification" and family in ("gpt2", "gpt_neox")
         return {"classifier" if is_classifier else "score": ("head.score",)}
-    if family == "roberta" and ENDS[kind] == SEQUENCE:
+    if family == "roberta" and ENDS.get(kind) == SEQUENCE:
         return {"classifier.dense": ("head.pooler",), "classifier.out_proj": ("head.score",)}
     prefix = "roberta" if family == "roberta" else "bert"
     return {f"{prefix}.pooler.dense": ("head.pooler",), "classifier": ("head.score",)}
 
 
+def with_headless_pooling(
+    model: ModelSection, folder: Path, *, has_pooler: bool
+) -> ModelSection:
+    """Return an encoder without a head, pooled as ``folder`` says: by sentence-transformers' file, or by its pooler."""
+    path, is_mean = folder / "1_Pooling" / "config.json", not has_pooler
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        is_mean |= bool(settings.get("pooling_mode_mean_tokens"))
+    head = model.head.model_copy(update={"pooling": "mean" if is_mean else "auto"})
+    return model.model_copy(update={"head": head})
+
+
 def compared_head(model: ModelSection) -> dict[str, Any]:
     """Return what of the head a config.json must express, in comparable form."""
     head, is_causal = model.head, parts_of(model).is_causal
-    is_pooled = head.is_on and head.kind != "token_classification"
+    is_pooled = head.is_on and head.kind not in ("token_classification", "none")
     return {
         "kind": head.kind,
         "num_scores": head.num_scores if head.is_on else 0,

@@ -21,11 +21,13 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
-from raymega.convert.huggingface.families.bert import PAIRS, POOLERS
+from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
+from raymega.convert.huggingface.heads import with_headless_pooling
 from raymega.convert.huggingface.names import (
     HEAD,
     HEADS,
     HfTensor,
+    has_own_table,
     hf_tensors,
     is_buffer,
     num_further,
@@ -109,7 +111,7 @@ def hf_import(
             update={"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
         )
     entries = _known(_open(folder, config), model)
-    model = _with_further_blocks(model, entries)
+    model = _with_further_blocks(model, entries, folder)
     entries = _without_copies(entries, model)
     # Check the weights and the store.
     raise_faults(ConfigError, _weight_faults(entries, model))
@@ -158,7 +160,7 @@ def model_of_folder(folder: Path) -> ModelSection:
     model = model_from(config)
     if not any(folder.glob("*.safetensors")):
         return model
-    return _with_further_blocks(model, _known(_open(folder, config), model))
+    return _with_further_blocks(model, _known(_open(folder, config), model), folder)
 
 
 def _open(folder: Path, config: Mapping[str, Any]) -> dict[str, WeightEntry]:
@@ -176,8 +178,13 @@ def _dtype_faults(dtype: str) -> Iterator[Fault]:
         )
 
 
-def _with_further_blocks(model: ModelSection, entries: Mapping[str, WeightEntry]) -> ModelSection:
-    """Return the model with the multi-token-prediction blocks, or the head for pairs, that its weights hold."""
+def _with_further_blocks(
+    model: ModelSection, entries: Mapping[str, WeightEntry], folder: Path
+) -> ModelSection:
+    """Return the model with the multi-token-prediction blocks, the head for pairs or the pooler that its weights hold."""
+    if model.head.kind == "none":
+        has_pooler = any(name.startswith(POOLERS) for name in entries)
+        return with_headless_pooling(model, folder, has_pooler=has_pooler)
     if not parts_of(model).is_causal:
         kind = "next_sentence" if PAIRS in entries else "none"
         encoder = model.encoder.model_copy(update={"sentence_loss": kind})
@@ -246,6 +253,11 @@ def _without_copies(
     is_pooled = model.encoder.has_pairs or model.head.has_pooler(is_causal=False)
     if not parts_of(model).is_causal and not is_pooled:
         kept = {name: entry for name, entry in kept.items() if not name.startswith(POOLERS)}
+    if has_own_table(model):
+        for read, old in UNREAD_BIASES.items():
+            if old in kept:
+                kept.setdefault(read, kept[old])
+                del kept[old]
     for name in tuple(kept):
         original = original_of(name, model)
         if original is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
-from raymega.convert.huggingface.families.bert import COPIES
+from raymega.convert.huggingface.families.bert import COPIES, UNREAD_BIASES, with_own_head
 from raymega.convert.huggingface.families.family import StackedExperts
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
@@ -192,6 +192,8 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     for layer in range(model.num_layers + model.num_nextn_predict_layers):
         names |= _gpt2_layer(layer) if model.family == "gpt2" else _llama_layer(layer, model)
     names |= head_names(model)
+    if has_own_table(model):
+        names = dict(with_own_head(names))
     # Tables of names cover all families: only tensors that this model has are kept.
     found = [
         _hf_tensor(f"{theirs}.{kind}", [f"{part}.{kind}" for part in parts], ours, model)
@@ -214,6 +216,25 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     return sorted(found, key=lambda tensor: (order[tensor.parts[0].name], tensor.expert))
 
 
+def has_own_table(model: ModelSection) -> bool:
+    """Return whether the model is an encoder whose head has a table of its own."""
+    return not (parts_of(model).is_causal or model.tie_word_embeddings or model.head.is_on)
+
+
+def exported_tensors(model: ModelSection) -> list[HfTensor]:
+    """Return the tensors that an export writes: :func:`hf_tensors`, and an untied encoder's bias by both its names.
+
+    An encoder without a head has names without the outermost prefix, as transformers' class has.
+    """
+    tensors = hf_tensors(model)
+    if model.head.kind == "none":
+        return [replace(each, name=each.name.partition(".")[2]) for each in tensors]
+    if not has_own_table(model):
+        return tensors
+    second = [[t, replace(t, name=UNREAD_BIASES.get(t.name, t.name))] for t in tensors]
+    return [each for pair in second for each in (pair[:1] if pair[0] == pair[1] else pair)]
+
+
 def num_further(names: Iterable[str], num_layers: int) -> int:
     """Return the number of multi-token-prediction blocks among the tensors ``names`` of theirs."""
     joins = {f"layers.{num_layers + depth}.eh_proj.weight" for depth in range(MOST_FURTHER)}
@@ -223,6 +244,8 @@ def num_further(names: Iterable[str], num_layers: int) -> int:
 
 def original_of(name: str, model: ModelSection) -> str | None:
     """Return the tensor that their ``name`` is a copy of, in an encoder's head or a further block; or None."""
+    if name in COPIES and has_own_table(model):
+        return None
     if name in COPIES or name in T5_COPIES:
         return {**COPIES, **T5_COPIES}[name]
     found = FURTHER_COPY.fullmatch(name)

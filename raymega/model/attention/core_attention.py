@@ -17,14 +17,41 @@ from raymega.config.schema import ModelSection
 from raymega.parallel.context_parallel.attention import attend
 from raymega.parallel.context_parallel.attention_blocks import PLAIN, ScoreRules
 from raymega.parallel.context_parallel.context import TokenLayout
-from raymega.parallel.core.dropout import dropout, place_key
+from raymega.parallel.core.dropout import TokenKeys, dropout, place_key
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
+
+
+class WeightDropout(nn.Module):
+    """Dropout on attention weights, with a key for each global head: masks do not depend on tp."""
+
+    head_keys: Tensor
+
+    def __init__(self, factory: ParameterFactory, name: str, model: ModelSection) -> None:
+        super().__init__()
+        self.rate = model.attention_dropout
+        if not self.rate:
+            return
+        num_heads = model.num_heads // factory.tp.size
+        first = factory.tp.index * num_heads
+        heads = range(first, first + num_heads)
+        keys = [place_key(factory.seed, f"{name}.weights.{head}") for head in heads]
+        head_keys = torch.tensor(keys, device=factory.device)
+        self.register_buffer("head_keys", head_keys, persistent=False)
+
+    def forward(self, weights: Tensor, keys: TokenKeys | None) -> Tensor:
+        """Drop some of the weights [B, H/tp, Q, K] of whole rows; without keys of these, return them."""
+        if keys is None or keys.rows is None:
+            return weights
+        return dropout(weights, self.row_keys(keys), rate=self.rate)
+
+    def row_keys(self, keys: TokenKeys, heads: slice = slice(None)) -> Tensor:
+        """Return the keys of rows of weights, [B, h, Q] int64, of some of this rank's heads."""
+        assert keys.rows is not None, "there is dropout"
+        return keys.rows.t()[:, None] + self.head_keys[heads][:, None]
 
 
 class CoreAttention(nn.Module):
     """Attention within a document: softmax(q k^T / sqrt(K)) v, by a layer's rules of scores."""
-
-    head_keys: Tensor
 
     def __init__(
         self, factory: ParameterFactory, name: str, model: ModelSection, rules: ScoreRules = PLAIN
@@ -32,16 +59,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.rules = rules
         self.sinks = factory.make_if_any(f"{name}.sinks.bias")
-        self.dropout = model.attention_dropout
-        if not self.dropout:
-            return
-        num_heads = model.num_heads // factory.tp.size
-        first = factory.tp.index * num_heads
-        # One key a global head, so that dropout masks do not depend on tp.
-        heads = range(first, first + num_heads)
-        keys = [place_key(factory.seed, f"{name}.weights.{head}") for head in heads]
-        head_keys = torch.tensor(keys, device=factory.device)
-        self.register_buffer("head_keys", head_keys, persistent=False)
+        self.dropout = WeightDropout(factory, name, model)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, token_layout: TokenLayout) -> Tensor:
         """Map q [S/cp, B, H/tp, K], k [S/cp, B, G/tp, K], v [..., V], V <= K, to [S/cp, B, H/tp * V]."""
@@ -53,16 +71,13 @@ class CoreAttention(nn.Module):
 
     def _drop(self, q: Tensor, k: Tensor, v: Tensor, *, token_layout: TokenLayout) -> Tensor:
         """Attend over whole rows with dropout on the weights; q: [S, B, h, K], some of the tp rank's heads."""
-        assert token_layout.keys is not None and token_layout.keys.rows is not None, (
-            "there is dropout"
-        )
+        assert token_layout.keys is not None, "there is dropout"
         # Ulysses: this rank has all positions of some of the heads.
         first = token_layout.context.inner.index * q.shape[2]
-        heads = self.head_keys[first : first + q.shape[2]]
-        rows = token_layout.keys.rows.t()[:, None] + heads[:, None]
+        rows = self.dropout.row_keys(token_layout.keys, slice(first, first + q.shape[2]))
         q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         y_BHSK = dropped_attention(
-            q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout, is_causal=self.rules.is_causal
+            q_BHSK, k_BGSK, v_BGSK, rows, rate=self.dropout.rate, is_causal=self.rules.is_causal
         )
         return y_BHSK.permute(2, 0, 1, 3)
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from raymega.config.schema import ModelSection
+from raymega.model.attention.core_attention import WeightDropout
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.checkpointing import checkpoint_output, recompute_input
+from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParameterFactory,
@@ -38,6 +40,7 @@ class RelativeAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.is_cross = model.num_heads // factory.tp.size, is_cross
+        self.weight_dropout = WeightDropout(factory, name, model)
         names = [f"{name}.{part}" for part in ("q", "k", "v")]
         self.kv: ColumnParallelLinear | None = None
         if is_cross:
@@ -47,7 +50,14 @@ class RelativeAttention(nn.Module):
             self.q = ColumnParallelLinear(factory, *names)
         self.out = RowParallelLinear(factory, f"{name}.out")
 
-    def forward(self, x: Tensor, read: Tensor, bias: Tensor, context: Group) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        read: Tensor,
+        bias: Tensor,
+        context: Group,
+        keys: TokenKeys | None = None,
+    ) -> Tensor:
         """Map x [Q/sp, B, D] to the same shape.
 
         Args:
@@ -55,22 +65,25 @@ class RelativeAttention(nn.Module):
             read: Stream of the keys and values, [K/sp, B, D]; x itself without ``is_cross``.
             bias: Terms of the scores, [B or 1, H/tp or 1, Q, K * cp], very negative where a key is not seen.
             context: Context-parallel ranks, which hold the other keys.
+            keys: Dropout keys of the stream of the queries; None drops nothing.
         """
         # queries beside keys and values, or each of its own stream
         made = [recompute_input(self.q, x)]
         made += [self.kv(read)] if self.kv is not None else []
-        attend = partial(self._attend, context=context)
+        attend = partial(self._attend, context=context, keys=keys)
         if not self.is_remade:
             return self.out(attend(bias, *made))
         return recompute_input(self.out, checkpoint_output(attend, bias, *made))
 
-    def _attend(self, bias: Tensor, *made: Tensor, context: Group) -> Tensor:
+    def _attend(
+        self, bias: Tensor, *made: Tensor, context: Group, keys: TokenKeys | None
+    ) -> Tensor:
         """Return attention outputs [Q, B, H/tp * K] of q and kv [., B, h K], or of one tensor with all three."""
         q, k, v = self._heads(*made)
         k, v = gather_positions(torch.stack((k, v), 1), context).unbind(1)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         # no fused kernel has a gradient of the bias on all devices: backward keeps the weights of all pairs
-        y = (q @ k.mT + bias).softmax(-1) @ v
+        y = self.weight_dropout((q @ k.mT + bias).softmax(-1), keys) @ v
         return y.permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, first: Tensor, kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from raymega.parallel.tensor_parallel.mappings import reduce_from_tp
 
 
 class ScoreHead(nn.Module):
-    """Final norm, BERT's pooler where the model has it, and a linear layer to C scores.
+    """Final norm, BERT's pooler where the model has it, and a linear layer to C scores; without one, C is D.
 
     The weights are whole on every tensor-parallel rank. With sequence parallelism a rank computes the positions
     that it has, and the ranks sum.
@@ -33,7 +33,8 @@ class ScoreHead(nn.Module):
         self.sp, self.norm = factory.sp, norm
         is_pooled = "head.pooler.weight" in factory.table
         self.pooler = ReplicatedLinear(factory, "head.pooler") if is_pooled else None
-        self.score = ReplicatedLinear(factory, "head.score")
+        has_scores = "head.score.weight" in factory.table
+        self.score = ReplicatedLinear(factory, "head.score") if has_scores else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [S/sp, B, D] to scores [S/sp, B, C] of this rank's tokens, in max(fp32, dtype)."""

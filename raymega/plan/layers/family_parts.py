@@ -158,7 +158,7 @@ def family_parts(family: str) -> FamilyParts:
 
 def score_pooling(model: ModelSection) -> Pooling | Literal["none"]:
     """Return the tokens of a document that its scores come from; none where documents have no scores."""
-    if model.head.kind in ("language_model", "token_classification"):
+    if model.head.kind in ("language_model", "token_classification", "none"):
         return "none"
     return model.head.pools(is_causal=parts_of(model).is_causal)
 

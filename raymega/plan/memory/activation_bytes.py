@@ -16,9 +16,13 @@ from math import ceil
 from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
 from raymega.plan.layers.layer_pattern import ALONE, STATES
-from raymega.plan.memory.activation_shape import ActivationShape
+from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
-from raymega.plan.memory.attention_bytes import full_attention_bytes, latent_attention_bytes
+from raymega.plan.memory.attention_bytes import (
+    attention_weight_bytes,
+    full_attention_bytes,
+    latent_attention_bytes,
+)
 from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
@@ -174,7 +178,8 @@ def stream_layer_bytes(shape: ActivationShape, layer: int) -> int:
     own = decoder if is_decoder else encoder
     kept = layer_bytes(own) + _score_bytes(own, own)
     if not is_decoder:
-        return kept
+        is_end = layer + 1 == shape.model.encoder_decoder.num_encoder_layers
+        return kept + (residual_mask_bytes(own) if is_end else 0)
     # attention to the encoder: a norm, and attention with other keys
     rows = shape.model.num_heads // shape.parallel.tp * shape.model.head_width * shape.element
     heads = rows * (decoder.tokens if shape.remakes("attention") else 2 * decoder.tokens)
@@ -184,6 +189,7 @@ def stream_layer_bytes(shape: ActivationShape, layer: int) -> int:
     return (
         kept
         + _norm_bytes(decoder)
+        + residual_mask_bytes(decoder)
         + heads
         + (0 if is_remade else fused)
         + _score_bytes(decoder, encoder)
@@ -214,6 +220,11 @@ def _score_bytes(queries: ActivationShape, keys: ActivationShape) -> int:
         return 0
     heads = queries.model.num_heads // queries.parallel.tp
     weights = heads * queries.tokens * (keys.seq_len * queries.element - queries.wide)
+    if queries.model.attention_dropout:
+        # weights before dropout, their mask, and the product's; a stream's own are in its layer's bytes
+        each = 2 * queries.element + MASK_BYTES
+        weights = heads * queries.tokens * (keys.seq_len * each - queries.wide)
+        weights -= 0 if queries is not keys else attention_weight_bytes(queries)
     elsewhere = (keys.parallel.cp - 1) * keys.tokens * heads * keys.model.head_width
     return weights + 2 * elsewhere * keys.element
 
@@ -243,12 +254,13 @@ def head_bytes(shape: ActivationShape) -> int:
     logits = shape.tokens * vocabulary_rows(shape) * shape.element * copies
     loss = shape.tokens * (shape.wide + label + is_elsewhere)
     norm = shape.stream_bytes + _statistics_bytes(shape)
+    mask = residual_mask_bytes(shape) if shape.family.is_encoder_decoder else 0
     # an encoder's transform has inputs of its product and of GELU, and a norm
     transform = (
         0 if shape.family.is_causal or shape.model.head.is_on else 2 * shape.stream_bytes + norm
     )
     final_norm = 0 if shape.family.norms == "sum" else norm
-    return final_norm + transform + shape.stream_bytes + logits + loss
+    return final_norm + mask + transform + shape.stream_bytes + logits + loss
 
 
 def vocabulary_rows(shape: ActivationShape) -> int:

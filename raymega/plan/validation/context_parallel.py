@@ -215,15 +215,17 @@ def exchange_faults(
         )
 
 
-@reads("model.attention_dropout, parallel.cp cp_method")
-def weight_dropout_faults(rate: float, cp: int, method: str) -> Iterator[Fault]:
+@reads("model.attention_dropout family, parallel.cp cp_method")
+def weight_dropout_faults(rate: float, family: str, cp: int, method: str) -> Iterator[Fault]:
     """Check that ranks see whole rows where attention weights are dropped: no fused kernel does it."""
+    has_streams = family_parts(family).is_encoder_decoder
     if rate and cp > 1 and method != "all_to_all":
         yield Fault(
             fact=f"model.attention_dropout={rate:g} with parallel.cp={cp}",
             rule="weights are dropped without a fused kernel, in whole rows, and under "
             f"parallel.cp_method={method} no rank has one",
-            remedy="set model.attention_dropout=0, or parallel.cp_method=all_to_all",
+            remedy="set model.attention_dropout=0, or "
+            + ("parallel.cp=1" if has_streams else "parallel.cp_method=all_to_all"),
         )
 
 

@@ -128,6 +128,7 @@ RULES: tuple[Rule, ...] = (
     tuning.token_loss_faults,
     tuning.reference_faults,
     rules.idle_head_faults,
+    rules.headless_faults,
     rules.head_row_faults,
     rules.head_part_faults,
     rules.reward_faults,

@@ -170,6 +170,24 @@ def test_first_files_of_bert_have_other_names_and_copies(tmp_path):
         assert torch.equal(values, theirs.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("kind", ["bert-untied", "roberta-untied"])
+def test_bias_of_an_untied_head_is_the_one_that_is_read(tmp_path, kind):
+    """Files of transformers 5 hold another bias beside it, those of transformers 4 have it under that name alone."""
+    theirs = hf_encoders.make_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    whole = load_file(file)
+    (read,) = [name for name in whole if name.endswith("decoder.bias")]
+    old, bias = read.replace("decoder.", ""), whole[read]
+    renamed = {old if name == read else name: values for name, values in whole.items()}
+    for run, values in {"5": {**whole, old: bias + 1}, "4": renamed}.items():
+        save_file(values, file, metadata={"format": "pt"})
+        done = hf_import(tmp_path / "theirs", str(tmp_path / run), created=NOW)
+        hf_export(done.uri, tmp_path / f"back-{run}")
+        back = load_file(tmp_path / f"back-{run}" / "model.safetensors")
+        assert torch.equal(back[read], bias) and torch.equal(back[old], bias)
+
+
 @pytest.mark.parametrize("kind", ["bert-masked", "roberta"])
 def test_published_files_have_a_pooler_that_no_head_reads(tmp_path, kind):
     theirs = hf_encoders.make_model(kind)

@@ -18,8 +18,18 @@ KINDS = {
         "RobertaForMaskedLM",
         {"pad_token_id": 1, "max_position_embeddings": 42},
     ),
+    "bert-untied": (
+        "bert",
+        "BertForPreTraining",
+        {"pad_token_id": None, "tie_word_embeddings": False},
+    ),
+    "roberta-untied": (
+        "roberta",
+        "RobertaForMaskedLM",
+        {"pad_token_id": 1, "max_position_embeddings": 42, "tie_word_embeddings": False},
+    ),
 }
-HAVE_PAIRS = ("bert", "megatron-bert")
+HAVE_PAIRS = ("bert", "megatron-bert", "bert-untied")
 
 
 def make_model(kind, seed=0):
@@ -29,6 +39,7 @@ def make_model(kind, seed=0):
     kind_of_config = getattr(module, f"{name.partition('For')[0]}Config")
     config = kind_of_config(**SIZES | fields, attn_implementation="eager")
     model = getattr(module, name)(config).double().eval()
+    _leave_out_unread_bias(model)
     # built-in tokens have the padding's id too: here it is a token as others
     model.base_model.embeddings.word_embeddings.padding_idx = None
     generator = torch.Generator().manual_seed(seed)
@@ -45,11 +56,17 @@ def load_model(kind, folder):
     module = importlib.import_module(
         f"transformers.models.{KINDS[kind][0]}.modeling_{KINDS[kind][0]}"
     )
-    return (
-        getattr(module, name)
-        .from_pretrained(folder, dtype="auto", attn_implementation="eager")
-        .eval()
-    )
+    found = getattr(module, name)
+    model = found.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    _leave_out_unread_bias(model)
+    return model
+
+
+def _leave_out_unread_bias(model):
+    """Remove the bias beside an untied head's, which transformers 5 keeps and never reads."""
+    head = model.lm_head if hasattr(model, "lm_head") else model.cls.predictions
+    if not model.config.tie_word_embeddings:
+        del head.bias
 
 
 def outputs(model, tokens, token_types):

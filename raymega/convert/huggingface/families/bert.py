@@ -23,7 +23,12 @@ COPIES: Mapping[str, str] = {
     "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
     "lm_head.decoder.bias": "lm_head.bias",
 }
-"""Tensors that old files hold a second time, and the originals."""
+"""Tensors that old files hold a second time, and the originals, where the head is tied."""
+UNREAD_BIASES: Mapping[str, str] = {
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "lm_head.decoder.bias": "lm_head.bias",
+}
+"""Bias of an untied head by its name in transformers 5, and by the one that transformers 4 reads and 5 only keeps."""
 _SETTINGS = {
     **alike("vocab_size", "tie_word_embeddings", "initializer_range", "hidden_size"),
     "num_attention_heads": "num_heads",
@@ -41,7 +46,6 @@ _WANTED: Mapping[str, tuple[object, ...]] = {
     "position_embedding_type": (None, "absolute"),
     "is_decoder": (None, False),
     "add_cross_attention": (None, False),
-    "tie_word_embeddings": (None, True),
     "quantization_config": (None,),
 }
 _LAYER: Names = {
@@ -69,6 +73,13 @@ _ROBERTA_HEAD: Names = {
     "lm_head.layer_norm": ("head.transform_norm",),
     "lm_head": ("head",),
 }
+
+
+def with_own_head(names: Names) -> Names:
+    """Return the names of modules of a model whose head has a table of its own, beside its bias."""
+    return {
+        f"{there}.decoder" if here == ("head",) else there: here for there, here in names.items()
+    }
 
 
 def _outer(prefix: str, head: Names) -> Names:

@@ -209,13 +209,11 @@ def cut_faults(  # fields of one rule
 
 
 @reads(
-    "model.family hidden_dropout attention_dropout attention multipliers moe mla lora mup_base_width "
+    "model.family attention multipliers moe mla lora mup_base_width "
     "num_nextn_predict_layers neftune_noise_alpha head"
 )
 def model_option_faults(  # one an option
     family: str,
-    hidden: float,
-    dropped: float,
     attention: AttentionSection,
     multipliers: Any,
     moe: MoeSection,
@@ -230,13 +228,11 @@ def model_option_faults(  # one an option
     if not family_parts(family).is_encoder_decoder:
         return
     chosen = {
-        "hidden_dropout": hidden > 0,
-        "attention_dropout": dropped > 0,
         "attention": attention != AttentionSection(),
         "multipliers": multipliers != type(multipliers)(),
         "moe": moe.num_experts > 0,
         "mla": mla.kv_lora_rank > 0,
-        "lora": lora.r > 0,
+        "lora.lora_dropout": lora.lora_dropout > 0,
         "mup_base_width": mup > 0,
         "num_nextn_predict_layers": depth > 0,
         "neftune_noise_alpha": noise > 0,
@@ -246,7 +242,7 @@ def model_option_faults(  # one an option
         if is_set:
             yield Fault(
                 fact=f"model.{name} is set with model.family={family}",
-                rule="its blocks have T5's attention, feed-forward layer and initial values, and nothing is dropped"
+                rule="its blocks have T5's attention, feed-forward layer and initial values"
                 if name != "head"
                 else "scores are read from one stream of tokens, and it has two",
                 remedy=f"leave model.{name} out",

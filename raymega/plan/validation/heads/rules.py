@@ -16,7 +16,7 @@ PLAIN = HeadSection()
 READ_BY = {
     "num_labels": ("sequence_classification", "token_classification"),
     "num_choices": ("multiple_choice",),
-    "pooling": ("sequence_classification", "multiple_choice", "regression", "reward"),
+    "pooling": ("sequence_classification", "multiple_choice", "regression", "reward", "none"),
 }
 """Kinds of heads that read each field."""
 
@@ -34,6 +34,18 @@ def idle_head_faults(head: HeadSection) -> Iterator[Fault]:
             )
 
 
+@reads("model.head family, run.steps")
+def headless_faults(head: HeadSection, family: str, steps: int) -> Iterator[Fault]:
+    """Check that a job that trains has a head: models without one exist as imports alone."""
+    del family, steps  # a model section by itself has no steps, and may be without a head
+    if head.kind == "none":
+        yield Fault(
+            fact="model.head.kind=none",
+            rule="the states of the last block have no loss",
+            remedy="set model.head.kind=sequence_classification and checkpoint.reinit=[head.score.*]",
+        )
+
+
 @reads(
     "model.head family max_positions, data.packing seq_len document_multiple loss_on, parallel.dynamic_cp"
 )
@@ -48,7 +60,7 @@ def head_row_faults(
     is_dynamic: bool,  # a rule's values
 ) -> Iterator[Fault]:
     """Check that labelled documents fit into rows, and stay whole."""
-    if not head.is_on:
+    if not head.is_on or head.kind == "none":
         return
     name, first = f"model.head.kind={head.kind}", family_parts(family).first_position
     size = head.num_choices if head.kind == "multiple_choice" else 1
@@ -106,7 +118,7 @@ def head_part_faults(  # one an option
     samples_every: int,
 ) -> Iterator[Fault]:
     """Check that the model has no part, and the run no option, of a language model's head."""
-    if not head.is_on:
+    if not head.is_on or head.kind == "none":
         return
     end = f" with model.head.kind={head.kind}"
     balance = moe.router_aux_loss_coef if moe.load_balancing_type != "none" else 0.0

@@ -88,9 +88,11 @@ def test_stages_are_split_by_the_cost_of_each_side():
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("family", ["t5", "t5_v1_1"])
-def test_kept_bytes_are_those_of_the_formula(stage, family):
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)], ids=["whole", "hidden", "weights"])
+def test_kept_bytes_are_those_of_the_formula(stage, family, rates):
+    dropped = dict(zip(("hidden_dropout", "attention_dropout"), rates, strict=True))
     sizes = SIZES["uneven"][0]
-    model = _model(sizes, 16).model_copy(update={"family": family})
+    model = _model(sizes, 16).model_copy(update={"family": family, **dropped})
     stages = even_stages(num_layers=model.num_layers, num_stages=2)
     module = EncoderDecoderStage(
         model, stages[stage], sp=make_stream(), dtype=torch.bfloat16, device=CPU, seed=1
@@ -99,7 +101,7 @@ def test_kept_bytes_are_those_of_the_formula(stage, family):
     if stage:
         hidden = torch.randn(80 + module.carried_rows(2), 2, 96).bfloat16().requires_grad_()
     with SavedBytes([*module.parameters(), tokens, mask]) as kept:
-        module(tokens, tokens, mask, hidden)
+        module(tokens, tokens, mask, hidden, torch.arange(2))
     shape = ActivationShape(
         model=model, parallel=ParallelSection(), memory=MemorySection(), seq_len=80, micro_batch_size=2, dtype="bfloat16"
     )  # fmt: skip
@@ -138,7 +140,11 @@ RULES = {
     "data.span_corruption.text_seq_len=27": "becomes 25 of the encoder and 6 of the decoder",
     "data.span_corruption.first_sentinel_id=300": "it is one of the model's tokens, 99 to 255",
     "data.span_corruption.eos_token_id=255": "a text has the sentinels 255 to 255, and it is none of them",
-    "model.hidden_dropout=0.1": "nothing is dropped",
+    "model.attention_dropout=0.1 parallel.cp=2 parallel.cp_method=all_gather": "dropped without a fused kernel",
+    "model.lora={r: 2, lora_dropout: 0.1, target_modules: [attention.q]}": "lora_dropout is set",
+    "memory.offload=[activations]": "two streams, of which it changes one",
+    "precision.fp8=rowwise precision.dtype=bfloat16": "have not been checked here",
+    "model.moe.num_experts=4": "moe is set",
     "model.head.kind=token_classification": "scores are read from one stream of tokens",
     "parallel.cp=2": "each score has a bias",
     "model.family=llama": "has one stream of tokens",
@@ -148,4 +154,4 @@ RULES = {
 @pytest.mark.parametrize("change", RULES)
 def test_what_two_streams_cannot_have_is_refused(change):
     with pytest.raises(PlanError, match=RULES[change]):
-        make_test_plan(*T5, change)
+        make_test_plan(*T5, *([change] if "{" in change else change.split()))
