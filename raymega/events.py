@@ -15,8 +15,9 @@ from raymega.schedule.timeline import EventTuple
 
 Scalar = str | int | float | bool
 RunStatus = Literal["finished", "failed", "preempted", "superseded", "interrupted"]
-StateSource = Literal["nothing", "store", "memory"]
-"""Source of an attempt's state: initial values, a checkpoint, or a snapshot in the memory of nodes."""
+StateSource = Literal["nothing", "store", "memory", "replicas"]
+"""Source of an attempt's state: initial values, a checkpoint, a snapshot in the memory of nodes, or what
+the workers themselves hold."""
 
 
 # start of a driver and of an attempt

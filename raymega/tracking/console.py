@@ -171,7 +171,9 @@ def _attempt_started(event: AttemptStarted) -> str:
 
 def _from(event: AttemptStarted | Recovered) -> str:
     """Return where the state comes from, unless it is a checkpoint, which is the usual case."""
-    return " (in-memory snapshot)" if event.source == "memory" else ""
+    return {"memory": " (in-memory snapshot)", "replicas": " (held by replicas)"}.get(
+        event.source, ""
+    )
 
 
 def _grid(grid: Mapping[str, int]) -> str:

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import read_blocks
 from raymega.checkpoint.load.init_from import (
     WEIGHTS,
@@ -46,6 +47,7 @@ from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
 from raymega.plan.tensor_table import saved_tensors
 from raymega.plan.upcycling import Upcycling
+from raymega.plan.zero_levels import dp_shard_ranks
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.retry import RETRY
@@ -57,6 +59,8 @@ from raymega.train.environment import (
     prepare_process,
     refused_operation,
 )
+from raymega.train.forward_backward import sum_over_world
+from raymega.train.held_state import HELD, take_over
 from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, first_state, state_from
@@ -90,6 +94,11 @@ def host_rendezvous(host: str) -> tuple[str, object]:
 def abort() -> None:
     """Abort all pending collectives of this process; called from a control thread."""
     world.abort_world()
+
+
+def held_step() -> int:
+    """Return the step of the state that this process keeps from its last attempt; -1 for none."""
+    return HELD.step
 
 
 MakeEvaluator = Callable[[TrainingComponents, StartWorker, Channel], Callable[[int], None]]
@@ -133,6 +142,8 @@ def run_worker(
         if is_communication_error(error) and not isinstance(error, CommunicationError):
             raise CommunicationError(str(error)) from error
         raise
+    finally:
+        HELD.leave_device()
     world.close_world()
 
 
@@ -152,6 +163,8 @@ def _train(
         open_communicators(groups, device)
     phases.passed("rendezvous")
     progress = ProgressReporter(channel, start.rank)
+    if not start.is_held:  # of an attempt before, and of no use to this one
+        HELD.drop()
     # build
     parts = build_parts(
         plan,
@@ -163,7 +176,13 @@ def _train(
     )
     phases.passed("built")
     # restore
-    state = _restore(parts, start, progress)
+    is_unfinished = start.is_held and not HELD.is_finished
+    state = _go_on(parts, start, channel) if start.is_held else _restore(parts, start, progress)
+    is_evaluation_due = start.is_held and sum_over_world(parts, [float(is_unfinished)])[0] > 0
+    if plan.job.elastic.on_replica_loss == "continue":
+        HELD.begin(list(every_block(parts)), state)
+    else:
+        HELD.drop()
     phases.passed("restored")
     # savers: checkpoints to the run's store, snapshots to the memory of nodes
     near = _near_store(plan.job)
@@ -193,6 +212,7 @@ def _train(
         save_scheduler=save_scheduler,
         rank=start.rank,
         skipped_samples=start.skipped_samples,
+        is_evaluation_due=is_evaluation_due,
         evaluate_tasks=make_evaluator(parts, start, channel) if make_evaluator else None,
     )
 
@@ -212,6 +232,21 @@ def _near_store(job: Job) -> StateStore | None:
     """Return the run's folder in ``checkpoint.local_uri`` on this node's disk; None without."""
     uri = job.checkpoint.local_uri
     return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
+
+
+def _go_on(parts: TrainingComponents, start: StartWorker, channel: Channel) -> TrainState:
+    """Return the state that the ranks hold in memory; tell the driver of a step that it has not heard of."""
+    at = checkpoint_of(start.restore)
+    assert at is not None, f"{start.restore} is the key of a state"
+    replicas = parts.groups.replicas
+    if dp_shard_ranks(parts.plan.job.parallel, replicas.size) > 1:
+        replicas = parts.groups.copies
+    scalars, report = take_over(HELD, list(every_block(parts)), replicas, step=at.step)
+    parts.optimizer.sync_weights()
+    if report is not None and start.rank == 0 and at.step > start.reported_step:
+        channel.report(report)
+    log.info("goes on from step %d, which the ranks hold in memory", at.step)
+    return state_from(scalars, parts.plan.job.precision)
 
 
 def _restore(

@@ -25,6 +25,7 @@ from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import evaluate
+from raymega.train.held_state import HELD
 from raymega.train.plugin_hooks import PluginHooks
 from raymega.train.replica_divergence import DivergenceCheck
 from raymega.train.run_samples import RunSampler
@@ -54,11 +55,13 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     save_scheduler: SaveScheduler,
     rank: int,
     skipped_samples: Sequence[tuple[int, int]] = (),
+    is_evaluation_due: bool = False,
     evaluate_tasks: Callable[[int], None] | None = None,
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
     ``skipped_samples`` are ranges (first, end) of global samples to leave out; see StartWorker.
+    ``is_evaluation_due`` is for a state whose evaluation a lost rank has cut off.
     ``evaluate_tasks`` scores the run's evaluation tasks after a step, on all ranks; None for none.
     """
     job = parts.plan.job
@@ -69,7 +72,15 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         BusyTimeMeter(parts.device, parts.groups.world.waited, parts.passes),
     )
     reset_peak_memory(parts.device)
+
+    def before_update() -> None:
+        HELD.changing()
+        save_scheduler.fence()
+
     first_step, stopped = state.step + 1, False
+    if is_evaluation_due:
+        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
+        sampler.report_when_due(state.step)
     while state.step < job.run.steps and not stopped:
         # prepare: skip bad samples, decide what to record
         state = state.past(skipped_samples)
@@ -87,12 +98,19 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
                 parts,
                 state,
                 # Ranks hear of a save request at different steps; rank 0's alone counts, so it makes one save.
-                replace(requests, save=requests.save and rank == 0),
+                replace(
+                    requests,
+                    save=requests.save and rank == 0,
+                    regroup=requests.regroup and rank == 0,
+                ),
                 is_recording=is_recording,
                 extra_reductions=save_scheduler.extra_reductions(),
-                before_update=save_scheduler.fence,
+                before_update=before_update,
             )
             seconds = time.monotonic() - began
+        HELD.completed(
+            StepFinished(step=outcome.state.step, metrics=_step_metrics(outcome)), outcome.state
+        )
         # metrics of the step; all ranks collect them, as some need collectives
         metrics = speed.metrics(samples=outcome.samples, seconds=seconds)
         metrics |= (
@@ -102,13 +120,14 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         )
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
         # advance, and check replicas before anything is saved
-        state, stopped = outcome.state, outcome.stop
-        is_last = stopped or state.step == job.run.steps
+        state, stopped = outcome.state, outcome.stop or outcome.regroup
+        is_last = outcome.stop or state.step == job.run.steps
         metrics |= save_scheduler.observe(outcome, is_last=is_last)
         is_saving = save_scheduler.is_checkpoint_due(outcome, is_last=is_last)
         metrics |= check.check(state.step, is_saving=is_saving)
         # report
         _report_step(channel, rank, outcome, metrics, hooks)
+        HELD.report = StepFinished(step=state.step, metrics=metrics)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             own = memory_metrics(parts.device) | work.pop_metrics()
             channel.report(RankMemory(rank=rank, step=state.step, metrics=own))
@@ -120,6 +139,7 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         sampler.report_when_due(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
         hooks.checkpoint_begins(state.step, is_due=is_saving)
+        HELD.is_finished = True
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
     save_scheduler.wait()

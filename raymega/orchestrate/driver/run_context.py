@@ -6,10 +6,12 @@ It handles reports and commits, begins and aborts attempts, and emits events. Th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
+from raymega.checkpoint.format.keys import CheckpointId
 from raymega.errors import LeaseError, RaymegaError
 from raymega.events import (
     AttemptEvent,
@@ -23,18 +25,18 @@ from raymega.events import (
     NodesChecked,
     RunFinished,
     RunStarted,
-    RunStatus,
     SamplesDrawn,
     SaveFailed,
     SaveSkipped,
     StepFinished,
     WorkersStarted,
 )
-from raymega.messages import Entered, EntryOutput, RankMemory, RankTimeline, Report
+from raymega.messages import Entered, EntryOutput, RankMemory, RankTimeline, Report, Requests
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import (
     Action,
     Failure,
+    FailureKind,
     give_up_error,
     policy_of,
     unsaved,
@@ -45,7 +47,9 @@ from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor, is_sign_o
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
 from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
+from raymega.orchestrate.driver.replicas import continuation, unit_of
 from raymega.orchestrate.driver.restore_point import RestorePoint
+from raymega.orchestrate.driver.run_end import finished_event
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.orchestrate.driver.task_scores import TaskScores
 from raymega.orchestrate.run_store.journal import Journal, stopped
@@ -60,8 +64,6 @@ TICK_S = 0.25
 """Longest wait for reports in one tick, in seconds; a stop request waits as long."""
 DRAIN_S = 30.0
 """Longest wait for a pending commit before a restart looks for the newest checkpoint, in seconds."""
-STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
-"""Status of a run by its final state; "failed" or "interrupted" for every other."""
 
 
 class RunContext:
@@ -112,6 +114,8 @@ class RunContext:
         self.grids = ScalingPolicy(plan, num_before=self._journal.past.num_workers)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
+        # of a state that workers hold: what they had reported, and whether a save was cut off
+        self._reported_step, self._owes_save = 0, False
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
@@ -163,11 +167,11 @@ class RunContext:
         self.state = self.state.move(to, now_s=self.clock.monotonic(), reason=reason)
         self._journal.note(self.state)
 
-    def change_grid(self, plan: RunPlan) -> None:
-        """Use ``plan`` and its grid for the next attempt."""
+    def change_grid(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
+        """Use ``plan`` and its grid for the next attempt; see ``WorkerGroup.use`` for ``homes``."""
         change = f"{self.grids.now.grid.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
         self.grids.now = plan
-        self.group.use(plan)
+        self.group.use(plan, homes)
         log.warning("re-planned from %s", change)
         self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
 
@@ -203,6 +207,7 @@ class RunContext:
                 holders=start.holders,
                 skipped_samples=self._restore.skipped_samples,
                 entry_input=self._tasks.pack() if self._tasks else b"",
+                reported_step=self._reported_step if start.source == "replicas" else -1,
             )
         )
 
@@ -224,7 +229,7 @@ class RunContext:
             clock=self.clock,
         )
         self._ranks = RankReports(plan)
-        self._is_announced = False
+        self._is_announced = self._may_go_on = False
 
     def poll_reports(self) -> Failure | None:
         """Handle reports, commits and overdue progress; return the failure if the attempt is lost."""
@@ -262,6 +267,9 @@ class RunContext:
         else:
             if decision.action is Action.ROLL_BACK:
                 self._restore.roll_back(failure, attempt=self.state.attempt)
+            # an error may be in the state that a worker holds; a lost worker is none
+            is_loss = failure.kind in (FailureKind.DIED, FailureKind.HUNG)
+            self._may_go_on = is_loss and decision.action is Action.RESTART
             self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def abort_attempt(self) -> None:
@@ -272,11 +280,41 @@ class RunContext:
         self.recovery_log.passed("abort")
         self.committer.end(DRAIN_S)
         self._take_outcomes()
-        self._find_state()
+        if not self._go_on():
+            self._find_state()
+            if self.grids.can_be_full(self.group.ready()):
+                self.change_grid(self.grids.full)
         self.recovery_log.passed("find")
-        if self.grids.can_be_full(self.group.ready()):
-            self.change_grid(self.grids.full)
         self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
+
+    @property
+    def can_regroup(self) -> bool:
+        """True when the grid could grow without a save, and no save is pending."""
+        return unit_of(self.job) > 0 and self.committer.is_idle
+
+    def regroup(self) -> None:
+        """Ask the workers to leave at the end of their step with the state in memory."""
+        self._may_go_on = True
+        self.group.request(Requests(regroup=True))
+
+    def take_owed_save(self) -> bool:
+        """Return whether a save was lost with the attempt that went on in memory; once."""
+        is_owed, self._owes_save = self._owes_save, False
+        return is_owed
+
+    def _go_on(self) -> bool:
+        """Continue from the state that workers hold; return False if they hold none, or not all of it."""
+        found = continuation(self.grids, self.group.held(), self.group.ready())
+        if found is None or not self._may_go_on:
+            return False
+        if not self._restore.hold(CheckpointId(attempt=self.state.attempt, step=found.step)):
+            return False
+        if found.homes is not None:
+            self.change_grid(found.plan, found.homes)
+        self._reported_step, every = self.state.step, self.job.checkpoint.every
+        self._owes_save = every > 0 and found.step // every * every > self.state.saved_step
+        self.state = replace(self.state, step=found.step)
+        return True
 
     def fail(self, error: RaymegaError) -> None:
         """Give up with ``error``."""
@@ -292,15 +330,8 @@ class RunContext:
         except LeaseError as error:
             self.error = error
         self._journal.end(self.state, DRAIN_S)
-        state, wall_s = self.state, self.recovery_log.wall_s
-        status = STATUS.get(state.state, "failed" if self.error else "interrupted")
-        ended = RunFinished(
-            status="superseded" if isinstance(self.error, LeaseError) else status,
-            step=state.saved_step,
-            checkpoint_uri=self._restore.uri,
-            goodput=self.recovery_log.goodput(wall_s),
-            wall_s=wall_s,
-            reason=state.reason if state.state.is_end else state.interruption,
+        ended = finished_event(
+            self.state, self.error, uri=self._restore.uri, recovery_log=self.recovery_log
         )
         self._sink.emit(ended)
         return ended

@@ -1,0 +1,34 @@
+"""How a run of one driver ended: the final event, and its status."""
+
+from __future__ import annotations
+
+from raymega.errors import LeaseError, RaymegaError
+from raymega.events import RunFinished, RunStatus
+from raymega.orchestrate.core.state import RunState, State
+from raymega.orchestrate.driver.recovery_log import RecoveryLog
+
+STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
+"""Status of a run by its final state; "failed" or "interrupted" for every other."""
+
+
+def finished_event(
+    state: RunState, error: RaymegaError | None, *, uri: str, recovery_log: RecoveryLog
+) -> RunFinished:
+    """Return the final event of a driver.
+
+    Args:
+        state: Last state of the run.
+        error: Error with which the driver gave up; None if it did not.
+        uri: URI of the newest checkpoint; empty without one.
+        recovery_log: Times of the driver, for goodput.
+    """
+    wall_s = recovery_log.wall_s
+    status = STATUS.get(state.state, "failed" if error else "interrupted")
+    return RunFinished(
+        status="superseded" if isinstance(error, LeaseError) else status,
+        step=state.saved_step,
+        checkpoint_uri=uri,
+        goodput=recovery_log.goodput(wall_s),
+        wall_s=wall_s,
+        reason=state.reason if state.state.is_end else state.interruption,
+    )
