@@ -1,16 +1,23 @@
 """Decides whether a run goes on from the state in its workers' memory, on which grid, and with which ranks.
 
 Data-parallel replicas hold the same state. When workers are lost, each part of it may still be on a rank
-of another replica. The decision is pure; ``train/held_state.py`` takes the state over.
+of another replica. The decision is pure; ``checkpoint/load/held_state.py`` takes the state over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from raymega.checkpoint.format.keys import CheckpointId
 from raymega.config.schema import Job
+from raymega.messages import Requests
+from raymega.orchestrate.core.failure_policy import Action, Decision, Failure, FailureKind
 from raymega.orchestrate.core.rank_placement import WorkerLocation
+from raymega.orchestrate.core.state import RunState
+from raymega.orchestrate.core.worker_group_api import WorkerGroup
+from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter
+from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.plan.grid import Coords, Grid
 from raymega.plan.run_plan import RunPlan
@@ -49,14 +56,14 @@ def unit_of(job: Job) -> int:
     if sharers == 1:
         return 1
     # hybrid: whole neighbourhoods are lost and kept
-    is_plain = parallel.cp == 1 and not job.model.num_experts
+    is_plain = parallel.cp == 1 and not job.model.moe.num_experts
     return sharers if sharers < num_replicas and is_plain else 0
 
 
 def continuation(
     grids: ScalingPolicy,
     held: Mapping[int, int],
-    locations: Collection[WorkerLocation],
+    locations: Sequence[WorkerLocation],
 ) -> Continuation | None:
     """Return how the run goes on from what ``held`` tells; None where a part of the state is lost.
 
@@ -86,6 +93,63 @@ def continuation(
         return None
     homes = _homes(plan.grid, [_ordered(each, held, step) for each in whole], unit)
     return Continuation(step=step, plan=plan, homes=homes)
+
+
+class ReplicaRecovery:
+    """State that the workers of a run hold: whether the next attempt may go on from it, and does."""
+
+    def __init__(self, grids: ScalingPolicy, restore: RestorePoint, group: WorkerGroup) -> None:
+        """Begin with nothing held."""
+        self._grids, self._restore, self._group = grids, restore, group
+        self._may_go_on = self._owes_save = False
+        self._reported_step = 0
+
+    def judge(self, failure: Failure, decision: Decision) -> None:
+        """Note whether the state outlives ``failure``: an error may be in it, a lost worker is none."""
+        is_loss = failure.kind in (FailureKind.DIED, FailureKind.HUNG)
+        self._may_go_on = is_loss and decision.action is Action.RESTART
+
+    def regroup(self, committer: CheckpointCommitter) -> bool:
+        """Ask the workers to leave at the end of their step with their state; return False where they must save.
+
+        While a save is pending they must: it would be lost with the attempt.
+        """
+        if not (unit_of(self._grids.full.job) and committer.is_idle):
+            return False
+        self._may_go_on = True
+        self._group.request(Requests(regroup=True))
+        return True
+
+    def find(self, state: RunState, *, saved_every: int) -> Continuation | None:
+        """Return how the run goes on from what the workers hold; None where it has to load a state.
+
+        Args:
+            state: State of the run at the end of the attempt.
+            saved_every: Number of steps between checkpoints; 0 for none.
+        """
+        found = None
+        if self._may_go_on:
+            found = continuation(self._grids, self._group.held(), self._group.ready())
+        self._may_go_on = False
+        if found is None:
+            return None
+        if not self._restore.hold(CheckpointId(attempt=state.attempt, step=found.step)):
+            return None
+        self._reported_step = state.step
+        self._owes_save = (
+            saved_every > 0 and found.step // saved_every * saved_every > state.saved_step
+        )
+        return found
+
+    def begin_attempt(self) -> int:
+        """Return the step that the driver has heard of, if the attempt goes on from what is held; else -1."""
+        self._may_go_on = False
+        return self._reported_step if self._restore.start.source == "replicas" else -1
+
+    def take_owed_save(self) -> bool:
+        """Return whether a save was lost with the attempt before; once."""
+        is_owed, self._owes_save = self._owes_save, False
+        return is_owed
 
 
 _Units = list[tuple[int, ...]]

@@ -11,7 +11,6 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
-from raymega.checkpoint.format.keys import CheckpointId
 from raymega.errors import LeaseError, RaymegaError
 from raymega.events import (
     AttemptEvent,
@@ -31,12 +30,11 @@ from raymega.events import (
     StepFinished,
     WorkersStarted,
 )
-from raymega.messages import Entered, EntryOutput, RankMemory, RankTimeline, Report, Requests
+from raymega.messages import Entered, EntryOutput, RankMemory, RankTimeline, Report
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.core.failure_policy import (
     Action,
     Failure,
-    FailureKind,
     give_up_error,
     policy_of,
     unsaved,
@@ -47,7 +45,7 @@ from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor, is_sign_o
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
 from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
-from raymega.orchestrate.driver.replicas import continuation, unit_of
+from raymega.orchestrate.driver.replicas import ReplicaRecovery
 from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.run_end import finished_event
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
@@ -74,6 +72,7 @@ class RunContext:
     Attributes:
         state: State of the run, with its attempt and steps.
         grids: Plans of the present grid and of the job's own.
+        replicas: State that the workers hold in their own memory.
         attempt: Progress and failure of the present attempt.
         committer: Saves of the present attempt.
         recovery_log: Failures so far, the recovery under way, and goodput.
@@ -114,8 +113,7 @@ class RunContext:
         self.grids = ScalingPolicy(plan, num_before=self._journal.past.num_workers)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
-        # of a state that workers hold: what they had reported, and whether a save was cut off
-        self._reported_step, self._owes_save = 0, False
+        self.replicas = ReplicaRecovery(self.grids, self._restore, group)
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
@@ -169,7 +167,8 @@ class RunContext:
 
     def change_grid(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
         """Use ``plan`` and its grid for the next attempt; see ``WorkerGroup.use`` for ``homes``."""
-        change = f"{self.grids.now.grid.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
+        old, new = self.grids.now.grid, plan.grid
+        change = f"{old.describe()} to {new.describe()}, {new.world_size} workers"
         self.grids.now = plan
         self.group.use(plan, homes)
         log.warning("re-planned from %s", change)
@@ -207,7 +206,7 @@ class RunContext:
                 holders=start.holders,
                 skipped_samples=self._restore.skipped_samples,
                 entry_input=self._tasks.pack() if self._tasks else b"",
-                reported_step=self._reported_step if start.source == "replicas" else -1,
+                reported_step=self.replicas.begin_attempt(),
             )
         )
 
@@ -229,7 +228,7 @@ class RunContext:
             clock=self.clock,
         )
         self._ranks = RankReports(plan)
-        self._is_announced = self._may_go_on = False
+        self._is_announced = False
 
     def poll_reports(self) -> Failure | None:
         """Handle reports, commits and overdue progress; return the failure if the attempt is lost."""
@@ -267,54 +266,26 @@ class RunContext:
         else:
             if decision.action is Action.ROLL_BACK:
                 self._restore.roll_back(failure, attempt=self.state.attempt)
-            # an error may be in the state that a worker holds; a lost worker is none
-            is_loss = failure.kind in (FailureKind.DIED, FailureKind.HUNG)
-            self._may_go_on = is_loss and decision.action is Action.RESTART
+            self.replicas.judge(failure, decision)
             self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def abort_attempt(self) -> None:
         """End the attempt on all ranks, and go back to the newest checkpoint or snapshot."""
-        # PHASES of recovery_log: abort, then find
         self._journal.record_state(self.state)
         self.group.release(keep_warm=True)
         self.recovery_log.passed("abort")
         self.committer.end(DRAIN_S)
         self._take_outcomes()
-        if not self._go_on():
+        if (held := self.replicas.find(self.state, saved_every=self.job.checkpoint.every)) is None:
             self._find_state()
-            if self.grids.can_be_full(self.group.ready()):
-                self.change_grid(self.grids.full)
+        else:
+            self.state = replace(self.state, step=held.step)
         self.recovery_log.passed("find")
+        if held is not None and held.homes is not None:
+            self.change_grid(held.plan, held.homes)
+        elif held is None and self.grids.can_be_full(self.group.ready()):
+            self.change_grid(self.grids.full)
         self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
-
-    @property
-    def can_regroup(self) -> bool:
-        """True when the grid could grow without a save, and no save is pending."""
-        return unit_of(self.job) > 0 and self.committer.is_idle
-
-    def regroup(self) -> None:
-        """Ask the workers to leave at the end of their step with the state in memory."""
-        self._may_go_on = True
-        self.group.request(Requests(regroup=True))
-
-    def take_owed_save(self) -> bool:
-        """Return whether a save was lost with the attempt that went on in memory; once."""
-        is_owed, self._owes_save = self._owes_save, False
-        return is_owed
-
-    def _go_on(self) -> bool:
-        """Continue from the state that workers hold; return False if they hold none, or not all of it."""
-        found = continuation(self.grids, self.group.held(), self.group.ready())
-        if found is None or not self._may_go_on:
-            return False
-        if not self._restore.hold(CheckpointId(attempt=self.state.attempt, step=found.step)):
-            return False
-        if found.homes is not None:
-            self.change_grid(found.plan, found.homes)
-        self._reported_step, every = self.state.step, self.job.checkpoint.every
-        self._owes_save = every > 0 and found.step // every * every > self.state.saved_step
-        self.state = replace(self.state, step=found.step)
-        return True
 
     def fail(self, error: RaymegaError) -> None:
         """Give up with ``error``."""

@@ -12,7 +12,7 @@ import json
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,47 +23,47 @@ from raymega.events import StepFinished
 from raymega.parallel.comm.collectives import all_gather, broadcast
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.train.state import Scalars, TrainState
 
 log = logging.getLogger(__name__)
 
+Scalars = dict[str, int | float | str]
 NONE = -1
 """Step of a process that holds no state."""
 
 
 @dataclass(slots=True)
 class HeldState:
-    """State of the last whole step of a rank.
+    """State after the last whole step of a rank.
 
     Attributes:
         blocks: Blocks of masters, moments and weights without a gradient.
-        state: Scalars after that step; None while an update changes the blocks.
+        scalars: Scalars after that step, as in a checkpoint; empty while an update changes the blocks.
         report: What rank 0 reports of that step; None for the state that the attempt began with.
         is_finished: Whether what follows the step is done too: its evaluation and its saves.
     """
 
     blocks: list[TensorBlock] = field(default_factory=list)
-    state: TrainState | None = None
+    scalars: Scalars = field(default_factory=dict)
     report: StepFinished | None = None
     is_finished: bool = True
 
     @property
     def step(self) -> int:
         """Completed steps of the state; NONE where there is none."""
-        return self.state.step if self.state and self.blocks else NONE
+        return int(self.scalars["step"]) if self.scalars and self.blocks else NONE
 
-    def begin(self, blocks: Sequence[TensorBlock], state: TrainState) -> None:
-        """Hold ``blocks``, whose values are those of ``state``, in place of what was held."""
-        self.blocks, self.state, self.report = list(blocks), state, None
+    def begin(self, blocks: Iterable[TensorBlock], scalars: Scalars) -> None:
+        """Hold ``blocks``, whose values are those of the state ``scalars``, in place of what was held."""
+        self.blocks, self.scalars, self.report = list(blocks), scalars, None
         self.is_finished = True
 
     def changing(self) -> None:
         """Note that an update changes the blocks from now on."""
-        self.state = None
+        self.scalars = {}
 
-    def completed(self, report: StepFinished, state: TrainState) -> None:
-        """Note that the blocks are those of ``state``, the state after a whole step."""
-        self.state, self.report, self.is_finished = state, report, False
+    def completed(self, report: StepFinished, scalars: Scalars) -> None:
+        """Note that the blocks are those of the state ``scalars`` after a whole step."""
+        self.scalars, self.report, self.is_finished = scalars, report, False
 
     def leave_device(self) -> None:
         """Move what is held on an accelerator to the host, as the next model is built before it is read."""
@@ -79,7 +79,7 @@ class HeldState:
 
     def drop(self) -> None:
         """Hold nothing."""
-        self.blocks, self.state, self.report, self.is_finished = [], None, None, True
+        self.blocks, self.scalars, self.report, self.is_finished = [], {}, None, True
 
 
 def take_over(
@@ -114,7 +114,7 @@ def take_over(
                 remedy="none is needed: the run goes on from a snapshot or a checkpoint",
             )
         )
-    scalars = held.state.scalars() if has and held.state else {}
+    scalars = held.scalars if has else {}
     if len(owners) < replicas.size:
         scalars = _share(scalars, blocks, replicas, owners[0])
     return scalars, held.report if has else None
