@@ -314,6 +314,16 @@ class RoutingCollapsed(AttemptEvent):
     experts: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparesChanged(AttemptEvent):
+    """None of the job's ``wanted`` spares is loaded after ``step``, or all of them are again."""
+
+    json_name: ClassVar[str] = "spares"
+    step: int
+    ready: int
+    wanted: int
+
+
 # files, and the end of a driver
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactWritten:

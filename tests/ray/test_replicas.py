@@ -48,15 +48,15 @@ def run(cluster, tmp_path_factory):
     return start
 
 
-def agree(run, outcome, grid):
+def agree(run, outcome, grid, left):
     """Compare the run with an undisturbed one: every step, once, and every evaluation."""
     steps = [event["step"] for event in outcome.all("step")]
     assert steps == list(range(1, len(steps) + 1)), "no step is lost, and none is done twice"
-    calm = run(f"calm-{grid}", *GRIDS[grid], f"run.steps={len(steps)}", "checkpoint.every=0")
+    calm = run(f"calm-{grid}-{left}", *GRIDS[grid], f"run.steps={len(steps)}", "checkpoint.every=0")
     for step, loss in outcome.losses.items():
         assert loss == pytest.approx(calm.losses[step], rel=1e-9), step
-    evaluations = {event["step"]: event for event in outcome.all("eval")}
-    for event in calm.all("eval"):
+    evaluations = {event["step"]: event for event in outcome.all("evaluation")}
+    for event in calm.all("evaluation"):
         if event["step"] < len(steps):
             mine = evaluations[event["step"]]
             assert mine["loss"] == pytest.approx(event["loss"], rel=1e-9), event["step"]
@@ -82,12 +82,15 @@ def lose_and_wait(*victims):
     [
         ("dp2", (0,), 1),
         ("dp4", (1, 2), 2),
+        ("dp4", (3,), 3),
         ("tp2-pp2-dp2", (3,), 1),
         ("hybrid-dp4", (2,), 2),
     ],
 )
 def test_lost_replica_costs_no_step_and_joins_again(run, grid, victims, left):
-    outcome = run(grid, *GRIDS[grid], "checkpoint.every=0", on_step=lose_and_wait(*victims))
+    outcome = run(
+        f"{grid}-{left}", *GRIDS[grid], "checkpoint.every=0", on_step=lose_and_wait(*victims)
+    )
     assert outcome.code == 75, outcome.stderr
     attempts = outcome.all("attempt")
     whole = attempts[0]["grid"]["dp"]
@@ -95,7 +98,7 @@ def test_lost_replica_costs_no_step_and_joins_again(run, grid, victims, left):
     assert [event["grid"]["dp"] for event in attempts] == [whole, left, whole]
     (recovered,) = outcome.all("recovered")
     assert recovered["lost_steps"] == 0
-    agree(run, outcome, grid)
+    agree(run, outcome, grid, left)
 
 
 def test_spare_gets_the_state_of_a_replica_bit_for_bit(run):

@@ -15,7 +15,6 @@ from raymega.errors import LeaseError, RaymegaError
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
-    AttemptStarted,
     BadStep,
     CheckpointCommitted,
     EvaluationFinished,
@@ -47,8 +46,9 @@ from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
 from raymega.orchestrate.driver.replicas import ReplicaRecovery
 from raymega.orchestrate.driver.restore_point import RestorePoint
-from raymega.orchestrate.driver.run_end import finished_event
+from raymega.orchestrate.driver.run_events import attempt_event, finished_event
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
+from raymega.orchestrate.driver.spares import SpareWatch
 from raymega.orchestrate.driver.task_scores import TaskScores
 from raymega.orchestrate.run_store.journal import Journal, stopped
 from raymega.orchestrate.run_store.lease import Lease
@@ -114,6 +114,7 @@ class RunContext:
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
         self.replicas = ReplicaRecovery(self.grids, self._restore, group)
+        self._spares = SpareWatch(plan.job.elastic.spares)
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
@@ -184,19 +185,7 @@ class RunContext:
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
         self._forget_attempt()
         plan = self.grids.now
-        self._tell(
-            AttemptStarted(
-                step=self.state.step,
-                source=start.source,
-                grid=plan.grid.degrees(),
-                plan={
-                    "world_size": plan.grid.world_size,
-                    "num_micro_batches": plan.batch.num_micro_batches,
-                    "schedule": plan.job.schedule.name,
-                },
-                reason=self.state.reason,
-            )
-        )
+        self._tell(attempt_event(self.state, plan, source=start.source))
         self.group.start(
             AttemptSpec(
                 plan_json=self.grids.now.to_json(),
@@ -350,6 +339,8 @@ class RunContext:
             self.group.snapshot_manager.settle()
         own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self.lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
+        if (news := self._spares.observe(self._num_spares(), step=report.step)) is not None:
+            self._tell(news)
         recovered = self.recovery_log.add_step(report.step, seconds=step_s)
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s

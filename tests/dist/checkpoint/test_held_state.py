@@ -71,7 +71,9 @@ def _take_over(env, plan_json, without, behind):
 )
 def test_ranks_without_the_state_get_it_from_a_replica_bit_for_bit(layout, more, without, behind):
     plan = make_test_plan(*layout_overrides(layout), "data.global_batch_size=12", *more)
-    found = run_grid(_take_over, plan.grid, plan.to_json(), without, behind)
+    found = run_grid(
+        _take_over, plan.grid, plan.to_json(), without, behind, sharers=2 if more else 0
+    )
     assert set(found) == {"equal"}
 
 

@@ -1,14 +1,30 @@
-"""How a run of one driver ended: the final event, and its status."""
+"""Events of an attempt's start and of a driver's end, from the state of the run."""
 
 from __future__ import annotations
 
 from raymega.errors import LeaseError, RaymegaError
-from raymega.events import RunFinished, RunStatus
+from raymega.events import AttemptStarted, RunFinished, RunStatus, StateSource
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.recovery_log import RecoveryLog
+from raymega.plan.run_plan import RunPlan
 
 STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
 """Status of a run by its final state; "failed" or "interrupted" for every other."""
+
+
+def attempt_event(state: RunState, plan: RunPlan, *, source: StateSource) -> AttemptStarted:
+    """Return the event of an attempt that starts with ``state``, which comes from ``source``, on the grid of ``plan``."""
+    return AttemptStarted(
+        step=state.step,
+        source=source,
+        grid=plan.grid.degrees(),
+        plan={
+            "world_size": plan.grid.world_size,
+            "num_micro_batches": plan.batch.num_micro_batches,
+            "schedule": plan.job.schedule.name,
+        },
+        reason=state.reason,
+    )
 
 
 def finished_event(
