@@ -23,6 +23,7 @@ FLEET_SEED = "3"
 COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
 AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
+LEASE = "tests/unit/orchestrate/run_store/test_lease.py"
 HELD, REPLICAS = (
     "tests/dist/checkpoint/test_held_state.py", "tests/unit/orchestrate/driver/test_replicas.py",
 )  # fmt: skip
@@ -44,6 +45,24 @@ ROWS = {
         "_share(scalars, blocks, replicas, owners[0])",
         "_share(scalars, blocks, replicas, 0)",
         HELD,
+    ),
+    "a driver takes a number again whose grant was deleted": (
+        "orchestrate/run_store/lease.py",
+        "if newest_epoch(self.store) > grant.epoch:",
+        "if False:",
+        LEASE,
+    ),
+    "every grant is deleted but the newest": (
+        "checkpoint/format/epochs.py",
+        "if old <= epoch - KEPT_GRANTS",
+        "if old < epoch",
+        LEASE,
+    ),
+    "a range of checkpoints takes in one that is not on it": (
+        "checkpoint/format/epochs.py",
+        "if last.first == last.last or every == last.every:",
+        "if True:",
+        "tests/unit/checkpoint/format/test_epochs.py",
     ),
     "stages go on from different steps": (
         "orchestrate/driver/replicas.py",

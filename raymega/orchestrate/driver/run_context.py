@@ -46,11 +46,11 @@ from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
 from raymega.orchestrate.driver.replicas import ReplicaRecovery
 from raymega.orchestrate.driver.restore_point import RestorePoint
-from raymega.orchestrate.driver.run_events import attempt_event, finished_event
+from raymega.orchestrate.driver.run_events import attempt_event, finished_event, stopped
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.orchestrate.driver.spares import SpareWatch
 from raymega.orchestrate.driver.task_scores import TaskScores
-from raymega.orchestrate.run_store.journal import Journal, stopped
+from raymega.orchestrate.run_store.journal import Journal
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.names import check_names

@@ -1,11 +1,12 @@
-"""Events of an attempt's start and of a driver's end, from the state of the run."""
+"""Events of an attempt's start and of a driver's end, and the error of a stopped run, from the run's state."""
 
 from __future__ import annotations
 
-from raymega.errors import LeaseError, RaymegaError
+from raymega.errors import LeaseError, PreemptedError, RaymegaError
 from raymega.events import AttemptStarted, RunFinished, RunStatus, StateSource
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.recovery_log import RecoveryLog
+from raymega.orchestrate.run_store.journal import RunRecord
 from raymega.plan.run_plan import RunPlan
 
 STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
@@ -47,4 +48,14 @@ def finished_event(
         goodput=recovery_log.goodput(wall_s),
         wall_s=wall_s,
         reason=state.reason if state.state.is_end else state.interruption,
+    )
+
+
+def stopped(record: RunRecord, state: RunState) -> PreemptedError:
+    """Return the error of a run that was stopped by request and can be continued."""
+    return PreemptedError(
+        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
+        f"saved ({state.reason})",
+        rule="a run that is stopped can be continued",
+        remedy="start the same job again",
     )
