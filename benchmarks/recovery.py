@@ -6,7 +6,7 @@ Where a node is lost, and in waiting-kill, ranks wait for each micro-batch in pl
 mock), so that the cores have time for the control plane, as those of hosts with accelerators have.
 Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
-    python benchmarks/recovery.py [--quick] [--parts kill waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
+    python benchmarks/recovery.py [--quick] [--parts kill replica waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ CONTROL = ("detect", "abort", "find", "reserve", "rendezvous")
 NODES = 2
 CALM_STEPS = 5
 """Least steps between a recovery and the next fault."""
-PARTS = ("kill", "waiting-kill", "stop", "node", "frozen-node", "ray-train")
+PARTS = ("kill", "replica", "waiting-kill", "stop", "node", "frozen-node", "ray-train")
 ENTRY, WAITING_ENTRY = "raymega.train.entry", "benchmarks.waiting_entry"
+GRIDS = {"dp2": (1, 1, 2), "dp4": (1, 1, 4), "tp2 pp2 dp2": (2, 2, 2)}
+"""Degrees of tensor, pipeline and data parallelism of runs that lose a replica."""
 FEW_SAMPLES = "data.global_batch_size=8"
 """Setting of runs in which each micro-batch waits as for an accelerator."""
 
@@ -66,6 +68,7 @@ class Killer:
 
     kills: int
     spares: int
+    ranks: int = 0
     number: int = signal.SIGKILL
     stop: object = None
     pids: dict[int, int] = field(default_factory=dict)
@@ -101,7 +104,8 @@ class Killer:
     def _step(self, *, num_spares: int) -> None:
         """Kill or stop, when the run has been well for some steps and its spares are loaded."""
         self.calm += 1
-        if self.calm < CALM_STEPS or num_spares < self.spares:
+        is_small = len(self.pids) < self.ranks  # a lost replica has not joined again yet
+        if self.calm < CALM_STEPS or num_spares < self.spares or is_small:
             return
         # all faults are injected, and the run is well again: stop it
         if len(self.recovered) == self.kills:
@@ -276,6 +280,23 @@ class Bench:
                     rows = self.faults(number, spares=each, name=f"r{number}s{each}", entry=entry)
                     show(name, rows)
 
+    def replica(self) -> None:
+        """Kill a rank of several replicas that hold the same state; no snapshots and no spares."""
+        for name, (tp, pp, dp) in GRIDS.items():
+            ranks = tp * pp * dp
+            extra = [
+                f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.dp={dp}",
+                "elastic.snapshot_every=0", "elastic.on_replica_loss=continue",
+                "elastic.scale_up_horizon_s=1e6", *self.extra,
+            ]  # fmt: skip
+            plan = plan_for(
+                ranks, spares=0, name=name.replace(" ", ""), folder=self.folder, extra=extra
+            )
+            killer = Killer(kills=self.kills, spares=0, ranks=ranks)
+            with self.cluster(ranks):
+                run(plan, self.folder, killer)
+            show(f"{name}, a replica lost", killer.recovered)
+
     def stop(self, ranks: int) -> None:
         with self.cluster(ranks):
             show_stops(ranks, self.faults(ranks, spares=1, name="stopped", number=signal.SIGSTOP))
@@ -326,6 +347,8 @@ def main() -> None:
         bench = Bench(folder, 1 if options.quick else options.kills, options.set)
         if "kill" in parts:
             bench.kill(ranks, options.spares)
+        if "replica" in parts:
+            bench.replica()
         if "waiting-kill" in parts:
             few = Bench(folder, bench.kills, [FEW_SAMPLES, *bench.extra])
             few.kill(ranks, [1], entry=WAITING_ENTRY)

@@ -10,7 +10,7 @@ from raymega.train import entry, loop
 
 WAIT_S = 0.1
 """Seconds that a micro-batch waits."""
-warm_up, host_rendezvous = entry.warm_up, entry.host_rendezvous
+warm_up, host_rendezvous, held_step = entry.warm_up, entry.host_rendezvous, entry.held_step
 TRAIN_STEP = loop.train_step
 aborted = Event()
 

@@ -15,8 +15,9 @@ from raymega.schedule.timeline import EventTuple
 
 Scalar = str | int | float | bool
 RunStatus = Literal["finished", "failed", "preempted", "superseded", "interrupted"]
-StateSource = Literal["nothing", "store", "memory"]
-"""Source of an attempt's state: initial values, a checkpoint, or a snapshot in the memory of nodes."""
+StateSource = Literal["nothing", "store", "memory", "replicas"]
+"""Source of an attempt's state: initial values, a checkpoint, a snapshot in the memory of nodes, or what
+the workers themselves hold."""
 
 
 # start of a driver and of an attempt
@@ -311,6 +312,16 @@ class RoutingCollapsed(AttemptEvent):
     step: int
     layer: int
     experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparesChanged(AttemptEvent):
+    """None of the job's ``wanted`` spares is loaded after ``step``, or all of them are again."""
+
+    json_name: ClassVar[str] = "spares"
+    step: int
+    ready: int
+    wanted: int
 
 
 # files, and the end of a driver

@@ -149,6 +149,8 @@ class StartWorker:
         skipped_samples: Ranges (first, end) of global samples that the run skips: at ``first`` it
             continues with ``end``.
         entry_input: Input of the entry module beside its plan: requests to score.
+        reported_step: Steps that the driver has heard of, where the ranks go on from the state ``restore``
+            that they hold in their own memory; -1 where they load it.
     """
 
     plan_json: str
@@ -162,6 +164,12 @@ class StartWorker:
     replicas: Replicas = field(default_factory=Replicas)
     skipped_samples: tuple[tuple[int, int], ...] = ()
     entry_input: bytes = field(default=b"", repr=False)
+    reported_step: int = -1
+
+    @property
+    def is_held(self) -> bool:
+        """True where the ranks go on from the state in their own memory."""
+        return self.reported_step >= 0
 
 
 # worker to driver: start and progress
@@ -332,10 +340,13 @@ class Requests:
         stop: Request to save and leave the loop.
         save: Request to save once. It counts on rank 0 alone: ranks receive it at different steps, and
             one request is one save.
+        regroup: Request to leave the loop without a save and to keep the state in memory, for a world of
+            other ranks. It counts on rank 0 alone.
     """
 
     stop: bool = False
     save: bool = False
+    regroup: bool = False
 
 
 class Channel(Protocol):

@@ -52,6 +52,11 @@ def abort() -> None:
     entry.abort()
 
 
+def held_step() -> int:
+    """Return the step of the state that is held, as in `train/entry.py`."""
+    return entry.held_step()
+
+
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:
     """Train as in `train/entry.py`, with a channel that waits at gates."""
     trouble_folders()

@@ -40,6 +40,11 @@ class ElasticSection(Section):
     replan_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     """Longest wait of a run that has lost workers for replacements before it takes a smaller grid;
     three times as long while processes are loading on live nodes."""
+    on_replica_loss: Literal["restart", "continue"] = "restart"
+    """Reaction to lost workers whose state data-parallel replicas still hold. restart: the run returns
+    to the newest snapshot or checkpoint, on the same grid where it can. continue: the other workers
+    repeat the step at once with the state in their memory, on fewer replicas where no spare is loaded,
+    with the same global batch; what is lost joins again at the end of a step."""
     scale_up: bool = True
     """Return to the job's own grid when there are workers for it again and that saves more time
     than it costs."""

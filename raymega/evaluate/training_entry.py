@@ -14,9 +14,9 @@ from raymega.messages import Channel, EntryOutput, StartWorker
 from raymega.train import entry
 from raymega.train.build import TrainingComponents
 from raymega.train.build_scorer import scorer_of
-from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
+from raymega.train.entry import ProgressReporter, abort, held_step, host_rendezvous, warm_up
 
-__all__ = ["abort", "host_rendezvous", "run_worker", "warm_up"]
+__all__ = ["abort", "held_step", "host_rendezvous", "run_worker", "warm_up"]
 
 
 def run_worker(start: StartWorker, channel: Channel, rendezvous: object) -> None:

@@ -30,6 +30,7 @@ from raymega.events import (
     SaveFailed,
     SaveProgress,
     SaveSkipped,
+    SparesChanged,
     StepFinished,
     StragglerDetected,
     TasksEvaluated,
@@ -171,7 +172,9 @@ def _attempt_started(event: AttemptStarted) -> str:
 
 def _from(event: AttemptStarted | Recovered) -> str:
     """Return where the state comes from, unless it is a checkpoint, which is the usual case."""
-    return " (in-memory snapshot)" if event.source == "memory" else ""
+    return {"memory": " (in-memory snapshot)", "replicas": " (held by replicas)"}.get(
+        event.source, ""
+    )
 
 
 def _grid(grid: Mapping[str, int]) -> str:
@@ -245,6 +248,13 @@ def _phases(event: Recovered) -> str:
 def _news(event: RunEvent) -> str:
     match event:
         # start of an attempt
+        case SparesChanged(ready=0):
+            return (
+                f"No spare is loaded after step {event.step}, of {event.wanted}: a worker lost now is replaced "
+                "by a new process."
+            )
+        case SparesChanged():
+            return f"{event.ready} of {event.wanted} spares are loaded after step {event.step}."
         case WorkersStarted():
             nodes = _count(len(set(event.nodes.values())), "node")
             return f"{_count(len(event.pids), 'worker')} started on {nodes}."

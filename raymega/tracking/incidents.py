@@ -26,6 +26,7 @@ from raymega.tracking.sink import Sink
 
 STATE_SOURCES = {
     "nothing": "nothing", "store": "store", "memory": "snapshot in memory of other nodes",
+    "replicas": "memory of the workers themselves",
 }  # fmt: skip
 """Sources of a restored state, by their names in events."""
 NEW_PROCESS = ("reserve", "rendezvous")

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 
+from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import read_blocks
+from raymega.checkpoint.load.held_state import HELD, take_over
 from raymega.checkpoint.load.init_from import (
     WEIGHTS,
     source_blocks,
     starting_manifest,
     upcycling_of,
 )
-from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.load.reader import boxes_by_name, load, names_of
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
-from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.copies import SnapshotCopies
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.checkpoint.tools.inspection import open_root
@@ -41,11 +42,9 @@ from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import is_reinitialised
-from raymega.plan.layers.global_tensor import GlobalTensor
-from raymega.plan.memory.optimizer_state import saved_kinds
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.plan.tensor_table import saved_tensors
 from raymega.plan.upcycling import Upcycling
+from raymega.plan.zero_levels import dp_shard_ranks
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.retry import RETRY
@@ -57,15 +56,15 @@ from raymega.train.environment import (
     prepare_process,
     refused_operation,
 )
+from raymega.train.forward_backward import sum_over_world
 from raymega.train.loop import run_loop
-from raymega.train.save_schedule import SaveScheduler
+from raymega.train.save_schedule import SaveScheduler, save_limits
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 """Least seconds between two signs of life."""
-REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
 MAX_COPIES = 2
 """Most copies of a snapshot in the memory of nodes; see `plan/snapshot_replicas.py`."""
 
@@ -90,6 +89,11 @@ def host_rendezvous(host: str) -> tuple[str, object]:
 def abort() -> None:
     """Abort all pending collectives of this process; called from a control thread."""
     world.abort_world()
+
+
+def held_step() -> int:
+    """Return the step of the state that this process keeps from its last attempt; -1 for none."""
+    return HELD.step
 
 
 MakeEvaluator = Callable[[TrainingComponents, StartWorker, Channel], Callable[[int], None]]
@@ -133,6 +137,8 @@ def run_worker(
         if is_communication_error(error) and not isinstance(error, CommunicationError):
             raise CommunicationError(str(error)) from error
         raise
+    finally:
+        HELD.leave_device()
     world.close_world()
 
 
@@ -152,6 +158,8 @@ def _train(
         open_communicators(groups, device)
     phases.passed("rendezvous")
     progress = ProgressReporter(channel, start.rank)
+    if not start.is_held:  # of an attempt before, and of no use to this one
+        HELD.drop()
     # build
     parts = build_parts(
         plan,
@@ -163,7 +171,12 @@ def _train(
     )
     phases.passed("built")
     # restore
-    state = _restore(parts, start, progress)
+    is_unfinished = start.is_held and not HELD.is_finished
+    state = _go_on(parts, start, channel) if start.is_held else _restore(parts, start, progress)
+    is_evaluation_due = start.is_held and sum_over_world(parts, [float(is_unfinished)])[0] > 0
+    HELD.drop()
+    if plan.job.elastic.on_replica_loss == "continue":
+        HELD.begin(every_block(parts), state.scalars())
     phases.passed("restored")
     # savers: checkpoints to the run's store, snapshots to the memory of nodes
     near = _near_store(plan.job)
@@ -173,7 +186,7 @@ def _train(
         attempt=start.attempt,
         report=channel.report,
         last_retry=RETRY.lasting(plan.job.checkpoint.last_save_retry_s),
-        limits=_limits(plan),
+        limits=save_limits(plan),
         local_cache=LocalCache(near) if near else None,
     )
     snapshots = None
@@ -193,18 +206,8 @@ def _train(
         save_scheduler=save_scheduler,
         rank=start.rank,
         skipped_samples=start.skipped_samples,
+        is_evaluation_due=is_evaluation_due,
         evaluate_tasks=make_evaluator(parts, start, channel) if make_evaluator else None,
-    )
-
-
-def _limits(plan: RunPlan) -> SaveLimits:
-    """Return the limits of a save; the driver gets at most REPORTS_PER_S reports a second in all."""
-    section = plan.job.checkpoint
-    return SaveLimits(
-        file_bytes=section.file_bytes,
-        buffer_bytes=section.buffer_bytes,
-        bytes_per_s=section.bytes_per_s,
-        report_every_s=max(REPORT_EVERY_S, plan.grid.world_size / REPORTS_PER_S),
     )
 
 
@@ -212,6 +215,20 @@ def _near_store(job: Job) -> StateStore | None:
     """Return the run's folder in ``checkpoint.local_uri`` on this node's disk; None without."""
     uri = job.checkpoint.local_uri
     return None if uri == "none" else open_store(f"{uri.rstrip('/')}/{job.run.name}")
+
+
+def _go_on(parts: TrainingComponents, start: StartWorker, channel: Channel) -> TrainState:
+    """Return the state that the ranks hold in memory; tell the driver of a step that it has not heard of."""
+    at = checkpoint_of(start.restore)
+    assert at is not None, f"{start.restore} is the key of a state"
+    replicas = parts.groups.replicas
+    if dp_shard_ranks(parts.plan.job.parallel, replicas.size) > 1:
+        replicas = parts.groups.copies
+    scalars, report = take_over(HELD, [*every_block(parts)], replicas, step=at.step)
+    parts.optimizer.sync_weights()
+    if report is not None and start.rank == 0 and at.step > start.reported_step:
+        channel.report(report)
+    return state_from(scalars, parts.plan.job.precision)
 
 
 def _restore(
@@ -260,9 +277,9 @@ def _restore_from(
     blocks = list(parts.optimizer.blocks())
     if isinstance(store, SnapshotCopies):
         grid = parts.plan.grid
-        manifest = store.read_blocks(key, _places(blocks), rank=rank, grid=grid)
+        manifest = store.read_blocks(key, boxes_by_name(blocks), rank=rank, grid=grid)
     else:
-        manifest = read_blocks(store, key, _places(blocks))
+        manifest = read_blocks(store, key, boxes_by_name(blocks))
     local_cache = _near_store(parts.plan.job)
     source = store
     if local_cache is not None and not isinstance(
@@ -270,7 +287,7 @@ def _restore_from(
     ):  # what memory holds needs no disk
         source = CachedReader(local_cache, store, manifest)
     # fill masters and moments, then round the weights from the masters
-    load(source, manifest, blocks, expected=_all_names(parts.plan.job), progress=progress)
+    load(source, manifest, blocks, expected=names_of(parts.plan.job), progress=progress)
     parts.optimizer.sync_weights()
     files_near = source.num_near if isinstance(source, CachedReader) else 0
     log.info(
@@ -291,7 +308,7 @@ def init_from(
         factors = [
             b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
         ]
-        manifest = read_blocks(store, root.key, _places(factors))
+        manifest = read_blocks(store, root.key, boxes_by_name(factors))
         load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
         parts.optimizer.sync_weights()
     if section.init_from == "none":
@@ -320,14 +337,6 @@ def init_from(
     log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
 
 
-def _places(blocks: Sequence[TensorBlock]) -> dict[str, list[Box]]:
-    """Return the boxes of the blocks, by saved name."""
-    places: dict[str, list[Box]] = defaultdict(list)
-    for block in blocks:
-        places[block.name].append(block.box)
-    return places
-
-
 def every_block(parts: TrainingComponents) -> Iterator[TensorBlock]:
     """Yield the blocks of a checkpoint, and with adapters also those of the base, which it lacks."""
     yield from parts.optimizer.blocks()
@@ -349,19 +358,6 @@ def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed
                 offset = (upcycling.router_row(number), *columns)
                 drawn = Box(offset=offset, shape=(1, *row.shape))
                 row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])
-
-
-def _all_names(job: Job) -> set[str]:
-    """Return ``kind/name`` of every tensor that the ranks of a run hold together."""
-    return {
-        f"{kind}/{tensor.name}"
-        for tensor in saved_tensors(job.model)
-        for kind in (WEIGHTS, *_state_kinds(job, tensor))
-    }
-
-
-def _state_kinds(job: Job, tensor: GlobalTensor) -> tuple[str, ...]:
-    return saved_kinds(job.optimizer, tensor.role) if tensor.is_trained else ()
 
 
 class _Phases:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from raymega.checkpoint.load.held_state import HELD
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
 from raymega.events import EvaluationFinished, StepFinished
@@ -18,6 +19,7 @@ from raymega.messages import (
     Progress,
     RankMemory,
     RankTimeline,
+    Requests,
     WorkerFinished,
 )
 from raymega.optim.param_groups import role_rates
@@ -54,11 +56,13 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     save_scheduler: SaveScheduler,
     rank: int,
     skipped_samples: Sequence[tuple[int, int]] = (),
+    is_evaluation_due: bool = False,
     evaluate_tasks: Callable[[int], None] | None = None,
 ) -> TrainState:
     """Train from ``state`` to the job's last step, or until the driver asks to stop.
 
     ``skipped_samples`` are ranges (first, end) of global samples to leave out; see StartWorker.
+    ``is_evaluation_due`` is for a state whose evaluation a lost rank has cut off.
     ``evaluate_tasks`` scores the run's evaluation tasks after a step, on all ranks; None for none.
     """
     job = parts.plan.job
@@ -70,6 +74,8 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     )
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
+    if is_evaluation_due:
+        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
     while state.step < job.run.steps and not stopped:
         # prepare: skip bad samples, decide what to record
         state = state.past(skipped_samples)
@@ -82,16 +88,8 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         # the step itself, with the driver's requests in its all-reduce
         with activations_of(parts, is_due=watches_activations) as activations, work:
             began = time.monotonic()
-            requests = channel.requests()
-            outcome = train_step(
-                parts,
-                state,
-                # Ranks hear of a save request at different steps; rank 0's alone counts, so it makes one save.
-                replace(requests, save=requests.save and rank == 0),
-                is_recording=is_recording,
-                extra_reductions=save_scheduler.extra_reductions(),
-                before_update=save_scheduler.fence,
-            )
+            requests = _requests_of(channel, rank)
+            outcome = _do_step(parts, state, requests, save_scheduler, is_recording=is_recording)
             seconds = time.monotonic() - began
         # metrics of the step; all ranks collect them, as some need collectives
         metrics = speed.metrics(samples=outcome.samples, seconds=seconds)
@@ -102,29 +100,60 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         )
         metrics |= expert_metrics(outcome.loads) | _rates(outcome.lr, job)
         # advance, and check replicas before anything is saved
-        state, stopped = outcome.state, outcome.stop
-        is_last = stopped or state.step == job.run.steps
+        state, stopped = outcome.state, outcome.stop or outcome.regroup
+        is_last = outcome.stop or state.step == job.run.steps
         metrics |= save_scheduler.observe(outcome, is_last=is_last)
         is_saving = save_scheduler.is_checkpoint_due(outcome, is_last=is_last)
         metrics |= check.check(state.step, is_saving=is_saving)
         # report
         _report_step(channel, rank, outcome, metrics, hooks)
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
-            own = memory_metrics(parts.device) | work.pop_metrics()
-            channel.report(RankMemory(rank=rank, step=state.step, metrics=own))
-            if rank == 0 and outcome.loads:
-                channel.report(expert_loads(outcome.loads, step=state.step))
-
+            _report_rank(channel, rank, outcome, memory_metrics(parts.device) | work.pop_metrics())
         # evaluate and save
         _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
         sampler.report_when_due(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
         hooks.checkpoint_begins(state.step, is_due=is_saving)
+        HELD.is_finished = True
     # end: no collective and no save may be pending when the worker reports that it finished
     parts.weights.wait_for_all()
     save_scheduler.wait()
     channel.report(WorkerFinished(rank=rank, step=state.step, stopped=stopped))
     return state
+
+
+def _requests_of(channel: Channel, rank: int) -> Requests:
+    """Return the driver's requests to this rank; ranks hear of one at different steps, so rank 0's alone counts."""
+    requests, is_first = channel.requests(), rank == 0
+    return replace(requests, save=requests.save and is_first, regroup=requests.regroup and is_first)
+
+
+def _do_step(
+    parts: TrainingComponents,
+    state: TrainState,
+    requests: Requests,
+    save_scheduler: SaveScheduler,
+    *,
+    is_recording: bool,
+) -> StepOutcome:
+    """Make a step, after which this process holds the state that it led to."""
+
+    def before_update() -> None:
+        HELD.changing()
+        save_scheduler.fence()
+
+    outcome = train_step(
+        parts,
+        state,
+        requests,
+        is_recording=is_recording,
+        extra_reductions=save_scheduler.extra_reductions(),
+        before_update=before_update,
+    )
+    if HELD.blocks:  # rank 0 may be lost before it reports this step
+        report = StepFinished(step=outcome.state.step, metrics=_step_metrics(outcome))
+        HELD.completed(report, outcome.state.scalars())
+    return outcome
 
 
 def _evaluate_when_due(
@@ -219,6 +248,7 @@ def _report_step(
     step = outcome.state.step
     metrics = _step_metrics(outcome) | others
     metrics |= hooks.metrics(step, metrics)
+    HELD.report = StepFinished(step=step, metrics=metrics)
     hooks.step_ends(step, metrics)
     if outcome.events:
         channel.report(RankTimeline(rank=rank, step=step, events=outcome.events))
@@ -229,6 +259,13 @@ def _report_step(
     if outcome.bad_step is not None:
         channel.report(outcome.bad_step)
     channel.report(StepFinished(step=step, metrics=metrics))
+
+
+def _report_rank(channel: Channel, rank: int, outcome: StepOutcome, own: dict[str, float]) -> None:
+    """Report the rank's own measurements, and from rank 0 the tokens of all experts."""
+    channel.report(RankMemory(rank=rank, step=outcome.state.step, metrics=own))
+    if rank == 0 and outcome.loads:
+        channel.report(expert_loads(outcome.loads, step=outcome.state.step))
 
 
 def _step_metrics(outcome: StepOutcome) -> dict[str, float]:

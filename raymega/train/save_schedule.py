@@ -10,11 +10,12 @@ import logging
 from functools import partial
 
 from raymega.checkpoint.save.host_copy import HostCopy
-from raymega.checkpoint.save.writer import CheckpointWriter
+from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.events import SaveSkipped
 from raymega.messages import Channel
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
+from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import shares_snapshot
 from raymega.train.build import TrainingComponents
 from raymega.train.forward_backward import sum_over_world
@@ -24,8 +25,20 @@ from raymega.train.step import StepOutcome
 
 log = logging.getLogger(__name__)
 
+REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
 """Zeros in place of a snapshot's three sums: the length of an all-reduce may decide its order of sums."""
+
+
+def save_limits(plan: RunPlan) -> SaveLimits:
+    """Return the limits of a save; the driver gets at most REPORTS_PER_S reports a second in all."""
+    section = plan.job.checkpoint
+    return SaveLimits(
+        file_bytes=section.file_bytes,
+        buffer_bytes=section.buffer_bytes,
+        bytes_per_s=section.bytes_per_s,
+        report_every_s=max(REPORT_EVERY_S, plan.grid.world_size / REPORTS_PER_S),
+    )
 
 
 class SaveScheduler:

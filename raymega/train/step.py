@@ -57,6 +57,7 @@ class StepOutcome:
         is_skipped: Whether the step updated nothing.
         stop: Whether the driver asked any rank to stop.
         save: Whether the driver asked for a save.
+        regroup: Whether the driver asked to leave the loop without a save.
         extra_reductions: Sums over all ranks of the numbers given to :func:`train_step`.
         pair_means: Means of the statistics of pairs, or of a head's scores, by name; empty where the loss has none.
         loads: Routing of all tokens, by layer with experts.
@@ -75,6 +76,7 @@ class StepOutcome:
     is_skipped: bool
     stop: bool
     save: bool
+    regroup: bool
     extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
     events: tuple[Event, ...]
@@ -122,7 +124,8 @@ def train_step(
     job, batch = parts.plan.job, parts.plan.batch_at(state.samples)
     micro_batches = parts.add_reference(parts.loader.micro_batches(batch, state.samples))
     scale = loss_gradient(parts.plan, state)
-    asked = (requests.stop, requests.save, *extra_reductions)
+    # rank 0 alone asks for a save or to regroup, so one number holds both
+    asked = (requests.stop, requests.save + 2 * requests.regroup, *extra_reductions)
     do_pass = partial(_do_pass, parts, state, micro_batches, asked, scale)
     seen, bad_step = do_pass(is_recording=is_recording), None
     # check the totals before any weight changes; a bad step gets a second pass
@@ -153,7 +156,7 @@ def train_step(
         state=_state_after(parts, state, seen, is_left_out=is_left_out),
         loss=seen.loss, mtp_loss=seen.mtp_loss, grad_norm=seen.grad_norm, lr=lr,
         samples=batch.global_batch_size, divisor=round(totals.divisor), tokens=round(totals.tokens),
-        is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save,
+        is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save, regroup=totals.regroup,
         extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
         pair_loss=seen.pair_loss,
         pair_means=_pair_means(totals, reported_statistics(job)),
@@ -295,6 +298,7 @@ class _Totals:
     segment_pairs: float
     stop: bool
     save: bool
+    regroup: bool
     extra_reductions: tuple[float, ...]
     loads: Mapping[int, Load]
     routing: torch.Tensor
@@ -332,7 +336,8 @@ def _totals_of(
         segment_pairs=total[6],
         pair_statistics=tuple(total[FIXED:others_at]),
         stop=total[others_at] > 0,
-        save=total[others_at + 1] > 0,
+        save=round(total[others_at + 1]) % 2 > 0,
+        regroup=total[others_at + 1] >= 2,
         extra_reductions=tuple(total[others_at + 2 :]),
         loads=parts.routers.loads(host[len(mine) :].view_as(routing)),
         routing=everything[len(mine) :].view_as(routing),

@@ -25,8 +25,9 @@ from raymega.orchestrate.core.failure_policy import Failure, FailureKind, give_u
 from raymega.orchestrate.core.rank_placement import WorkerLocation, assign_ranks, place_ranks
 from raymega.orchestrate.core.state import RunState, State
 from raymega.orchestrate.driver.restore_point import ROLLBACKS, nothing_readable, read_rollbacks
+from raymega.orchestrate.driver.run_events import stopped
 from raymega.orchestrate.jobs.submission import make_submission
-from raymega.orchestrate.run_store.journal import open_record, stopped
+from raymega.orchestrate.run_store.journal import open_record
 from raymega.orchestrate.run_store.lease import Lease, hold_lease
 from raymega.orchestrate.run_store.run_identity import precision_faults
 from raymega.plan.hardware.catalog import accelerator

@@ -24,7 +24,7 @@ LEASE_MUTATIONS = (
     LeaseMutation(
         name="readers count what an older epoch wrote too late",
         file="checkpoint/format/epochs.py",
-        old="return at.attempt >= grant.epoch or manifest in grant.manifests",
+        old="return at.attempt >= grant.epoch or at in before",
         new="return True",
         caught="a late checkpoint is chosen",
     ),
@@ -40,7 +40,7 @@ LEASE_MUTATIONS = (
     LeaseMutation(
         name="a grant does not list what was there before",
         file="orchestrate/run_store/lease.py",
-        old="manifests=tuple(manifests),",
+        old="checkpoints=step_ranges(manifests),",
         new="",
         caught="the run has lost its checkpoint",
     ),

@@ -23,7 +23,71 @@ FLEET_SEED = "3"
 COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
 AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
+LEASE = "tests/unit/orchestrate/run_store/test_lease.py"
+HELD, REPLICAS = (
+    "tests/dist/checkpoint/test_held_state.py", "tests/unit/orchestrate/driver/test_replicas.py",
+)  # fmt: skip
 ROWS = {
+    "an update that a loss cuts off leaves a state that is held": (
+        "checkpoint/load/held_state.py",
+        'from now on."""\n        self.scalars = {}\n',
+        'from now on."""\n',
+        HELD,
+    ),
+    "a rank goes on from an older step that it holds": (
+        "checkpoint/load/held_state.py",
+        "has = held.step == step and fill(",
+        "has = fill(",
+        HELD,
+    ),
+    "the first replica is asked for the state, whoever holds it": (
+        "checkpoint/load/held_state.py",
+        "_share(scalars, blocks, replicas, owners[0])",
+        "_share(scalars, blocks, replicas, 0)",
+        HELD,
+    ),
+    "a driver takes a number again whose grant was deleted": (
+        "orchestrate/run_store/lease.py",
+        "if newest_epoch(self.store) > grant.epoch:",
+        "if False:",
+        LEASE,
+    ),
+    "every grant is deleted but the newest": (
+        "checkpoint/format/epochs.py",
+        "if old <= epoch - KEPT_GRANTS",
+        "if old < epoch",
+        LEASE,
+    ),
+    "a range of checkpoints takes in one that is not on it": (
+        "checkpoint/format/epochs.py",
+        "if last.first == last.last or every == last.every:",
+        "if True:",
+        "tests/unit/checkpoint/format/test_epochs.py",
+    ),
+    "stages go on from different steps": (
+        "orchestrate/driver/replicas.py",
+        "if all(any(_is_at(ranks, held, step) for ranks in units) for units in whole)",
+        "if any(any(_is_at(ranks, held, step) for ranks in units) for units in whole)",
+        REPLICAS,
+    ),
+    "replicas keep their number when one before them is lost": (
+        "orchestrate/driver/replicas.py",
+        "_places(new, stage, number * unit, unit)",
+        "_places(new, stage, 0, unit)",
+        REPLICAS,
+    ),
+    "a run goes on from the state of a worker that raised an error": (
+        "orchestrate/driver/replicas.py",
+        "is_loss = failure.kind in (FailureKind.DIED, FailureKind.HUNG)",
+        "is_loss = True",
+        REPLICAS,
+    ),
+    "a recovery is over before a step was made": (
+        "orchestrate/driver/recovery_log.py",
+        "self._recovery.back_at = max(self._recovery.step, step + 1)",
+        "self._recovery.back_at = self._recovery.step",
+        REPLICAS,
+    ),
     "every rank reads all parts of the index": (
         "checkpoint/format/box_index.py",
         "if wanted is not None and not any(wanted[first : last + 1]):",

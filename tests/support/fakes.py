@@ -105,6 +105,7 @@ class FakeWorkerGroup:
         self.lacking = list(lacking)
         self.orders, self.requested, self.releases, self.plans = [], [], [], []
         self.locations, self.drains, self.looks = [], [], []
+        self.homes, self.held_steps = [], {}
         self.loads = False
         self._polls = []
 
@@ -112,9 +113,13 @@ class FakeWorkerGroup:
     def is_released(self):
         return bool(self.releases) and not self.releases[-1]
 
-    def use(self, plan):
+    def use(self, plan, homes=None):
         self.plans.append(plan)
+        self.homes.append(homes)
         self.world_size = plan.grid.world_size
+
+    def held(self):
+        return dict(self.held_steps)
 
     def ready(self):
         return tuple(self.locations)

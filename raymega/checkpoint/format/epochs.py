@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Annotated
 
 from pydantic import AfterValidator, TypeAdapter
 
-from raymega.checkpoint.format.keys import checkpoint_of
+from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of
 from raymega.storage.json_objects import DamagedError, damaged, parse_object
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 LEASES = "lease/"
+KEPT_GRANTS = 16
+"""Number of newest grants that are kept."""
 CLAIMS = "attempts/"
 """Prefix under which earlier builds claimed attempt numbers; these claims list no manifests."""
 
@@ -64,6 +66,36 @@ Time = Annotated[str, AfterValidator(_with_zone)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepRange:
+    """Checkpoints of one attempt, of the steps ``first`` to ``last``, each ``every`` steps."""
+
+    attempt: int
+    first: int
+    last: int
+    every: int = 1
+
+    def ids(self) -> Iterator[CheckpointId]:
+        """Yield each of these checkpoints."""
+        for step in range(self.first, self.last + 1, self.every):
+            yield CheckpointId(attempt=self.attempt, step=step)
+
+
+def step_ranges(manifests: Iterable[str]) -> tuple[StepRange, ...]:
+    """Return the checkpoints with these manifests as ranges, in order of age."""
+    found: list[StepRange] = []
+    for at in sorted(filter(None, map(checkpoint_of, manifests))):
+        last = found[-1] if found else None
+        # one that continues the range, or the second one, which decides its interval
+        if last and last.attempt == at.attempt:
+            every = at.step - last.last
+            if last.first == last.last or every == last.every:
+                found[-1] = replace(last, last=at.step, every=every)
+                continue
+        found.append(StepRange(attempt=at.attempt, first=at.step, last=at.step))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGrant:
     """Grant of one epoch of a run to one driver. Times are ISO 8601, UTC.
 
@@ -76,7 +108,9 @@ class LeaseGrant:
         duration_s: Seconds from ``renewed`` to ``expires``.
         renewals: Number of renewals so far.
         is_released: Whether the driver has ended, so that another may take the run at once.
-        manifests: Keys of the manifests that existed when the grant was made.
+        manifests: Keys of the manifests that existed when the grant was made, in grants of earlier builds.
+        checkpoints: Those checkpoints, as ranges: thousands that are kept regularly take a few lines, and a
+            renewal writes the grant anew.
     """
 
     epoch: int
@@ -88,6 +122,7 @@ class LeaseGrant:
     renewals: int = 0
     is_released: bool = False
     manifests: tuple[str, ...] = ()
+    checkpoints: tuple[StepRange, ...] = ()
 
     @property
     def key(self) -> str:
@@ -135,7 +170,7 @@ def newest_grant(store: Store) -> LeaseGrant | None:
     Raises:
         StorageError: The store cannot be read.
     """
-    for epoch in sorted(_epochs(store, LEASES), reverse=True):
+    for epoch in sorted(numbers_below(store, LEASES), reverse=True):
         try:
             return read_grant(store, epoch)
         except KeyError:  # given back since it was listed
@@ -178,22 +213,44 @@ def admitted(store: Store, manifests: Collection[str]) -> list[str]:
     # They are listed before the grant is read: a manifest that came too late was written after the newer
     # grant, so a reader that has seen the manifest also finds that grant.
     grant = newest_grant(store)
-    return [key for key in manifests if grant is None or is_valid_epoch(grant, key)]
+    if grant is None:
+        return list(manifests)
+    before = _before(grant)
+    return [key for key in manifests if _is_valid(grant, before, key)]
 
 
 def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
     """Return whether a run's newest ``grant`` accepts the manifest with the key ``manifest``."""
+    return _is_valid(grant, _before(grant), manifest)
+
+
+def _before(grant: LeaseGrant) -> set[CheckpointId]:
+    """Return the checkpoints that existed when the grant was made."""
+    listed = set(filter(None, map(checkpoint_of, grant.manifests)))
+    return listed.union(*(each.ids() for each in grant.checkpoints))
+
+
+def _is_valid(grant: LeaseGrant, before: Collection[CheckpointId], manifest: str) -> bool:
     at = checkpoint_of(manifest)
     assert at is not None, f"{manifest} is a manifest's"
     # Its own epoch or a later one, or an older epoch's manifest that was there before the grant.
-    return at.attempt >= grant.epoch or manifest in grant.manifests
+    return at.attempt >= grant.epoch or at in before
+
+
+def superseded_grants(store: Store, epoch: int) -> list[str]:
+    """Return the keys of grants that nobody reads any more once ``epoch`` is granted.
+
+    A damaged grant is replaced by the one before it, so the newest KEPT_GRANTS stay.
+    """
+    return [grant_key(old) for old in numbers_below(store, LEASES) if old <= epoch - KEPT_GRANTS]
 
 
 def _newest(store: Store, prefix: str) -> int:
     # Numbers are compared as numbers: beyond six digits the keys no longer sort by epoch.
-    return max(_epochs(store, prefix), default=0)
+    return max(numbers_below(store, prefix), default=0)
 
 
-def _epochs(store: Store, prefix: str) -> list[int]:
+def numbers_below(store: Store, prefix: str) -> list[int]:
+    """Return the numbers of the objects ``prefix``NNNNNN.json; beyond six digits their keys sort otherwise."""
     names = (key.removeprefix(prefix).removesuffix(".json") for key in store.list(prefix))
     return [int(name) for name in names if name.isdigit()]

@@ -7,6 +7,7 @@ the model needs. ``load/ranged_reads.py`` makes the requests.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,9 +17,13 @@ from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, fetch
+from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
+from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.memory.optimizer_state import saved_kinds
+from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.store import Store
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -86,6 +91,27 @@ def load(  # noqa: PLR0913  # what may be left out says how strict it is, and wh
         progress()
 
     return fetch(store, manifest, wanted, use, num_fetches=num_fetches, place_of=place_of)
+
+
+def boxes_by_name(blocks: Sequence[TensorBlock]) -> dict[str, list[Box]]:
+    """Return the boxes of the blocks, by saved name."""
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for block in blocks:
+        boxes[block.name].append(block.box)
+    return boxes
+
+
+def names_of(job: Job) -> set[str]:
+    """Return the saved name of every tensor that the ranks of a run hold together."""
+    return {
+        f"{kind}/{tensor.name}"
+        for tensor in saved_tensors(job.model)
+        for kind in ("model", *_state_kinds(job, tensor))
+    }
+
+
+def _state_kinds(job: Job, tensor: GlobalTensor) -> tuple[str, ...]:
+    return saved_kinds(job.optimizer, tensor.role) if tensor.is_trained else ()
 
 
 def _place_of(saved: SavedBox, targets: Sequence[TensorBlock]) -> memoryview | None:

@@ -90,6 +90,7 @@ class AttemptSpec:
     holders: SnapshotHolders = field(default_factory=SnapshotHolders)
     skipped_samples: tuple[tuple[int, int], ...] = ()
     entry_input: bytes = b""
+    reported_step: int = -1
 
     def start_message(
         self, assigned: AssignedRank, *, rendezvous: str, device: str, replicas: Replicas
@@ -107,6 +108,7 @@ class AttemptSpec:
             replicas=replicas,
             skipped_samples=self.skipped_samples,
             entry_input=self.entry_input,
+            reported_step=self.reported_step,
         )
 
 
@@ -164,8 +166,18 @@ class WorkerGroup(Protocol):
     def snapshot_manager(self) -> SnapshotManager:
         """Snapshots in the memory of the workers' nodes, which outlive an attempt."""
 
-    def use(self, plan: RunPlan) -> None:
-        """Set the plan of the next attempt: the same job, maybe on another grid. Never blocks."""
+    def use(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
+        """Set the plan of the next attempt: the same job, maybe on another grid. Never blocks.
+
+        ``homes`` has the new rank of each rank of the last attempt whose process keeps its part of the
+        state; None lets the nodes decide.
+        """
+
+    def held(self) -> Mapping[int, int]:
+        """Return the step of the state that each rank of the last attempt holds in memory. Never blocks.
+
+        Ranks whose process is gone, or holds none, are missing; so are all before an attempt has ended.
+        """
 
     def ready(self) -> Sequence[WorkerLocation]:
         """Return the processes that could train now, with a rank or without one. Never blocks."""

@@ -117,7 +117,9 @@ class Controller:
         elif self._asked_s_ago >= 0:
             self._group.request(Requests(stop=True, save=True))
             context.move(State.STOPPING, "asked to stop")
-        elif context.committer.is_requested(context.state.step):
+        elif (
+            context.committer.is_requested(context.state.step) or context.replicas.take_owed_save()
+        ):
             self._group.request(Requests(save=True))
         else:
             self._leave_or_grow()
@@ -188,6 +190,10 @@ class Controller:
             reason = drain.reason if drain.is_due(margin_s) else ""
         else:
             reason = self._context.grids.reason_to_grow(self._group.ready(), step=self.state.step)
-        if reason:
+        if not reason:
+            return
+        # what joins gets the state from replicas; who leaves a node saves it
+        holds = drain is None and self._context.replicas.regroup(self._context.committer)
+        if not holds:
             self._group.request(Requests(stop=True, save=True))
-            self._context.move(State.RESIZING, reason)
+        self._context.move(State.RESIZING, reason)

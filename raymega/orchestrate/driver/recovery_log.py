@@ -34,12 +34,14 @@ class _Recovery:
         noticed_s: Time at which it was noticed, in seconds of the driver's clock.
         detection_s: Time from the last sign of progress to ``noticed_s``, in seconds.
         ended_s: Last end of each of PHASES, in seconds of the driver's clock.
+        back_at: Completed steps with which it is over.
     """
 
     rank: int
     step: int
     noticed_s: float
     detection_s: float
+    back_at: int
     ended_s: dict[str, float] = field(default_factory=dict)
 
     def phases(self) -> dict[str, float]:
@@ -94,8 +96,9 @@ class RecoveryLog:
         if self._recovery is None:
             now_s = self._clock.monotonic()
             self._recovery = _Recovery(
-                rank=failure.rank, step=step, noticed_s=now_s, detection_s=now_s - last_sign_s
-            )
+                rank=failure.rank, step=step, noticed_s=now_s, detection_s=now_s - last_sign_s,
+                back_at=step,
+            )  # fmt: skip
 
     def passed(self, phase: str) -> None:
         """Record the end of one of PHASES, if a recovery is under way."""
@@ -108,6 +111,9 @@ class RecoveryLog:
         del self._step_times_s[max(0, step - self._first_step) :]
         self._first_step = min(self._first_step, step)
         self._restored_step, self._source = step, source
+        # back is a run that has made a step: where none was lost, the next one
+        if self._recovery is not None:
+            self._recovery.back_at = max(self._recovery.step, step + 1)
 
     def add_step(self, step: int, *, seconds: float) -> Recovered | None:
         """Count a step that took ``seconds``; return the recovery's event if it was the last lost step.
@@ -116,7 +122,7 @@ class RecoveryLog:
         """
         self._step_times_s.append(seconds)
         recovery = self._recovery
-        if recovery is None or step < recovery.step:
+        if recovery is None or step < recovery.back_at:
             return None
         self.passed("steps")
         self._recovery = None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from pydantic import TypeAdapter
 
-from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of
+from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, find_restore
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
@@ -89,7 +89,9 @@ class RestorePoint:
         self.uri = ""
         self.start = ResumePoint()
         self._store, self._job, self._snapshot_manager = store, job, snapshot_manager
-        self._unreadable: dict[StateSource, set[str]] = {"store": set(), "memory": set()}
+        self._unreadable: dict[StateSource, set[str]] = {
+            "store": set(), "memory": set(), "replicas": set(),
+        }  # fmt: skip
         self._rollbacks = read_rollbacks(store)
         self._going_back: Rollback | None = None
 
@@ -142,6 +144,14 @@ class RestorePoint:
             self.start = ResumePoint()
         self._end_rollback()
         return saved.step if saved else 0
+
+    def hold(self, at: CheckpointId) -> bool:
+        """Start from the state ``at`` that workers hold; return False if they could not go on from it before."""
+        key = manifest_key(at)
+        if self._going_back or key in self._unreadable["replicas"]:
+            return False
+        self.start = ResumePoint(step=at.step, key=key, source="replicas")
+        return True
 
     def _find_snapshot(self, attempt: int) -> Snapshot | None:
         """Return the newest snapshot that belongs to the history of ``attempt``, or None.

@@ -6,6 +6,7 @@ It handles reports and commits, begins and aborts attempts, and emits events. Th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +15,6 @@ from raymega.errors import LeaseError, RaymegaError
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
-    AttemptStarted,
     BadStep,
     CheckpointCommitted,
     EvaluationFinished,
@@ -23,7 +23,6 @@ from raymega.events import (
     NodesChecked,
     RunFinished,
     RunStarted,
-    RunStatus,
     SamplesDrawn,
     SaveFailed,
     SaveSkipped,
@@ -45,10 +44,13 @@ from raymega.orchestrate.driver.attempt_monitor import AttemptMonitor, is_sign_o
 from raymega.orchestrate.driver.checkpoint_committer import CheckpointCommitter, Superseded
 from raymega.orchestrate.driver.rank_reports import RankReports
 from raymega.orchestrate.driver.recovery_log import PHASE_OF, RecoveryLog
+from raymega.orchestrate.driver.replicas import ReplicaRecovery
 from raymega.orchestrate.driver.restore_point import RestorePoint
+from raymega.orchestrate.driver.run_events import attempt_event, finished_event, stopped
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
+from raymega.orchestrate.driver.spares import SpareWatch
 from raymega.orchestrate.driver.task_scores import TaskScores
-from raymega.orchestrate.run_store.journal import Journal, stopped
+from raymega.orchestrate.run_store.journal import Journal
 from raymega.orchestrate.run_store.lease import Lease
 from raymega.plan.run_plan import RunPlan
 from raymega.tracking.names import check_names
@@ -60,8 +62,6 @@ TICK_S = 0.25
 """Longest wait for reports in one tick, in seconds; a stop request waits as long."""
 DRAIN_S = 30.0
 """Longest wait for a pending commit before a restart looks for the newest checkpoint, in seconds."""
-STATUS: dict[State, RunStatus] = {State.FINISHED: "finished", State.PREEMPTED: "preempted"}
-"""Status of a run by its final state; "failed" or "interrupted" for every other."""
 
 
 class RunContext:
@@ -72,6 +72,7 @@ class RunContext:
     Attributes:
         state: State of the run, with its attempt and steps.
         grids: Plans of the present grid and of the job's own.
+        replicas: State that the workers hold in their own memory.
         attempt: Progress and failure of the present attempt.
         committer: Saves of the present attempt.
         recovery_log: Failures so far, the recovery under way, and goodput.
@@ -112,6 +113,8 @@ class RunContext:
         self.grids = ScalingPolicy(plan, num_before=self._journal.past.num_workers)
         self._restore = RestorePoint(lease.store, plan.job, group.snapshot_manager)
         self.error: RaymegaError | None = None
+        self.replicas = ReplicaRecovery(self.grids, self._restore, group)
+        self._spares = SpareWatch(plan.job.elastic.spares)
         self.state = self._journal.first_state()
         self._find_state()
         if self._restore.start.key and not self._journal.record.num_attempts:
@@ -163,11 +166,12 @@ class RunContext:
         self.state = self.state.move(to, now_s=self.clock.monotonic(), reason=reason)
         self._journal.note(self.state)
 
-    def change_grid(self, plan: RunPlan) -> None:
-        """Use ``plan`` and its grid for the next attempt."""
-        change = f"{self.grids.now.grid.describe()} to {plan.grid.describe()}, {plan.grid.world_size} workers"
+    def change_grid(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
+        """Use ``plan`` and its grid for the next attempt; see ``WorkerGroup.use`` for ``homes``."""
+        old, new = self.grids.now.grid, plan.grid
+        change = f"{old.describe()} to {new.describe()}, {new.world_size} workers"
         self.grids.now = plan
-        self.group.use(plan)
+        self.group.use(plan, homes)
         log.warning("re-planned from %s", change)
         self.state = replace(self.state, reason=f"{self.state.reason}; re-planned from {change}")
 
@@ -181,19 +185,7 @@ class RunContext:
         self._journal.begin(self.grids.now, self.state, restored=start.key, spares=spares)
         self._forget_attempt()
         plan = self.grids.now
-        self._tell(
-            AttemptStarted(
-                step=self.state.step,
-                source=start.source,
-                grid=plan.grid.degrees(),
-                plan={
-                    "world_size": plan.grid.world_size,
-                    "num_micro_batches": plan.batch.num_micro_batches,
-                    "schedule": plan.job.schedule.name,
-                },
-                reason=self.state.reason,
-            )
-        )
+        self._tell(attempt_event(self.state, plan, source=start.source))
         self.group.start(
             AttemptSpec(
                 plan_json=self.grids.now.to_json(),
@@ -203,6 +195,7 @@ class RunContext:
                 holders=start.holders,
                 skipped_samples=self._restore.skipped_samples,
                 entry_input=self._tasks.pack() if self._tasks else b"",
+                reported_step=self.replicas.begin_attempt(),
             )
         )
 
@@ -262,19 +255,24 @@ class RunContext:
         else:
             if decision.action is Action.ROLL_BACK:
                 self._restore.roll_back(failure, attempt=self.state.attempt)
+            self.replicas.judge(failure, decision)
             self.move(State.RESTARTING, f"{failure.headline}, {decision.reason}")
 
     def abort_attempt(self) -> None:
         """End the attempt on all ranks, and go back to the newest checkpoint or snapshot."""
-        # PHASES of recovery_log: abort, then find
         self._journal.record_state(self.state)
         self.group.release(keep_warm=True)
         self.recovery_log.passed("abort")
         self.committer.end(DRAIN_S)
         self._take_outcomes()
-        self._find_state()
+        if (held := self.replicas.find(self.state, saved_every=self.job.checkpoint.every)) is None:
+            self._find_state()
+        else:
+            self.state = replace(self.state, step=held.step)
         self.recovery_log.passed("find")
-        if self.grids.can_be_full(self.group.ready()):
+        if held is not None and held.homes is not None:
+            self.change_grid(held.plan, held.homes)
+        elif held is None and self.grids.can_be_full(self.group.ready()):
             self.change_grid(self.grids.full)
         self.recovery_log.go_back(self.state.step, source=self._restore.start.source)
 
@@ -292,15 +290,8 @@ class RunContext:
         except LeaseError as error:
             self.error = error
         self._journal.end(self.state, DRAIN_S)
-        state, wall_s = self.state, self.recovery_log.wall_s
-        status = STATUS.get(state.state, "failed" if self.error else "interrupted")
-        ended = RunFinished(
-            status="superseded" if isinstance(self.error, LeaseError) else status,
-            step=state.saved_step,
-            checkpoint_uri=self._restore.uri,
-            goodput=self.recovery_log.goodput(wall_s),
-            wall_s=wall_s,
-            reason=state.reason if state.state.is_end else state.interruption,
+        ended = finished_event(
+            self.state, self.error, uri=self._restore.uri, recovery_log=self.recovery_log
         )
         self._sink.emit(ended)
         return ended
@@ -348,6 +339,8 @@ class RunContext:
             self.group.snapshot_manager.settle()
         own = {"run/spares": float(self._num_spares()), "run/lease_age_s": self.lease.age_s}
         self._tell(replace(report, metrics={**report.metrics, **own}))
+        if (news := self._spares.observe(self._num_spares(), step=report.step)) is not None:
+            self._tell(news)
         recovered = self.recovery_log.add_step(report.step, seconds=step_s)
         if recovered is not None:
             self.grids.change_s = recovered.recovery_s

@@ -117,7 +117,7 @@ class ScalingPolicy:
             most=len(locations),
             least=least,
             device=_device(locations),
-            fits=lambda grid: self._fit(grid, locations),
+            fits=lambda grid: self.fits(grid, locations),
         )
 
     def _as_before(self, least: int) -> RunPlan | None:
@@ -129,7 +129,7 @@ class ScalingPolicy:
     def can_be_full(self, locations: Sequence[WorkerLocation]) -> bool:
         """Return whether the run has a smaller grid and there are workers for the job's own."""
         may_grow = self.full.job.elastic.scale_up and not self.is_full
-        return may_grow and self._fit(self.full.grid, locations)
+        return may_grow and self.fits(self.full.grid, locations)
 
     def reason_to_grow(self, locations: Sequence[WorkerLocation], *, step: int) -> str:
         """Return why going back to the job's own grid is worth it; '' if it is not, or is impossible."""
@@ -157,7 +157,8 @@ class ScalingPolicy:
             horizon_s=self.full.job.elastic.scale_up_horizon_s,
         )
 
-    def _fit(self, grid: Grid, locations: Sequence[WorkerLocation]) -> bool:
+    def fits(self, grid: Grid, locations: Sequence[WorkerLocation]) -> bool:
+        """Return whether the processes at ``locations`` can take the ranks of ``grid``."""
         block, ranks = block_size(grid, self.full.job.parallel), [-1] * len(locations)
         return choose_ranks(locations, ranks, grid, block=block) is not None
 

@@ -78,7 +78,7 @@ class RayTrainGroup:
         """See WorkerGroup."""
         return NoSnapshots()
 
-    def use(self, plan: RunPlan) -> None:
+    def use(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:  # noqa: ARG002
         """Refuse a change of the grid, which is fixed here.
 
         Raises:
@@ -89,6 +89,10 @@ class RayTrainGroup:
             rule="under cluster.host=ray_train the grid stays",
             remedy="set cluster.host=ray",
         )
+
+    def held(self) -> Mapping[int, int]:
+        """Return nothing: a process ends with its attempt."""
+        return {}
 
     def ready(self) -> tuple[WorkerLocation, ...]:
         """Return no processes: none exists outside an attempt."""

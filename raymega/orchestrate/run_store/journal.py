@@ -3,9 +3,8 @@
     run.json               record of the run, rewritten as the run progresses
     journal/000003.json    attempt 3: its grid, its failures, and the states of the driver in it
 
-The manifests decide how far a run got and the lease who drives it; the record repeats both for people. When a
-driver did not end in good order, the next one reads from the journal what was spent of the retry budget, and
-the grid that the run had.
+The manifests decide how far a run got and the lease who drives it; the record repeats both for people. A driver
+reads from the journal what the one before, torn away, had spent of the retry budget, and the run's grid.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from threading import Lock
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from raymega.checkpoint.format.epochs import newest_epoch
+from raymega.checkpoint.format.epochs import newest_epoch, numbers_below
 from raymega.checkpoint.format.manifest import find_restore
 from raymega.config.schema import Job
 from raymega.errors import (
     ConfigError,
-    PreemptedError,
     RaymegaError,
     StorageError,
     raise_faults,
@@ -44,7 +41,7 @@ from raymega.orchestrate.run_store.run_identity import (
 )
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.json_objects import DamagedError, parse_object
-from raymega.storage.store import Store
+from raymega.storage.store import Store, delete_all
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ VERSION, NEW = 1, "new"
 MAX_TURNS = 200
 """Number of newest state changes of an attempt that are kept."""
 MAX_ENTRIES = 100
-"""Number of newest attempts that a new driver reads."""
+"""Number of newest attempts that a driver reads, and that are kept."""
 
 
 def _known_status(status: str) -> str:
@@ -130,7 +127,7 @@ class AttemptRecord:
     @property
     def key(self) -> str:
         """Key of the record's object in the run's store."""
-        return f"{JOURNAL}{self.attempt:06d}.json"
+        return entry_key(self.attempt)
 
     def to_json(self) -> bytes:
         """Return the record as indented JSON."""
@@ -139,6 +136,11 @@ class AttemptRecord:
 
 _ENTRY: TypeAdapter[AttemptRecord] = TypeAdapter(AttemptRecord)
 _RECORD: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
+
+
+def entry_key(attempt: int) -> str:
+    """Return the key of the record of ``attempt``."""
+    return f"{JOURNAL}{attempt:06d}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +215,8 @@ class Journal:
         # in this thread, so that a failure is raised here
         with self._lock:
             self._write(self._record_at(state), self._entry)
+        if state.attempt > MAX_ENTRIES:
+            self._executor.submit(self._delete_old, state.attempt)
 
     def note(self, state: RunState) -> None:
         """Add a transition to the present attempt; the next write includes it."""
@@ -253,6 +257,16 @@ class Journal:
                     self._write(record, entry)
         except RaymegaError as error:
             log.warning("the run's journal was not written: %s", error)
+
+    def _delete_old(self, attempt: int) -> None:
+        """Delete the records that no driver reads, beyond the newest MAX_ENTRIES; a failure is only logged."""
+        try:
+            first = attempt - MAX_ENTRIES
+            old = [entry_key(n) for n in numbers_below(self._store, JOURNAL) if n <= first]
+            if old and self._lease.check() is None:
+                delete_all(self._store, old)
+        except RaymegaError as error:
+            log.warning("old records of attempts were not deleted: %s", error)
 
     def _write(self, record: RunRecord, entry: AttemptRecord | None) -> None:
         write_record(self._store, record)
@@ -370,7 +384,8 @@ def read_history(store: Store) -> RunHistory:
 
 def _entries(store: Store) -> Iterator[AttemptRecord]:
     """Yield the records of the newest attempts, newest first, without damaged ones."""
-    for key in islice(sorted(store.list(JOURNAL), reverse=True), MAX_ENTRIES):
+    newest = sorted(numbers_below(store, JOURNAL), reverse=True)[:MAX_ENTRIES]
+    for key in map(entry_key, newest):
         try:
             yield parse_object(
                 store.get(key),
@@ -383,13 +398,3 @@ def _entries(store: Store) -> Iterator[AttemptRecord]:
             continue
         except DamagedError as error:
             log.warning("%s", error)
-
-
-def stopped(record: RunRecord, state: RunState) -> PreemptedError:
-    """Return the error of a run that was stopped by request and can be continued."""
-    return PreemptedError(
-        fact=f"run {record.name!r} stopped with step {state.saved_step} of {record.total_steps} "
-        f"saved ({state.reason})",
-        rule="a run that is stopped can be continued",
-        remedy="start the same job again",
-    )

@@ -25,6 +25,8 @@ from raymega.checkpoint.format.epochs import (
     newest_epoch,
     newest_grant,
     read_grant,
+    step_ranges,
+    superseded_grants,
 )
 from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import list_manifests
@@ -32,7 +34,7 @@ from raymega.errors import ConfigError, Fault, LeaseError, RaymegaError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.run_store.lease_holder import is_gone
 from raymega.storage.json_objects import DamagedError
-from raymega.storage.store import Store
+from raymega.storage.store import Store, delete_all
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Lease:
         self.duration_s, self._sleep, self._knows_gone = duration_s, sleep, knows_gone
         self._grant: LeaseGrant | None = None
         self._has_begun = False
+        self._tidied_epoch = 0
         self._taken_by: LeaseGrant | None = None
         # times at which the store last answered that this driver has the newest epoch, and was last asked
         self._confirmed_s = self._asked_s = clock.monotonic()
@@ -123,7 +126,8 @@ class Lease:
             with self._lock:
                 if self._grant and not self._taken_by and not self._grant.is_released:
                     self._grant = self._sign(self._grant)
-            self.check()
+            if self.check() is None:
+                self._delete_superseded()
         except RaymegaError as error:
             log.warning("the lease on the run was not renewed, training continues: %s", error)
 
@@ -182,6 +186,12 @@ class Lease:
         except RaymegaError as error:
             log.warning("the lease on the run is not released, but will expire: %s", error)
 
+    def _delete_superseded(self) -> None:
+        """Delete old grants, once in each epoch: a listing of them is read at every renewal."""
+        if self._tidied_epoch != self.epoch:
+            self._tidied_epoch = self.epoch
+            delete_all(self.store, superseded_grants(self.store, self.epoch))
+
     def _sign(self, grant: LeaseGrant, *, is_released: bool = False) -> LeaseGrant:
         now, expires = self._now_and_expiry()
         signed = grant.renew(now=now, expires=expires, is_released=is_released)
@@ -204,7 +214,7 @@ class Lease:
             renewed=now,
             expires=expires,
             duration_s=self.duration_s,
-            manifests=tuple(manifests),
+            checkpoints=step_ranges(manifests),
         )
         # of several drivers that create the object, one succeeds
         with self._lock:
@@ -213,6 +223,9 @@ class Lease:
             except FileExistsError:  # raised too by the retry of a put whose answer was lost
                 if self._token_of(grant.epoch) != self.holder.token:
                     return False
+            # the number may be long past, and its grant deleted, if this process was suspended before the put
+            if newest_epoch(self.store) > grant.epoch:
+                return False
             self._grant = grant
         return True
 

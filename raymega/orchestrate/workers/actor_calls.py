@@ -160,27 +160,31 @@ def nothing(_slot: WorkerSlot, _answer: object) -> Reports:
     return []
 
 
-def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> list[WorkerSlot]:
-    """Abort ``attempt`` on all workers, and return the slots whose training thread ended in time."""
+def abort(assigned_slots: Sequence[WorkerSlot], attempt: int) -> dict[WorkerSlot, int]:
+    """Abort ``attempt`` on all workers; return the slots whose training thread ended in time.
+
+    Each has the step of the state that its process holds, -1 for none.
+    """
     # all at once, then one deadline for all
-    refs: dict[ray.ObjectRef[bool], WorkerSlot] = {
+    refs: dict[ray.ObjectRef[int | None], WorkerSlot] = {
         slot.actor.abort.remote(ABORT_PATIENCE_S, attempt): slot
         for slot in assigned_slots
         if slot.actor is not None and slot.location is not None
     }
     if not refs:
-        return []
+        return {}
     patience_s = ABORT_PATIENCE_S + ANSWER_MARGIN_S
     answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)
-    return [refs[ref] for ref in answered if _is_true(ref)]
+    steps = {refs[ref]: _answer_or_none(ref) for ref in answered}
+    return {slot: step for slot, step in steps.items() if step is not None}
 
 
-def _is_true(ref: ray.ObjectRef[bool]) -> bool:
-    """Return the answer; False if the process died or the call failed."""
+def _answer_or_none(ref: ray.ObjectRef[int | None]) -> int | None:
+    """Return the answer; None if the process died or the call failed."""
     try:
-        return bool(ray.get(ref, timeout=FETCH_TIMEOUT_S))
+        return ray.get(ref, timeout=FETCH_TIMEOUT_S)
     except (RayActorError, RayTaskError, GetTimeoutError):
-        return False
+        return None
 
 
 def broken_call(rank: int, error: Exception) -> WorkerFailed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 from raymega.errors import CapacityError
 from raymega.messages import NodeSlots
@@ -32,7 +33,7 @@ class RankAssignment:
     def __init__(self, slots: WorkerSlots, plan: RunPlan) -> None:
         """Begin without ranks, on the grid of ``plan``."""
         self._slots, self._parallel = slots, plan.job.parallel
-        self.use(plan.grid)
+        self.use(plan.grid, {})
 
     @property
     def assigned_slots(self) -> list[WorkerSlot]:
@@ -43,11 +44,11 @@ class RankAssignment:
         """Return the number of workers of ``grid`` that must share a node."""
         return block_size(grid, self._parallel)
 
-    def use(self, grid: Grid) -> None:
-        """Assign the ranks of ``grid`` from now on; no slot keeps its last rank."""
+    def use(self, grid: Grid, homes: Mapping[int, int]) -> None:
+        """Assign the ranks of ``grid`` from now on; a slot's last rank becomes the one in ``homes``, or none."""
         self.grid, self._block = grid, self.block_of(grid)
         for slot in self._slots.slots:
-            slot.home = -1
+            slot.home = homes.get(slot.home, -1)
 
     def nodes_of_ranks(self, nodes: list[NodeSlots]) -> tuple[str, ...]:
         """Return for each rank the id of a node that could host it.

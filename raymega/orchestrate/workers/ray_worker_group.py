@@ -105,16 +105,25 @@ class RayWorkerGroup:
         self._probed_s = self._renewed_s = self._held_s = 0.0
         # of the attempt: first step seen; of the run: any process ordered
         self._is_stepping = self._has_begun = False
+        self._held: dict[WorkerSlot, int] = {}  # of the last attempt, by the answers to its abort
 
     @property
     def snapshot_manager(self) -> SnapshotManager:
         """See WorkerGroup."""
         return self._snapshot_servers or NoSnapshots()
 
-    def use(self, plan: RunPlan) -> None:
+    def use(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
         """See WorkerGroup."""
         self._plan = plan
-        self._assignment.use(plan.grid)
+        self._assignment.use(plan.grid, homes or {})
+
+    def held(self) -> Mapping[int, int]:
+        """See WorkerGroup."""
+        return {
+            slot.home: step
+            for slot, step in self._held.items()
+            if step >= 0 and slot.actor and not self._slots.is_leaving(slot)
+        }
 
     def ready(self) -> tuple[WorkerLocation, ...]:
         """See WorkerGroup."""
@@ -156,7 +165,7 @@ class RayWorkerGroup:
 
     def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""
-        self._spec, self._is_stepping = spec, False
+        self._spec, self._is_stepping, self._held = spec, False, {}
         is_enough = self._assignment.living_ranks() is not None
         if not is_enough:  # start a process in each slot, named by the rank that it will have
             self._expect_ranks()
@@ -205,7 +214,7 @@ class RayWorkerGroup:
         assigned_slots = self._assignment.assigned_slots
         if keep_warm:  # a stopped process cannot answer an abort, nor one that hangs in its start
             self._kill(self._hang_probe.pop_stopped())
-            free = set(abort(assigned_slots, attempt))
+            self._held = free = abort(assigned_slots, attempt)
             stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
             self._kill([*(slot for slot in assigned_slots if slot not in free), *stuck])
         for slot in assigned_slots:

@@ -65,7 +65,10 @@ class EntryModule(Protocol):
         """Train, in a thread of its own; return at the end or raise."""
 
     def abort(self) -> None:
-        """Make ``run_worker`` raise if it waits for other ranks; called from another thread."""
+        """Make ``run_worker`` raise if it waits for other ranks; called from another thread.
+
+        A module that keeps the state of its last step has a function ``held_step``, which returns its number.
+        """
 
 
 class Worker:
@@ -167,16 +170,22 @@ class Worker:
         """Return the state letter of another process on this node."""
         return process_state(pid)
 
-    def abort(self, timeout_s: float, attempt: int) -> bool:
-        """End ``attempt``; return whether its thread ended in ``timeout_s``, so the process can be reused."""
+    def abort(self, timeout_s: float, attempt: int) -> int | None:
+        """End ``attempt``; return None unless its thread ended in ``timeout_s``, so the process can be reused.
+
+        Else return the step of the state that the process still holds, -1 for none.
+        """
         if self._is_older(attempt):
-            return True
+            return -1
         # drop reports, then fail the collective or transfer in which the thread waits
         self._queue.close()
         if self._thread.is_alive():
             self._entry().abort()
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return None
+        held_step = getattr(self._entry(), "held_step", None)  # only training keeps its state
+        return int(held_step()) if held_step else -1
 
     def _is_older(self, attempt: int) -> bool:
         if attempt < self._attempt:

@@ -88,6 +88,11 @@ def fallbacks(job: Job, *, device: Accelerator | None = None, limit: int) -> lis
     return found
 
 
+def with_replicas(job: Job, dp: int) -> RunPlan | None:
+    """Return the plan of ``job`` with ``dp`` replicas and no other change of its grid; None if it is illegal."""
+    return _plan_or_none(_changed(job, dp=dp))
+
+
 def _fewer_replicas(job: Job, *, most: int, device: Accelerator | None) -> Iterator[RunPlan]:
     """Yield plans of the same cut with fewer replicas, the largest first.
 

@@ -67,7 +67,7 @@ def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monk
 
     monkeypatch.setattr(entry, "groups_of_plan", lambda *_, **more: None)
     monkeypatch.setattr(entry, "build_parts", build)
-    start = SimpleNamespace(rank=0, restore=restore)
+    start = SimpleNamespace(rank=0, restore=restore, is_held=False)
     phases = entry._Phases(_Channel(), 0)
     with pytest.raises(BuiltError):
         entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases, None)

@@ -1,14 +1,19 @@
 """Which checkpoints count when a run has had several drivers."""
 
+from dataclasses import replace
+
 import pytest
 
 from raymega.checkpoint.format.epochs import (
     LeaseGrant,
     LeaseHolder,
+    admitted,
     grant_key,
     is_valid_epoch,
     newest_epoch,
     newest_grant,
+    read_grant,
+    step_ranges,
 )
 from raymega.checkpoint.format.keys import CheckpointId, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, commit, find_restore, list_manifests
@@ -119,3 +124,38 @@ def test_grant_before_a_damaged_one_still_rules(store, caplog):
 def test_probes_and_strangers_are_no_grants(store):
     store.put("lease/probe-1a.json", [b"x"], overwrite=False)
     assert newest_epoch(store) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_ranges"),
+    [
+        ([(1, 10)], 1),
+        ([(1, step) for step in range(10, 5000, 10)], 1),
+        ([(1, 10), (1, 20), (1, 25), (2, 30), (2, 40), (4, 7)], 4),
+        ([(1, 5), (1, 6), (1, 8), (1, 9), (1, 20)], 3),
+    ],
+    ids=["one", "regular", "attempts", "irregular"],
+)
+def test_ranges_hold_the_checkpoints_and_no_others(steps, num_ranges):
+    ranges = step_ranges(key(*each) for each in reversed(steps))
+    assert len(ranges) == num_ranges
+    held = [(at.attempt, at.step) for each in ranges for at in each.ids()]
+    assert held == sorted(steps)
+
+
+def test_grant_of_thousands_of_kept_checkpoints_is_small_and_admits_them_all():
+    steps = [*range(100, 1_000_000, 100), 999_950, 999_975]
+    given = replace(grant(2), checkpoints=step_ranges(key(1, step) for step in steps))
+    assert len(given.to_json()) < 2_000
+    store = MemoryStore()
+    put(store, given)
+    assert read_grant(store, 2) == given
+    late = key(1, 999_990)
+    assert set(admitted(store, [*(key(1, step) for step in steps), late])) == {
+        key(1, step) for step in steps
+    }
+
+
+def test_grant_of_an_earlier_build_lists_keys():
+    given = grant(2, key(1, 10))
+    assert is_valid_epoch(given, key(1, 10)) and not is_valid_epoch(given, key(1, 20))

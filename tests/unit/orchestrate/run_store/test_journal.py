@@ -6,17 +6,23 @@ import pytest
 from raymega.errors import ConfigError, StorageError
 from raymega.orchestrate.core.failure_policy import Failure, FailureKind
 from raymega.orchestrate.run_store.journal import (
+    JOURNAL,
+    MAX_ENTRIES,
     RECORD_KEY,
     AttemptRecord,
+    Journal,
     RunHistory,
     StateChange,
+    entry_key,
     open_record,
     read_history,
     read_record,
     write_record,
 )
 from raymega.orchestrate.run_store.run_identity import precision_faults
+from tests.support.fakes import FakeClock, InlineExecutor
 from tests.support.jobs import make_test_plan
+from tests.support.leases import take_lease
 from tests.support.memory_store import MemoryStore
 
 NOW = "2026-01-01T00:00:00"
@@ -202,3 +208,28 @@ def test_stages_ahead_of_a_run_may_change_and_those_behind_may_not():
     with pytest.raises(ConfigError, match=r"data\.stages=\[\]"):
         _goes_on(store, blend)
     _goes_on(store, blend, f"data.stages=[{STAGE % 2048}, {STAGE % 9000}]")
+
+
+def test_records_that_no_driver_reads_are_deleted():
+    store, clock = MemoryStore(), FakeClock()
+    lease = take_lease(store, clock)
+    journal = Journal(make_job(), lease=lease, executor=InlineExecutor(), clock=clock)
+    plan, state = make_test_plan(), journal.first_state()
+    for attempt in range(1, MAX_ENTRIES + 20):
+        journal.begin(plan, replace(state, attempt=attempt), restored="", spares=0)
+    kept = sorted(store.list(JOURNAL))
+    assert len(kept) == MAX_ENTRIES
+    assert kept[-1] == entry_key(MAX_ENTRIES + 19) and kept[0] == entry_key(20)
+
+
+def test_driver_that_lost_the_run_deletes_no_record():
+    store, clock = MemoryStore(), FakeClock()
+    first, attempt = take_lease(store, clock), MAX_ENTRIES + 1
+    journal = Journal(make_job(), lease=first, executor=InlineExecutor(), clock=clock)
+    for number in range(1, attempt):
+        store.put(entry_key(number), [b"{}"], overwrite=True)
+    take_lease(store, clock).begin_attempt()
+    journal.begin(
+        make_test_plan(), replace(journal.first_state(), attempt=attempt), restored="", spares=0
+    )
+    assert len(list(store.list(JOURNAL))) == attempt

@@ -1,11 +1,19 @@
 """The lease, driver by driver, on a clock by hand."""
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from raymega.checkpoint.format.epochs import newest_epoch, newest_grant
+from raymega.checkpoint.format.epochs import (
+    KEPT_GRANTS,
+    LEASES,
+    grant_key,
+    is_valid_epoch,
+    newest_epoch,
+    newest_grant,
+)
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import ConfigError, LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
@@ -68,7 +76,58 @@ def test_each_epoch_lists_the_checkpoints_before_it(world):
     lease.begin_attempt()
     key = save(world.store, 1, 10)
     lease.begin_attempt()
-    assert newest_grant(world.store).manifests == (key,)
+    given = newest_grant(world.store)
+    assert is_valid_epoch(given, key)
+    assert not is_valid_epoch(given, save(world.store, 1, 20)), "written when it was too late"
+
+
+def test_old_grants_are_deleted_and_the_newest_stay(world):
+    lease = world.taken()
+    for _ in range(40):
+        lease.begin_attempt()
+    lease.renew()
+    assert len(list(world.store.list(LEASES))) == KEPT_GRANTS
+    assert newest_epoch(world.store) == lease.epoch == 40
+    for _ in range(3):
+        lease.begin_attempt()
+        lease.renew()
+    assert len(list(world.store.list(LEASES))) == KEPT_GRANTS
+
+
+def test_driver_that_was_overtaken_deletes_no_grant(world):
+    first = world.taken()
+    first.begin_attempt()
+    second = world.taken("b", gone=("a",))
+    for _ in range(30):
+        second.begin_attempt()
+    grants = list(world.store.list(LEASES))
+    first.renew()
+    assert set(grants) <= set(world.store.list(LEASES))
+
+
+def test_number_whose_grant_was_deleted_is_not_taken_again(world):
+    """A driver is suspended between its last look and the put, while others come and go."""
+    first = world.taken()
+    first.begin_attempt()
+
+    class Suspended(MemoryStore):
+        def put(self, key, chunks, *, overwrite):
+            if key == grant_key(2) and not overwrite:
+                with suppress(KeyError):
+                    self._objects.pop(key)
+                for epoch in range(20, 40):
+                    given = replace(
+                        newest_grant(self), epoch=epoch, holder=replace(first.holder, token="b")
+                    )
+                    super().put(given.key, [given.to_json()], overwrite=True)
+            super().put(key, chunks, overwrite=overwrite)
+
+    store = Suspended()
+    store._objects = world.store._objects
+    first.store = store
+    with pytest.raises(LeaseError):
+        first.begin_attempt()
+    assert first.epoch == 1
 
 
 def test_number_is_above_those_of_checkpoints_that_were_copied_here(world):
