@@ -137,13 +137,22 @@ class Head(nn.Module):
 
     def loss_sum_after_norm(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Return :meth:`loss_sum` of an x that has passed the final norm."""
-        terms = self.training_terms if self.training else self.plain_terms
-        logits = self._padded_logits(x, self.sp)
-        loss = self.training_loss if self.training else cross_entropy
-        losses = loss(
-            VocabLogits(logits, tp=self.sp.tp, terms=terms, is_fused=self.is_fused), labels.t()
-        )
+        losses = self.losses_of(self._padded_logits(x, self.sp), labels)
         return (losses * mask.t().to(losses.dtype)).sum()
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, padding included, for x [S/sp, B, D]: [S, B, V/tp]."""
+        return self._padded_logits(self.norm(x), self.sp)
+
+    def losses_of(self, columns: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label [B, S] by its logits, as the job trains: [S, B] in max(fp32, dtype).
+
+        The logits [S, B, V/tp], those of :meth:`columns`, are overwritten.
+        """
+        terms = self.training_terms if self.training else self.plain_terms
+        loss = self.training_loss if self.training else cross_entropy
+        logits = VocabLogits(columns, tp=self.sp.tp, terms=terms, is_fused=self.is_fused)
+        return loss(logits, labels.t())
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return -log p of each label [B, S], for x [S/sp, B, D]: [S, B] in max(fp32, dtype)."""

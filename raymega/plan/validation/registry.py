@@ -7,10 +7,12 @@ are not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raymega.errors import Fault
+from raymega.plan.distillation.teacher import has_teacher, teacher_values
 from raymega.plan.validation import (
     attention,
     checkpoint,
@@ -28,6 +30,7 @@ from raymega.plan.validation import (
     training,
     tuning,
 )
+from raymega.plan.validation.distillation import rules as distillation
 from raymega.plan.validation.families import encoder_decoder
 from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
@@ -125,6 +128,9 @@ RULES: tuple[Rule, ...] = (
     rules.head_row_faults,
     rules.head_part_faults,
     rules.reward_faults,
+    distillation.objective_faults,
+    distillation.vocabulary_faults,
+    distillation.stored_faults,
 )
 
 
@@ -134,4 +140,18 @@ def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     # that is not there, whose facts no rule can read.
     values, faults = without_broken_parts(values)
     faults += [fault for rule in RULES for fault in rule.faults_of(values)]
+    faults += _teacher_faults(values, faults)
     return faults + unused_faults(values)
+
+
+def _teacher_faults(values: Mapping[str, Any], own: Sequence[Fault]) -> list[Fault]:
+    """Return the faults of a live teacher's model on the job's grid, without those that the job itself has."""
+    if not has_teacher(values):
+        return []
+    teacher = teacher_values(values)
+    found = [fault for rule in RULES for fault in rule.faults_of(teacher)]
+    return [
+        replace(fault, fact=f"of the teacher, distillation.teacher_model: {fault.fact}")
+        for fault in found
+        if fault not in own
+    ]
