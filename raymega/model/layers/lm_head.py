@@ -22,6 +22,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.linear import column_linear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import (
+    MAX_PORTION,
     TokenScores,
     token_scores,
     top_tokens,
@@ -111,6 +112,20 @@ class Head(nn.Module):
             ids = torch.zeros(0, k, dtype=torch.int64, device=x.device)
             return ids.to(torch.promote_types(logits.dtype, torch.float32)), ids
         return top_tokens(logits, k, self.sp.tp, num_rows=self.weight.shape[0])
+
+    def largest_logits(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits of every token, and their ids, for x [S/sp, B, D]: [S, B, k] each.
+
+        Positions are taken in portions, as the search sorts float32 copies of their logits.
+        """
+        columns = self.columns(x)
+        flat = columns.flatten(0, 1)[:, : self._num_columns(columns)]
+        portions = flat.split(max(1, MAX_PORTION // max(1, columns.shape[-1])))
+        found = [top_tokens(e, k, self.sp.tp, num_rows=self.weight.shape[0]) for e in portions]
+        logits, ids = (
+            torch.cat(each).view(*columns.shape[:2], k) for each in zip(*found, strict=True)
+        )
+        return logits, ids
 
     def _logits_at(self, x: Tensor, at: Tensor) -> Tensor:
         """Return logits [n, V/tp], without padding, at the places ``at`` [n] of x [S/sp, B, D] as [S * B, D]."""

@@ -59,7 +59,7 @@ class Teacher:
 
     def add_to(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the teacher's residual stream, on ranks of the last stage."""
-        found = self.forward.run(StageModule.evaluated, micro_batches)
+        found: list[Tensor] = self.forward.run(StageModule.evaluated, micro_batches)
         if not found:  # not the last stage
             return list(micro_batches)
         return [
