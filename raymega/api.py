@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import list_manifests
 from raymega.checkpoint.load.adapter_base import base_faults, base_of
-from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.load.init_from import resume_faults, start_faults, teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
 from raymega.config.load import ParsedJob, parse_job
-from raymega.config.schema import CheckpointSection, Job, ModelSection, ScheduleSection
+from raymega.config.schema import (
+    CheckpointSection,
+    DistillationSection,
+    Job,
+    ModelSection,
+    ScheduleSection,
+)
 from raymega.data.blends.epochs import budget_steps
 from raymega.data.checks import training_faults
 from raymega.data.samples import first_rows
@@ -33,6 +39,7 @@ from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.journal import open_record
+from raymega.plan.distillation.teacher import UNTRAINED
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
@@ -306,6 +313,7 @@ def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     yield from tracker_faults(values)
     if values.get("checkpoint.local_uri", "none") != "none":
         yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
+    yield from _teacher_faults(values)
     # store of the run
     is_resumed = False
     if uri := _run_uri(values):
@@ -331,6 +339,18 @@ def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
             if is_resumed:  # its adapters come from its own checkpoint
                 checkpoint = checkpoint.model_copy(update={"init_adapter": "none"})
             yield from start_faults(checkpoint, model)
+
+
+def _teacher_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Return the faults of a live teacher's checkpoint, which each attempt reads."""
+    section, model = (
+        _section(values, "distillation", DistillationSection),
+        _section(values, "model", ModelSection),
+    )
+    if section is None or model is None or not section.is_live:
+        return []
+    teacher = section.model_of_teacher(model).model_copy(update=dict(UNTRAINED))
+    return teacher_faults(section.teacher_checkpoint, teacher)
 
 
 def _near_faults(near: str, uri: str | None) -> list[Fault]:

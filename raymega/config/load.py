@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -43,6 +43,7 @@ YAML_WORDS = {
 # Fields whose relative paths are made absolute.
 _PATHS = (
     ("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"), ("checkpoint", "init_adapter"),
+    ("distillation", "teacher_checkpoint"),
 )  # fmt: skip
 
 
@@ -272,7 +273,10 @@ def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
     """Return the section class of a field; None for a field that is not a section."""
-    kind = field.annotation
+    return _as_section(field.annotation)
+
+
+def _as_section(kind: object) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
@@ -288,6 +292,8 @@ def section_faults(
         value = given.get(key, _ABSENT)
         # A section inside this one: its faults, or as a whole a value.
         inner = _section_of(field)
+        if inner is None and isinstance(value, Mapping):  # one of two forms, the other is a word
+            inner = next(filter(None, map(_as_section, get_args(field.annotation))), None)
         if inner is not None and value is not _ABSENT:
             found = section_faults(value, inner, path, {})
             faults += found

@@ -15,6 +15,7 @@ from raymega.config.checkpoint import CheckpointSection as CheckpointSection
 from raymega.config.checkpoint import FunctionField as FunctionField
 from raymega.config.data import BatchStage as BatchStage
 from raymega.config.data import DataSection as DataSection
+from raymega.config.distillation.section import DistillationSection as DistillationSection
 from raymega.config.elastic import ElasticSection as ElasticSection
 from raymega.config.fields import (
     NonNegative,
@@ -259,6 +260,7 @@ class Job(Section):
     model: ModelSection
     data: DataSection
     preference: PreferenceSection = PreferenceSection()
+    distillation: DistillationSection = DistillationSection()
     parallel: ParallelSection = ParallelSection()
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection

@@ -17,6 +17,7 @@ from raymega.parallel.context_parallel.context import (
     MicroBatch,
     PairBatch,
     ScoreBatch,
+    TeacherBatch,
 )
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.pinned_memory import recycled
@@ -109,6 +110,7 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
         later=_both(batch.later, change),
         encoder=None if batch.encoder is None else EncoderInput(*map(change, batch.encoder)),
         pairs=batch.pairs and _change_pairs(batch.pairs, change),
+        teacher=batch.teacher and _change_teacher(batch.teacher, change),
         rows=rows._replace(
             positions=change(rows.positions),
             row_positions=None if rows.row_positions is None else change(rows.row_positions),
@@ -137,6 +139,13 @@ def _change_pairs(pairs: PairBatch | ScoreBatch, change: Change) -> PairBatch | 
         reference=None if pairs.reference is None else change(pairs.reference),
         is_desirable=None if pairs.is_desirable is None else change(pairs.is_desirable),
     )
+
+
+def _change_teacher(teacher: TeacherBatch, change: Change) -> TeacherBatch:
+    """Return stored logits of a teacher, changed; a live one says what it says on the device."""
+    assert teacher.ids is not None, "a loader has stored logits alone"
+    assert teacher.logits is not None, "tokens and their logits are stored together"
+    return replace(teacher, ids=change(teacher.ids), logits=change(teacher.logits))
 
 
 def _both_places(streams: tuple[Places, Places], change: Change) -> tuple[Places, Places]:

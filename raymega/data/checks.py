@@ -25,6 +25,7 @@ from raymega.config.hub import download, hub_name
 from raymega.config.preference import REFERENCE_FREE, PreferenceSection
 from raymega.config.schema import PluginsSection
 from raymega.data.blends.epochs import cache_need, epoch_faults
+from raymega.data.distillation.stored_logits import logit_faults
 from raymega.data.format import (
     META_FILE,
     TOKENIZER_FILE,
@@ -262,6 +263,13 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     has_reference = values.get("preference.loss_type", "none") not in REFERENCE_FREE
     if has_reference and values.get("preference.reference") == "stored":
         faults = [*_stored_faults(section, named, values["preference.loss_type"], is_evaluating)]
+        if faults:
+            return faults
+    if values.get("distillation.loss_type", "none") != "none" and (
+        values.get("distillation.teacher") == "stored"
+    ):
+        top_k = values.get("distillation.top_k", 1)
+        faults = [each for path in section.datasets for each in logit_faults(path, section, top_k)]
         if faults:
             return faults
     faults = [

@@ -7,9 +7,10 @@ assigns rows to samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from raymega.config.heads.section import Pooling
@@ -25,6 +26,7 @@ from raymega.parallel.context_parallel.context import (
     PairBatch,
     Rows,
     ScoreBatch,
+    TeacherBatch,
     complete_rows,
     held_positions,
     no_context,
@@ -132,6 +134,7 @@ class Loader(Generic[R]):
             later=take_later() if self._depth else None,
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
             pairs=self._groups(rows, held),
+            teacher=_taught(rows, mine),
         )
 
     def _places(self, rows: Sequence[Row]) -> tuple[Places, Places] | None:
@@ -160,6 +163,20 @@ class Loader(Generic[R]):
         if sample < 0:
             return self._empty(self.source.seq_len)
         return self.source.row(sample)
+
+
+def _taught(rows: Sequence[Row], held: npt.NDArray[np.int64]) -> TeacherBatch | None:
+    """Return a teacher's stored logits at this rank's positions ``held`` [B, S/cp]; zeros of empty rows."""
+    some = next((row.taught for row in rows if row.taught is not None), None)
+    if some is None:
+        return None
+    nothing = tuple(map(np.zeros_like, some))
+    ids, logits = zip(*(row.taught or nothing for row in rows), strict=True)
+
+    def take(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([each[at] for each, at in zip(arrays, held, strict=True)]))
+
+    return TeacherBatch(ids=take(ids).long(), logits=take(logits))
 
 
 def _encoder_input(

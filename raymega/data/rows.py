@@ -33,6 +33,7 @@ class Row:
         reference: Reference log-probability of each answer, [2 * num_pairs] float64; None where none is stored.
         lengths: Number of tokens of each document of the groups, without its padding.
         classes: Class, right choice or value of each group, [num_pairs] int64; None where documents have none.
+        taught: A teacher's likeliest next tokens of each token, and their logits, [S, k] each; None where none are stored.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -47,6 +48,7 @@ class Row:
     reference: npt.NDArray[np.float64] | None = None
     lengths: tuple[int, ...] = ()
     classes: Ints | None = None
+    taught: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,12 @@ are arithmetic: nothing here has a state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from raymega.config.data import DataSource, is_computed
+from raymega.config.data import DataSource, is_computed, is_synthetic
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture, mixture_of
+from raymega.data.distillation.stored_logits import SPLIT, DrawnRows, TeacherRows, open_logits
 from raymega.data.heads.form import job_form
 from raymega.data.open_split import Shape, open_split, shape_of
 from raymega.data.order import RowOrder
@@ -35,7 +37,10 @@ class Samples:
         num_samples: Number of samples after which a dataset begins its second epoch.
         context: Mean over tokens of the length of their document piece; S without packing.
         efficiency: Share of the rows' tokens that are not padding.
+        taught: Stored logits of a teacher for each dataset; empty without.
     """
+
+    taught: Sequence[TeacherRows] = ()
 
     def __init__(
         self,
@@ -103,7 +108,11 @@ class Samples:
 
     def _plain_row(self, sample: int) -> Row:
         source, window = self._find(sample)
-        return source.row(window)
+        row = source.row(window)
+        if not self.taught:
+            return row
+        dataset, _ = self.mixture.place(sample)
+        return replace(row, taught=self.taught[dataset].row(window))
 
     def _masked_row(self, masks: Masks, sample: int) -> Row:
         other = None
@@ -210,7 +219,7 @@ def _open(mixture: Mixture, split: str, job: Job) -> Samples:
         )
         for path in mixture.datasets
     ]
-    return Samples(
+    samples = Samples(
         sources,
         mixture,
         seed=seed,
@@ -218,3 +227,23 @@ def _open(mixture: Mixture, split: str, job: Job) -> Samples:
         fetcher=fetcher,
         rules=row_rules(job, split),
     )
+    samples.taught = _taught(mixture.datasets, split, job)
+    return samples
+
+
+def _taught(paths: Sequence[str], split: str, job: Job) -> list[TeacherRows]:
+    """Return the stored logits of a teacher of each dataset; none where the job reads none."""
+    section = job.distillation
+    if not section.is_on or section.is_live or split != SPLIT:
+        return []
+    return [
+        DrawnRows(
+            name=f"{path}/{job.run.seed}",
+            seq_len=job.data.seq_len,
+            k=section.top_k,
+            vocab_size=job.model.vocab_size,
+        )
+        if is_synthetic(path)
+        else open_logits(path, job.data, section.top_k)
+        for path in paths
+    ]

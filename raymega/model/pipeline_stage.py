@@ -16,22 +16,20 @@ from torch.utils.checkpoint import checkpoint
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.attention.rope import Rope
 from raymega.model.families import TOKEN_TABLE, make_block, make_embedding, make_positions
-from raymega.model.heads.objective import ScoreObjective
 from raymega.model.heads.score_head import ScoreHead, language_head
 from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
 from raymega.model.layers.embedding import EmbeddingNoise
 from raymega.model.layers.lm_head import Head
 from raymega.model.layers.transformer_block import ResidualDropout, TransformerBlock
 from raymega.model.mtp import FutureLabels, MultiTokenPrediction, make_last
-from raymega.model.preference import PairObjective
+from raymega.model.objectives import Objective
 from raymega.model.token_keys import token_keys
 from raymega.parallel.context_parallel.context import (
     Context,
     EncoderInput,
+    LossInput,
     MicroBatch,
-    PairBatch,
     Rows,
-    ScoreBatch,
     TokenLayout,
     make_token_ids,
     make_token_layout,
@@ -140,7 +138,7 @@ class StageModule(nn.Module):
                 factory, model, table=token_table, positions=self.rope, experts=experts
             )
         # set by others: the step, build, the weight buffer, memory.offload
-        self.objective: PairObjective | ScoreObjective | None = None
+        self.objective: Objective | None = None
         self.mtp_loss_sum: Tensor | float = 0.0
         self.before_use: Callable[[nn.Module], None] = lambda _part: None
         self.offloader: ActivationOffloader | None = None
@@ -173,7 +171,7 @@ class StageModule(nn.Module):
         rows: Rows | None = None,
         later: FutureLabels | None = None,
         encoder: EncoderInput | None = None,
-        pairs: PairBatch | ScoreBatch | None = None,
+        beside: LossInput | None = None,
     ) -> Tensor:
         """Run the stage's forward on one micro-batch.
 
@@ -189,7 +187,7 @@ class StageModule(nn.Module):
             rows: Documents in each row; None is one document a row, whole on this rank.
             later: Labels and mask of multi-token prediction; None predicts the next token only.
             encoder: Token types and pairs of encoders; None is type 0 everywhere and no pairs.
-            pairs: Pairs or scored documents whose loss it is, by :attr:`objective`; None for the loss of tokens.
+            beside: What :attr:`objective` reads beside labels: pairs, scored documents, a teacher; None for the loss of tokens.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a
@@ -205,9 +203,11 @@ class StageModule(nn.Module):
             return x
         # head: the loss of the next token
         self.before_use(self.head)
-        if pairs is not None or isinstance(self.head, ScoreHead):
-            assert self.objective is not None, "a job that reads pairs or has scores has set it"
-            given = self.head, x, (labels, mask), pairs, token_layout.context
+        if beside is not None or isinstance(self.head, ScoreHead):
+            assert self.objective is not None, (
+                "a job of another loss than that of tokens has set it"
+            )
+            given = self.head, x, (labels, mask), beside, token_layout.context
             return self._used(self.head, self.objective.stage_loss(*given))
         if self.head.segment_pairs is not None and encoder is not None:
             x = self.head.norm(x)
@@ -252,7 +252,7 @@ class StageModule(nn.Module):
         """Call :meth:`forward` for training."""
         b = micro_batch
         parts = b.tokens, b.labels, b.mask
-        return self(*parts, hidden, b.samples, b.rows, b.later, b.encoder, b.pairs)
+        return self(*parts, hidden, b.samples, b.rows, b.later, b.encoder, b.pairs or b.teacher)
 
     def evaluate(self, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Call :meth:`forward` for evaluation: without dropout, with plain cross entropy."""
@@ -260,7 +260,7 @@ class StageModule(nn.Module):
         try:
             parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask
             b = micro_batch
-            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)
+            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, beside=b.pairs)
         finally:
             self.train()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import Job, ModelSection
+from raymega.plan.distillation.teacher import teacher_job
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
@@ -54,6 +55,21 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     return float(FORWARD_AND_BACKWARD * forward)
+
+
+def job_flops_per_token(job: Job, *, seq_len: float) -> float:
+    """Return the FLOPs of a run for one token: those of training, and of forward passes by a reference or a teacher.
+
+    A frozen base costs the forward of the model, and kto's estimate of the divergence one more; a live teacher
+    costs its own. Stored numbers cost none.
+    """
+    trained, preference = flops_per_token(job.model, seq_len=seq_len), job.preference
+    if job.distillation.is_live:
+        teacher = teacher_job(job).model
+        return trained + flops_per_token(teacher, seq_len=seq_len) / FORWARD_AND_BACKWARD
+    is_live = preference.needs_reference and preference.reference == "base"
+    passes = is_live + (preference.loss_type == "kto")
+    return trained + passes * trained / FORWARD_AND_BACKWARD
 
 
 def layer_flops(model: ModelSection, seq_len: float) -> list[float]:

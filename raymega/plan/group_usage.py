@@ -6,6 +6,7 @@ A communicator costs start-up time on NCCL and gloo, and device memory on NCCL.
 from __future__ import annotations
 
 from raymega.config.schema import Job
+from raymega.plan.distillation.teacher import teacher_job
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import embedding_tensors
 from raymega.plan.zero_levels import ZeroLevel, data_parallel_shard_size, level_of
@@ -16,12 +17,14 @@ EXPERT_GROUPS = frozenset({"etp", "ep", "edp", "expert_sharers", "expert_copies"
 def unused_groups(plan: RunPlan) -> frozenset[str]:
     """Return the fields of `Groups` that no rank of the plan sends over."""
     job = plan.job
-    has_experts = job.model.moe.num_experts > 0
+    # a live teacher sends over groups of its own model
+    jobs = [job, teacher_job(job)] if job.distillation.is_live else [job]
+    has_experts = any(each.model.moe.num_experts > 0 for each in jobs)
     # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp
     unused = {"cp", "dp"}
     if not has_experts:
         unused |= EXPERT_GROUPS
-    if not _counts_micro_batch(job):
+    if not any(map(_counts_micro_batch, jobs)):
         unused.add("micro")
     # embedding: two copies of a trained token table on different ranks
     is_still = embedding_tensors(job.model)[0].is_frozen

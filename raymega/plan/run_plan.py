@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
+from raymega.plan.distillation.teacher import teacher_job
 from raymega.plan.flops import layer_costs, loss_cost, pass_times
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.stages import Stage, layer_counts, make_stages
@@ -104,22 +105,29 @@ def plan_of_legal(job: Job) -> RunPlan:
     # stages on ranks, batches, layers on stages
     placement = make_placement(schedule.name, pp=grid.pp, chunks=schedule.chunks)
     ramp, batch = _batches(job, grid)
-    return RunPlan(
-        job=job,
-        grid=grid,
-        ramp=ramp,
-        batch=batch,
-        stages=make_stages(
-            layer_counts(
-                job.parallel,
-                num_layers=job.model.num_layers,
-                num_stages=placement.num_stages,
-                loss_cost=loss_cost(job.model, job.data.seq_len),
-                costs=layer_costs(job.model, job.data.seq_len),
-            ),
-            are_ends_together=placement.are_ends_together,
-        ),
+    stages = _stages(job, placement)
+    return RunPlan(job=job, grid=grid, ramp=ramp, batch=batch, stages=stages)
+
+
+def teacher_plan(plan: RunPlan) -> RunPlan:
+    """Return the plan of the live teacher of a run: other layers on the same ranks, none of them trained."""
+    job = teacher_job(plan.job)
+    frozen = job.with_values(model={"freeze": ("*",)})
+    return replace(
+        plan, job=frozen, grid=make_grid(job.parallel), stages=_stages(job, plan.placement)
     )
+
+
+def _stages(job: Job, placement: Placement) -> tuple[Stage, ...]:
+    """Return the stages of a job's layers."""
+    counts = layer_counts(
+        job.parallel,
+        num_layers=job.model.num_layers,
+        num_stages=placement.num_stages,
+        loss_cost=loss_cost(job.model, job.data.seq_len),
+        costs=layer_costs(job.model, job.data.seq_len),
+    )
+    return make_stages(counts, are_ends_together=placement.are_ends_together)
 
 
 def with_options(plan: RunPlan, job: Job) -> RunPlan:

@@ -68,7 +68,7 @@ TASK_METRIC = "eval/task"
 
 METRICS = (
     # loss, gradient and learning rate
-    _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens, or mean loss of its pairs."),
+    _gauge("train/loss", "nats", "Mean cross entropy of the step's unmasked tokens, mixed with a teacher's divergence, or mean loss of its pairs."),
     _gauge("train/mtp_loss", "nats",
            "Mean cross entropy of the multi-token prediction heads, mean over depths; MTP only."),
     _gauge("train/pair_loss", "nats", "Mean cross entropy of an encoder's pairs of segments."),
@@ -77,6 +77,10 @@ METRICS = (
     _gauge("preference/rejected_reward", "1", "Mean reward of rejected answers; preference training only."),
     _gauge("preference/accuracy", "1",
            "Share of pairs whose chosen answer has the larger reward; preference training only."),
+    _gauge("distillation/divergence", "nats",
+           "Mean divergence from the teacher, by distillation.loss_type at its temperature; distillation only."),
+    _gauge("distillation/cross_entropy", "nats",
+           "Mean cross entropy of the labels, the other part of train/loss; distillation only."),
     _gauge("head/accuracy", "1", "Share of documents, questions or tokens whose class has the largest score; heads only."),
     _gauge("preference/divergence", "nats",
            "Estimate of the divergence from the reference on answers to other prompts; kto only."),

@@ -18,6 +18,7 @@ from raymega.data.dynamic_loader import DynamicLoader
 from raymega.data.loader import Loader
 from raymega.data.row_rules.span_corruption import empty_row_of
 from raymega.data.samples import Samples, open_samples, open_validation
+from raymega.model.distillation import DistillationObjective
 from raymega.model.heads.objective import ScoreObjective
 from raymega.model.moe.router_stats import Routers, find_routers
 from raymega.model.pipeline_stage import StageModule
@@ -29,7 +30,6 @@ from raymega.parallel.context_parallel.context import MicroBatch, make_context, 
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import FrozenWeights, StateTensor
-from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
 from raymega.parallel.expert_parallel.overlap import PassInterleaver
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.pipeline.executor import Executor
@@ -45,7 +45,8 @@ from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.posting import receive_posts
 from raymega.schedule.table import make_forward_only, make_schedule
-from raymega.train.build_model import DTYPES, build_model
+from raymega.train.build_model import build_model, make_expert_groups, make_p2p
+from raymega.train.distillation.teacher import Teacher, build_teacher
 from raymega.train.forward_only import (
     AddReference,
     ForwardOnly,
@@ -74,7 +75,7 @@ class TrainingComponents:
 
     ``executor_for`` returns the executor for a number of micro-batches, and caches it; ``passes`` times
     their passes. ``has_loss`` is true on ranks that hold the last stage. ``add_reference`` gives pairs
-    their reference log-probabilities before a pass that needs them.
+    their reference log-probabilities, or tokens a live ``teacher``'s, before a pass that needs them.
     """
 
     plan: RunPlan
@@ -94,6 +95,7 @@ class TrainingComponents:
     comm_log: CommLog
     evaluation: Evaluation | None
     add_reference: AddReference = no_reference
+    teacher: Teacher | None = None
 
     def follow_weights(self, executor: Executor) -> None:
         """Give the weight buffer the order in which ``executor`` uses weights, for ZeRO-3 prefetching."""
@@ -196,6 +198,8 @@ def _with_objective(
 ) -> TrainingComponents:
     """Return the components with the loss of pairs or scores, and with the pass that computes a reference, if the job has them."""
     section, model = parts.plan.job.preference, parts.plan.job.model
+    if parts.plan.job.distillation.is_on:
+        return _with_teacher(parts, progress)
     for module in parts.modules:
         if model.head.is_on:
             module.objective = ScoreObjective(model, section, parts.device)
@@ -211,6 +215,29 @@ def _with_objective(
     return replace(parts, add_reference=add)
 
 
+def _with_teacher(parts: TrainingComponents, progress: Callable[[], None]) -> TrainingComponents:
+    """Return the components with the loss of a distillation, and with a live teacher if the job has one."""
+    job, teacher = parts.plan.job, None
+    if job.distillation.is_live:
+        teacher = build_teacher(
+            parts.plan,
+            parts.coords,
+            groups=parts.groups,
+            context=parts.modules[0].context,
+            sp=parts.modules[0].tp_stream,
+            log=parts.comm_log,
+            device=parts.device,
+            progress=progress,
+        )
+    for module in parts.modules:
+        module.objective = DistillationObjective(
+            job.distillation, job.model.vocab_size, parts.device, teacher and teacher.columns
+        )
+    if teacher is None:
+        return parts
+    return replace(parts, teacher=teacher, add_reference=teacher.add_to)
+
+
 def make_forward(
     parts: TrainingComponents, p2p: PointToPoint, progress: Callable[[], None]
 ) -> ForwardOnly:
@@ -223,41 +250,6 @@ def make_forward(
     return ForwardOnly(
         parts.plan, parts.coords.pp, modules=parts.modules, p2p=p2p, before_pass=before_pass, progress=progress
     )  # fmt: skip
-
-
-def make_expert_groups(
-    job: Job, groups: Groups, *, sp: SequenceParallel, log: CommLog, device: torch.device
-) -> ExpertGroups:
-    """Return what layers with experts need of the grid; ``log`` records their transfers."""
-    overlaps = job.parallel.overlap_moe_expert_parallel_comm
-    return ExpertGroups(
-        ep=groups.ep,
-        etp=groups.etp,
-        micro=groups.micro,
-        sp=sp,
-        is_gathered=job.parallel.moe_token_dispatcher_type == "all_gather",
-        log=log,
-        interleaver=PassInterleaver(device) if overlaps else None,
-    )
-
-
-def make_p2p(
-    plan: RunPlan, groups: Groups, *, token_degree: int, device: torch.device
-) -> PointToPoint:
-    """Return the pipeline's transfers of activations [S/token_degree, B, D]."""
-    job = plan.job
-    return PointToPoint(
-        groups,
-        placement=plan.placement,
-        shape=(
-            job.data.seq_len // token_degree,
-            plan.batch.micro_batch_size,
-            job.model.hidden_size,
-        ),
-        dtype=DTYPES[job.precision.dtype],
-        device=device,
-        timeout_s=job.elastic.collective_timeout_s,
-    )
 
 
 def _log_attention_weights(job: Job) -> None:

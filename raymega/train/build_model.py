@@ -1,6 +1,6 @@
-"""Construction of a rank's model chunks and of the buffers that hold their weights and gradients.
+"""Construction of a rank's model chunks, of the buffers of their weights and gradients, and of their transfers.
 
-Only `train/build.py` calls it; that module builds the loader, the executors and the optimizer.
+`train/build.py` builds the loader, the executors and the optimizer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from raymega.model.encoder_decoder import stage_type
 from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups
+from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.core.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
 from raymega.parallel.core.compile import can_fuse
@@ -27,7 +28,10 @@ from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from raymega.parallel.data_parallel.param_buffer import WeightBuffer
 from raymega.parallel.data_parallel.state_tensors import FrozenWeights
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
+from raymega.parallel.expert_parallel.overlap import PassInterleaver
+from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.vocab_logits import Loss, VocabLogits
+from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.host_memory import offloaded_activation_bytes
 from raymega.plan.run_plan import RunPlan
@@ -207,6 +211,41 @@ def plugin_loss(job: Job) -> Loss:
         )
 
     return loss
+
+
+def make_expert_groups(
+    job: Job, groups: Groups, *, sp: SequenceParallel, log: CommLog, device: torch.device
+) -> ExpertGroups:
+    """Return what layers with experts need of the grid; ``log`` records their transfers."""
+    overlaps = job.parallel.overlap_moe_expert_parallel_comm
+    return ExpertGroups(
+        ep=groups.ep,
+        etp=groups.etp,
+        micro=groups.micro,
+        sp=sp,
+        is_gathered=job.parallel.moe_token_dispatcher_type == "all_gather",
+        log=log,
+        interleaver=PassInterleaver(device) if overlaps else None,
+    )
+
+
+def make_p2p(
+    plan: RunPlan, groups: Groups, *, token_degree: int, device: torch.device
+) -> PointToPoint:
+    """Return the pipeline's transfers of activations [S/token_degree, B, D]."""
+    job = plan.job
+    return PointToPoint(
+        groups,
+        placement=plan.placement,
+        shape=(
+            job.data.seq_len // token_degree,
+            plan.batch.micro_batch_size,
+            job.model.hidden_size,
+        ),
+        dtype=DTYPES[job.precision.dtype],
+        device=device,
+        timeout_s=job.elastic.collective_timeout_s,
+    )
 
 
 def _hand_out(weights: WeightBuffer, modules: Sequence[StageModule]) -> None:

@@ -20,13 +20,8 @@ from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.hardware.tp_overlap import overlaps_messages
 from raymega.plan.run_plan import RunPlan
-from raymega.train.build import (
-    TrainingComponents,
-    make_expert_groups,
-    make_forward,
-    make_p2p,
-)
-from raymega.train.build_model import build_weights
+from raymega.train.build import TrainingComponents, make_forward
+from raymega.train.build_model import build_weights, make_expert_groups, make_p2p
 from raymega.train.forward_only import ForwardOnly
 
 

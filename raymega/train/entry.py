@@ -50,6 +50,7 @@ from raymega.storage.remote_memory_store import RemoteMemoryStore
 from raymega.storage.retry import RETRY
 from raymega.storage.store import Store as StateStore
 from raymega.train.build import TrainingComponents, build_parts
+from raymega.train.distillation.teacher import load_teacher
 from raymega.train.environment import (
     listen_towards,
     load_lazy_parts,
@@ -237,6 +238,9 @@ def _restore(
     precision = parts.plan.job.precision
     # with adapters a run's own checkpoint lacks the base, which is read anew; it has the adapters
     section = parts.plan.job.checkpoint
+    if parts.teacher is not None:  # it is in no checkpoint of the run
+        uri = parts.plan.job.distillation.teacher_checkpoint
+        load_teacher(parts.teacher, uri, progress=progress)
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
     if not start.restore or parts.plan.job.model.lora.r:

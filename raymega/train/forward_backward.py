@@ -145,7 +145,8 @@ def _evaluate_set(
     objectives = [module.objective for module in parts.modules if module.objective]
     for objective in objectives:  # what training left is no part of this set
         objective.take_sums()
-    micro_batches = parts.add_reference(micro_batches)
+    if parts.teacher is None:  # a held-out loss is that of labels, without a teacher
+        micro_batches = parts.add_reference(micro_batches)
     parts.weights.start_gather()
     executor = evaluation.executor_for(len(micro_batches))
     lengths = parts.lengths(micro_batches)

@@ -278,8 +278,9 @@ def _step_metrics(outcome: StepOutcome) -> dict[str, float]:
         "train/tokens": float(state.tokens),
         "train/samples": float(state.samples),
     }
-    # pairs of answers have rewards beside their accuracy, classes have the accuracy alone
-    of_pairs = "preference" if "chosen_reward" in outcome.pair_means else "head"
+    # pairs of answers have rewards beside their accuracy, a teacher has a divergence, classes have the accuracy alone
+    groups = {"chosen_reward": "preference", "cross_entropy": "distillation"}
+    of_pairs = next((groups[name] for name in outcome.pair_means if name in groups), "head")
     metrics |= {f"{of_pairs}/{name}": mean for name, mean in outcome.pair_means.items()}
     if outcome.mtp_loss is not None:
         metrics["train/mtp_loss"] = outcome.mtp_loss

@@ -12,7 +12,7 @@ import torch
 
 from raymega.parallel.comm.process_groups import WaitTimer
 from raymega.pipeline.pass_timer import PassTimer
-from raymega.plan.flops import flops_per_token
+from raymega.plan.flops import job_flops_per_token
 from raymega.plan.hardware.lookup import peak_flops
 from raymega.plan.run_plan import RunPlan
 
@@ -38,7 +38,7 @@ class ThroughputMeter:
         """Look up the device's peak; a device that is not in the table has no MFU."""
         self._world_size = plan.grid.world_size
         self._tokens_per_sample = plan.job.data.seq_len * rows.efficiency
-        self._flops = flops_per_token(plan.job.model, seq_len=rows.context)
+        self._flops = job_flops_per_token(plan.job, seq_len=rows.context)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
 

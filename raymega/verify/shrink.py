@@ -18,6 +18,7 @@ from raymega.verify.layout import Device
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
 from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_streams, shrink_model
+from raymega.verify.shrink_teacher import settle_teacher, shrink_teacher
 from raymega.verify.small_data import (
     drawn_blend,
     drawn_blocks,
@@ -73,8 +74,10 @@ def shrink_job(  # noqa: PLR0913  # what may be small depends on all of them
     _shorten(draft, steps)
     _free_stages(draft)
     shrink_model(draft, max_params)
+    shrink_teacher(draft, job, max_params)
     for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
         draft.set(field, new, why)
+    settle_teacher(draft)
     if seed is not None:
         for draw in (drawn_blend, drawn_blocks):
             for field, new, why in draw(draft.job(), seed):
@@ -149,6 +152,8 @@ def _untested(job: Job, max_ranks: int, device: Device) -> tuple[str, ...]:
     ]
     if not job.run.eval_samples:
         gaps.append("evaluation: run.eval_samples=0 turns it off")
+    if job.distillation.teacher_checkpoint != "none":
+        gaps.append("the teacher's checkpoint: its weights are drawn at random")
     if job.precision.dtype != "float64":
         gaps.append(f"rounding in {job.precision.dtype}")
     if device == "cuda" and max_ranks == 1:

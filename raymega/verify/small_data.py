@@ -33,6 +33,8 @@ def small_datasets(
         why = "its documents would fill every shorter row alone"
     elif is_real and job.preference.needs_reference and job.preference.reference == "stored":
         why = "its stored reference is of the job's own rows"
+    elif is_real and job.distillation.is_on and not job.distillation.is_live:
+        why = "the stored logits of its teacher are of the job's own rows"
     if why:
         yield from _synthetic(job, small, why, is_data_there=is_data_there)
     if (why or not is_real) and vocab_size < SYNTHETIC_VOCAB_SIZE:

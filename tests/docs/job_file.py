@@ -78,6 +78,8 @@ def _value(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "$ref" in field:
         inner = schema["$defs"][field["$ref"].rpartition("/")[2]]
         is_section = "default" in field  # one with a table of its own
+        if inner["title"] == "ModelSection":  # a teacher's, whose fields have a table too
+            return "mapping as `model`"
         return "mapping" if is_section else f"{{{', '.join(inner['properties'])}}}"
     words = field.get("enum", [field["const"]] if "const" in field else [])
     if field.get("type") == "boolean":

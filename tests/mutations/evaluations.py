@@ -48,10 +48,10 @@ EVALUATIONS: tuple[Mutation, ...] = (
         name="evaluation forgets the borders of documents",
         file="model/pipeline_stage.py",
         old="            b = micro_batch\n"
-        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
+        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, beside=b.pairs)",
         new="            b = micro_batch\n"
         "            whole = b.rows._replace(documents=((sum(b.rows.documents[0]),),))\n"
-        "            return self(*parts, hidden, rows=whole, encoder=b.encoder, pairs=b.pairs)",
+        "            return self(*parts, hidden, rows=whole, encoder=b.encoder, beside=b.pairs)",
         layout=Layout(dp=2),
         job=PACKED,
     ),
@@ -76,10 +76,10 @@ EVALUATIONS: tuple[Mutation, ...] = (
         file="model/pipeline_stage.py",
         old="        self.eval()\n        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
         "            b = micro_batch\n"
-        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
+        "            return self(*parts, hidden, rows=b.rows, encoder=b.encoder, beside=b.pairs)",
         new="        try:\n            parts = micro_batch.tokens, micro_batch.labels, micro_batch.mask\n"
         "            b = micro_batch\n"
-        "            return self(*parts, hidden, b.samples, rows=b.rows, encoder=b.encoder, pairs=b.pairs)",
+        "            return self(*parts, hidden, b.samples, rows=b.rows, encoder=b.encoder, beside=b.pairs)",
         layout=Layout(dp=2),
         job=("model.hidden_dropout=0.1",),
     ),

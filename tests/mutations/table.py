@@ -6,6 +6,7 @@ A row replaces one piece of the package's text; what catches it is the compariso
 from __future__ import annotations
 
 from tests.mutations.batches import BATCHES
+from tests.mutations.distillation import DISTILLATION
 from tests.mutations.encoders import ENCODERS
 from tests.mutations.evaluations import EVALUATIONS
 from tests.mutations.experts import EXPERTS
@@ -36,5 +37,6 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "two streams": TWO_STREAMS,
     "preference": PREFERENCE,
     "heads": HEADS,
+    "distillation": DISTILLATION,
 }
 MUTATIONS = tuple(row for rows in KINDS.values() for row in rows)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.mutations.distillation import DISTILLATION_PROOFS
 from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
 from tests.mutations.planted import WORDS_OF_DEATH, planted_text
@@ -10,7 +11,14 @@ from tests.mutations.states import STATES
 from tests.mutations.tree import Tree
 from tests.mutations.two_streams import TWO_STREAM_PROOFS
 
-PROOFS = (*PLAIN_PROOFS, *FAMILIES, *STATES, *ENCODER_PROOFS, *TWO_STREAM_PROOFS)
+PROOFS = (
+    *PLAIN_PROOFS,
+    *FAMILIES,
+    *STATES,
+    *ENCODER_PROOFS,
+    *TWO_STREAM_PROOFS,
+    *DISTILLATION_PROOFS,
+)
 TIMEOUT_S = 300.0
 
 

@@ -74,6 +74,22 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     return faults or _field_faults(section, manifest, model)
 
 
+def teacher_faults(uri: str, model: ModelSection) -> list[Fault]:
+    """Return the faults of a teacher's checkpoint: it is there, whole, and of the teacher's model."""
+    if uri == "none":
+        return []
+    of_start = start_faults(CheckpointSection(init_from=uri), model)
+    field = "distillation.teacher_checkpoint"
+    return [
+        replace(
+            fault,
+            fact=f"of the teacher: {fault.fact.replace(FIELD, field)}",
+            remedy=f"set distillation.teacher_model to the checkpoint's model section, which `raymega checkpoint show {uri}` prints",
+        )
+        for fault in of_start
+    ]
+
+
 def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
     """Return the faults of ``checkpoint.init_adapter``: it has the factors of this model's adapters."""
     try:

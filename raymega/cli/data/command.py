@@ -12,6 +12,7 @@ from rich.text import Text
 
 from raymega.cli.data.curate import curate, train_quality
 from raymega.cli.data.reference import reference
+from raymega.cli.data.teacher import teacher
 from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
@@ -233,6 +234,7 @@ add_command(data_app, prepare)
 add_command(data_app, inspect)
 add_command(data_app, show)
 add_command(data_app, reference)
+add_command(data_app, teacher)
 add_command(data_app, export)
 
 

@@ -32,6 +32,7 @@ def init(
     gpus: Annotated[int | None, typer.Option()] = None,
     gpu: Annotated[str, typer.Option(help=_GPU)] = "",
     data: str = "",
+    teacher: str = "",
     out: Annotated[Path | None, typer.Option(metavar="JOB.yaml")] = None,
 ) -> None:
     """Write a commented job file that plans as it stands, on the grid that the planner recommends.
@@ -42,6 +43,7 @@ def init(
         model: Model to begin with: a folder of Hugging Face (config.json is enough) or a checkpoint.
         gpus: Number of GPUs; without it two CPU processes.
         data: Dataset that `raymega data prepare` wrote; without it built-in tokens.
+        teacher: Of distill: the larger model to learn from, a folder or a checkpoint.
         out: File to write; default: the recipe's name.
 
     Example: raymega init continue --model Llama-3.2-1B/ --gpus 8 --out my-job.yaml
@@ -50,7 +52,7 @@ def init(
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
     answers = Answers(
         recipe=recipe, model=model, gpus=gpus or (8 if gpu else 0), gpu=gpu, data=data,
-        out=out or Path(),
+        teacher=teacher, out=out or Path(),
     )  # fmt: skip
     if is_asking:
         answers = asked(answers, _ask, is_count_known=gpus is not None or bool(gpu))
@@ -77,6 +79,9 @@ def asked(answers: Answers, ask: Ask, *, is_count_known: bool) -> Answers:
         answers = replace(
             answers, model=ask(text if found.needs_model else f"{text}; empty: a small one", "")
         )
+    if recipe == "distill" and not answers.teacher:
+        text = "Teacher: a folder of Hugging Face or a checkpoint"
+        answers = replace(answers, teacher=ask(text, ""))
     if not is_count_known:
         text = f"Number of GPUs; 0: {CPU_PROCESSES} CPU processes"
         answers = replace(answers, gpus=ask(text, 0))
@@ -116,6 +121,13 @@ def _faults(answers: Answers) -> Iterator[Fault]:
             fact=f"raymega init {recipe.name} without --model",
             rule="it trains a model that there is: a folder of Hugging Face, or a checkpoint",
             remedy=f"use raymega init {recipe.name} --model Llama-3.2-1B/",
+        )
+    if (recipe.name == "distill") is not bool(answers.teacher):
+        needs = "without" if recipe.name == "distill" else "with"
+        yield Fault(
+            fact=f"raymega init {recipe.name} {needs} --teacher",
+            rule="a distillation, and nothing else, learns from a larger model",
+            remedy="use raymega init distill --model Llama-3.2-1B/ --teacher Llama-3.1-8B/",
         )
     yield from _place_faults(answers.out)
 

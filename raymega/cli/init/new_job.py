@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raymega.cli.init.heads import set_rows, with_new_head
 from raymega.cli.init.job_text import job_text
 from raymega.cli.init.recipes import RECIPES, SCALES, Recipe, Scale
 from raymega.cli.init.starting_model import (
@@ -47,6 +48,7 @@ class Answers:
         gpus: Number of workers; 0 for two CPU processes.
         gpu: Accelerator of each worker; empty for the default.
         data: Dataset of the run; empty for built-in tokens, with a placeholder beside.
+        teacher: Folder of Hugging Face or URI of a checkpoint; of the recipe distill alone.
         out: File to write.
     """
 
@@ -55,6 +57,7 @@ class Answers:
     gpus: int = 0
     gpu: str = ""
     data: str = ""
+    teacher: str = ""
     out: Path
 
 
@@ -87,11 +90,16 @@ def new_job(answers: Answers) -> NewJob:
     recipe = RECIPES[answers.recipe]
     start = starting_model(answers.model) if answers.model else None
     model = start.model if start else _own_model(scale, answers.data)
+    start_rules: dict[str, list[str]] = {}
+    if recipe.name == "classify":
+        model, start_rules = with_new_head(model)
+    teacher = starting_model(answers.teacher) if answers.teacher else None
     # the job without a layout, then the planner's
     values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
     parts = parts_of(model)
     values["data"]["seq_len"] = min(scale.seq_len, model.max_positions - parts.first_position)
-    if not parts.is_causal:
+    source = set_rows(values, model) if model.head.is_on else recipe.input
+    if not parts.is_causal and not model.head.is_on:
         values["data"]["masking"] = special_tokens(start.tokenizer if start else "")
     if parts.is_encoder_decoder:
         _set_streams(values, model, start.tokenizer if start else "")
@@ -99,16 +107,29 @@ def new_job(answers: Answers) -> NewJob:
     if device.name != CPU:
         values["cluster"]["accelerator"] = answers.gpu or GPU
     if recipe.needs_model and start:
-        values["checkpoint"]["init_from"] = start.init_from
+        values["checkpoint"] |= {"init_from": start.init_from, **start_rules}
+    if teacher:
+        _set_teacher(values, teacher)
     parsed = _checked(values)
     choice = best_grid(parsed.job(), num_workers, device)
     whole = _checked(values, choice.overrides)
-    before = _lines_before(start, answers, model.vocab_size, recipe.input)
-    notes = _notes(answers, choice) | (
-        {"data.loss_on": [recipe.data_note]} if recipe.data_note else {}
-    )
+    before = [teacher.import_line] if teacher and teacher.import_line else []
+    before += _lines_before(start, answers, model.vocab_size, source)
+    has_note = recipe.data_note and not model.head.is_on
+    notes = _notes(answers, choice) | ({"data.loss_on": [recipe.data_note]} if has_note else {})
     text = job_text(whole.raw, head=_head(answers, recipe, before), notes=notes)
     return NewJob(text=text, choice=choice, before=before)
+
+
+def _set_teacher(values: dict[str, dict[str, Any]], teacher: StartingModel) -> None:
+    """State a teacher's model and checkpoint, and a length that it reads."""
+    model = teacher.model
+    values["distillation"] |= {
+        "teacher_checkpoint": teacher.init_from,
+        "teacher_model": model.model_dump(mode="json", exclude_defaults=True),
+    }
+    longest = model.max_positions - parts_of(model).first_position
+    values["data"]["seq_len"] = min(values["data"]["seq_len"], longest)
 
 
 def _set_streams(values: dict[str, dict[str, Any]], model: ModelSection, tokenizer: str) -> None:

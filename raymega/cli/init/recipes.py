@@ -102,6 +102,27 @@ RECIPES: Mapping[str, Recipe] = {
             cpu_steps=20,
             input="my-pairs.jsonl --format preference",
         ),
+        Recipe(
+            name="distill",
+            summary="a model or a checkpoint, on the next-token distribution of a larger one, its teacher",
+            needs_model=True,
+            fields={
+                "run.steps": 1000, "run.eval_every": 100, "distillation.loss_type": "forward_kl",
+                "distillation.weight": 0.5, "distillation.temperature": 2.0, "optimizer.lr": 5e-5,
+                "optimizer.lr_warmup_steps": 20, "optimizer.weight_decay": 0.1, "checkpoint.every": 250,
+            },
+            cpu_steps=20,
+        ),
+        Recipe(
+            name="classify",
+            summary="a model or a checkpoint with a head for classes, on your labelled texts",
+            needs_model=True,
+            fields={
+                "run.steps": 500, "run.eval_every": 50, "data.packing": "best_fit", "optimizer.lr": 2e-5,
+                "optimizer.lr_warmup_steps": 20, "optimizer.weight_decay": 0.01, "checkpoint.every": 100,
+            },
+            cpu_steps=20,
+        ),
     )
 }  # fmt: skip
 """Recipes by name."""

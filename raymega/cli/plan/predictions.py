@@ -8,7 +8,7 @@ from pathlib import Path
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.cli.plan.bill import bill_of
 from raymega.config.schema import Job
-from raymega.plan.flops import flops_per_token
+from raymega.plan.flops import job_flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
@@ -261,4 +261,4 @@ def _readable_flops(found: RankedLayout) -> str:
 def _tflops(found: RankedLayout) -> float:
     """Return the model TFLOP/s of one GPU."""
     job = found.plan.job
-    return flops_per_token(job.model, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12
+    return job_flops_per_token(job, seq_len=job.data.seq_len) * found.tokens_per_s / 1e12

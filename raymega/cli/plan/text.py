@@ -12,6 +12,7 @@ from raymega.cli.plan.datasets import datasets_object, show_datasets
 from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_memory
 from raymega.cli.plan.notes import notes
 from raymega.cli.plan.ranks import first_ranks, rank_sizes, show_ranks
+from raymega.cli.plan.teacher import most_teacher_memory, show_teacher
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.grid import Coords
 from raymega.plan.hardware.catalog import Accelerator
@@ -63,6 +64,7 @@ def show_plan(plan: RunPlan, *, as_json: bool, device: Accelerator | None = None
         show_tasks(plan, device)
     _show_saves(plan)
     _show_snapshots(plan)
+    show_teacher(plan)
     show_host_memory(plan)
     _show_fallbacks(plan, device)
     _show_schedule(plan)
@@ -121,6 +123,7 @@ def _plan_object(plan: RunPlan) -> dict[str, object]:
         "snapshot_every": job.elastic.snapshot_every,
         "context_parallel": context_costs(job),
         "host_memory": most_host_memory(plan),
+        **({"teacher": most_teacher_memory(plan)} if job.distillation.is_live else {}),
         "ranks": _rank_objects(plan),
     }
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from raymega.config.preference import PreferenceSection
 from raymega.config.schema import Job, ModelSection
+from raymega.model.distillation import DISTILLED
 from raymega.model.heads.score_head import ScoreHead
 from raymega.model.heads.score_losses import LOSSES
 from raymega.model.preference import STATISTICS, sum_over_context
@@ -27,6 +28,8 @@ def reported_statistics(job: Job) -> dict[str, int]:
     if job.preference.is_on:
         known = STATISTICS if job.preference.loss_type == "kto" else STATISTICS[:-1]
         return {name: at for at, name in enumerate(known)}
+    if job.distillation.is_on:
+        return {name: at for at, name in enumerate(DISTILLED)}
     has_right = job.model.head.is_on and job.model.head.kind != "regression"
     return {"accuracy": ACCURACY} if has_right else {}
 

@@ -22,6 +22,7 @@ from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.linear import column_linear
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.parallel.tensor_parallel.token_scores import (
+    MAX_PORTION,
     TokenScores,
     token_scores,
     top_tokens,
@@ -112,6 +113,20 @@ class Head(nn.Module):
             return ids.to(torch.promote_types(logits.dtype, torch.float32)), ids
         return top_tokens(logits, k, self.sp.tp, num_rows=self.weight.shape[0])
 
+    def largest_logits(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits of every token, and their ids, for x [S/sp, B, D]: [S, B, k] each.
+
+        Positions are taken in portions, as the search sorts float32 copies of their logits.
+        """
+        columns = self.columns(x)
+        flat = columns.flatten(0, 1)[:, : self._num_columns(columns)]
+        portions = flat.split(max(1, MAX_PORTION // max(1, columns.shape[-1])))
+        found = [top_tokens(e, k, self.sp.tp, num_rows=self.weight.shape[0]) for e in portions]
+        logits, ids = (
+            torch.cat(each).view(*columns.shape[:2], k) for each in zip(*found, strict=True)
+        )
+        return logits, ids
+
     def _logits_at(self, x: Tensor, at: Tensor) -> Tensor:
         """Return logits [n, V/tp], without padding, at the places ``at`` [n] of x [S/sp, B, D] as [S * B, D]."""
         hidden = self.norm(x)
@@ -137,13 +152,22 @@ class Head(nn.Module):
 
     def loss_sum_after_norm(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """Return :meth:`loss_sum` of an x that has passed the final norm."""
-        terms = self.training_terms if self.training else self.plain_terms
-        logits = self._padded_logits(x, self.sp)
-        loss = self.training_loss if self.training else cross_entropy
-        losses = loss(
-            VocabLogits(logits, tp=self.sp.tp, terms=terms, is_fused=self.is_fused), labels.t()
-        )
+        losses = self.losses_of(self._padded_logits(x, self.sp), labels)
         return (losses * mask.t().to(losses.dtype)).sum()
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, padding included, for x [S/sp, B, D]: [S, B, V/tp]."""
+        return self._padded_logits(self.norm(x), self.sp)
+
+    def losses_of(self, columns: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label [B, S] by its logits, as the job trains: [S, B] in max(fp32, dtype).
+
+        The logits [S, B, V/tp], those of :meth:`columns`, are overwritten.
+        """
+        terms = self.training_terms if self.training else self.plain_terms
+        loss = self.training_loss if self.training else cross_entropy
+        logits = VocabLogits(columns, tp=self.sp.tp, terms=terms, is_fused=self.is_fused)
+        return loss(logits, labels.t())
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return -log p of each label [B, S], for x [S/sp, B, D]: [S, B] in max(fp32, dtype)."""

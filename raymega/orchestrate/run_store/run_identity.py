@@ -13,6 +13,7 @@ from raymega.config.data import DataSource, source_name
 from raymega.config.fields import by_path
 from raymega.config.schema import (
     DataSection,
+    DistillationSection,
     Job,
     ModelSection,
     OptimizerSection,
@@ -21,12 +22,15 @@ from raymega.config.schema import (
 from raymega.data.blends.blend import whole_weights
 from raymega.data.blends.mixture import first_sample
 from raymega.data.checks import dataset_identity
+from raymega.data.distillation.stored_logits import stored_how
 from raymega.data.preference.stored_reference import reference_digests
 from raymega.errors import Fault
 from raymega.plan.batch import samples_after
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plugins import Kind, find, is_known
 
+LOGITS = "distillation.stored_logits"
+"""Place in an identity of what a teacher's stored logits are of, by dataset."""
 DATASET_FIELDS = ("path", "sources", "stages", "validation", "cache_bytes")
 """Fields of the data section that are not compared as they are written."""
 STORED = "preference.stored_log_probs"
@@ -61,6 +65,8 @@ def identity_faults(
 
 
 def _way_back(path: str, value: object) -> str:
+    if path.startswith(f"{LOGITS}."):
+        return "store those of before again (`raymega data teacher`), or take another run.name"
     if path.startswith(f"{STORED}."):
         return "compute it with the checkpoint of before (`raymega data reference`), or take another run.name"
     return f"set {path}={value} to continue it, or take another run.name"
@@ -85,6 +91,11 @@ def identity_of(job: Job) -> dict[str, Any]:
         plain[section][field] = {
             dataset_identity(path): reference_digests(path) for path in job.dataset_paths
         }
+    if job.distillation.is_on and not job.distillation.is_live:
+        section, _, field = LOGITS.partition(".")
+        plain[section][field] = {
+            dataset_identity(path): stored_how(path) for path in job.data.datasets
+        }
     return plain
 
 
@@ -94,6 +105,8 @@ def identity_without_content(job: Job) -> dict[str, Any]:
         "model": True,
         "data": True,
         "preference": True,
+        # a teacher is known by its checkpoint, which may move
+        "distillation": set(DistillationSection.model_fields) - {"teacher_checkpoint"},
         "run": {"seed"},
         "optimizer": KEPT_OF_OPTIMIZER,
     }
@@ -153,6 +166,7 @@ _DEFAULTS: dict[str, Any] = {
         ("model", ModelSection),
         ("data", DataSection),
         ("preference", PreferenceSection),
+        ("distillation", DistillationSection),
         ("optimizer", OptimizerSection),
     )
 }

@@ -176,6 +176,25 @@ class ScoreBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherBatch:
+    """What a teacher says of the tokens of a micro-batch: a live one's residual stream, or stored logits.
+
+    Attributes:
+        hidden: Residual stream behind the teacher's blocks, [S/(cp*sp), B, D], on ranks of the last stage.
+        ids: Tokens whose logits are stored, [B, S/cp, k] int64.
+        logits: The teacher's logits of these, [B, S/cp, k] float32.
+    """
+
+    hidden: Tensor | None = None
+    ids: Tensor | None = None
+    logits: Tensor | None = None
+
+
+LossInput = PairBatch | ScoreBatch | TeacherBatch
+"""What a loss reads beside the labels of a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Input of one forward pass.
 
@@ -191,6 +210,7 @@ class MicroBatch:
             predicts; None where it predicts only the next one.
         encoder: Token types and pairs of segments; None where the model is no encoder.
         pairs: Pairs of answers, or documents with scores; None where the loss is that of tokens.
+        teacher: What a teacher says of the tokens; None without one, and before it is known.
     """
 
     tokens: Tensor
@@ -202,6 +222,7 @@ class MicroBatch:
     later: tuple[Tensor, Tensor] | None = None
     encoder: EncoderInput | None = None
     pairs: PairBatch | ScoreBatch | None = None
+    teacher: TeacherBatch | None = None
 
     @property
     def divisor(self) -> int:

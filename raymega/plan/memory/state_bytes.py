@@ -296,18 +296,19 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     gathered, summed = held.dense + held.experts, held.total
     # What sharding takes from the rank, and what passes through buffers instead.
     passing = ahead = 0
-    if level >= ZeroLevel.GRADIENTS and max(ranks, edp * bool(held.experts)) > 1:
+    is_cut = max(ranks, edp * bool(held.experts)) > 1
+    if level >= ZeroLevel.GRADIENTS and is_cut:
         summed = matrices + held.small + held.wide
         passing += held.pair_sums * full
     frozen = held.frozen + held.frozen_experts + held.frozen_small
-    if level == ZeroLevel.PARAMETERS and passing:
+    if level == ZeroLevel.PARAMETERS and is_cut:
         gathered = matrices + held.small
         frozen = -(-held.frozen // ranks) + -(-held.frozen_experts // edp) + held.frozen_small
         passing += held.pair * compute
         ahead = held.first * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     # Rows and columns of a weight are multiplied by a copy each; gathered weights have none.
-    copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not passing else 0
+    copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not is_cut else 0
     size = StateSize(
         num_parameters=held.total + held.num_frozen,
         num_owned=owned + owned_wide,

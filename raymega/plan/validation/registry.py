@@ -7,11 +7,13 @@ are not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 from raymega.errors import Fault
+from raymega.plan.distillation.teacher import has_teacher, teacher_values
 from raymega.plan.validation import (
     attention,
     checkpoint,
@@ -29,6 +31,7 @@ from raymega.plan.validation import (
     training,
     tuning,
 )
+from raymega.plan.validation.distillation import rules as distillation
 from raymega.plan.validation.families import encoder_decoder, layer_sizes
 from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
@@ -132,6 +135,9 @@ RULES: tuple[Rule, ...] = (
     rules.head_row_faults,
     rules.head_part_faults,
     rules.reward_faults,
+    distillation.objective_faults,
+    distillation.vocabulary_faults,
+    distillation.stored_faults,
 )
 
 
@@ -141,6 +147,7 @@ def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     # that is not there, whose facts no rule can read.
     values, faults = without_broken_parts(values)
     faults += [fault for rule in RULES for fault in rule.faults_of(values)]
+    faults += _teacher_faults(values, faults)
     return faults + unused_faults(values)
 
 
@@ -158,6 +165,9 @@ def fault_counter(
     """
     left, broken = without_broken_parts(values)
     checks = [(rule.reads, rule.faults_of) for rule in RULES]
+    if has_teacher(left):
+        # a fault of both counts twice, which is as far from none as once
+        checks += [(rule.reads, _of_teacher(rule)) for rule in RULES]
     checks.append((PARTNER_FIELDS, unused_faults))
     # what no varied field bears on is counted here, once and for all
     always, depending = len(broken), []
@@ -178,3 +188,20 @@ def fault_counter(
         return total
 
     return count
+
+
+def _of_teacher(rule: Rule) -> Callable[[Mapping[str, Any]], list[Fault]]:
+    return lambda values: rule.faults_of(teacher_values(values))
+
+
+def _teacher_faults(values: Mapping[str, Any], own: Sequence[Fault]) -> list[Fault]:
+    """Return the faults of a live teacher's model on the job's grid, without those that the job itself has."""
+    if not has_teacher(values):
+        return []
+    teacher = teacher_values(values)
+    found = [fault for rule in RULES for fault in rule.faults_of(teacher)]
+    return [
+        replace(fault, fact=f"of the teacher, distillation.teacher_model: {fault.fact}")
+        for fault in found
+        if fault not in own
+    ]

@@ -74,6 +74,7 @@ CLAMPED_GATE = FieldDependency(
 SAMPLES = _is_positive("run.samples_every")
 FLOAT16 = _is("precision.dtype", "float16")
 SNAPSHOTS = _is_positive("elastic.snapshot_every")
+DISTILLED = _is("distillation.loss_type", "forward_kl", "reverse_kl")
 CONTEXT = FieldDependency(
     reads=("parallel.cp", "parallel.dynamic_cp"),
     holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
@@ -123,6 +124,12 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "model.rope_truncate": YARN,
     "model.swiglu_alpha": CLAMPED_GATE,
     "model.swiglu_limit": CLAMPED_GATE,
+    # distillation
+    "distillation.weight": DISTILLED,
+    "distillation.temperature": DISTILLED,
+    "distillation.teacher": DISTILLED,
+    "distillation.teacher_checkpoint": DISTILLED,
+    "distillation.top_k": _is("distillation.teacher", "stored"),
     # run
     "run.sample_prompts": SAMPLES,
     "run.sample_temperature": SAMPLES,

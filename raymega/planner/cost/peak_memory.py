@@ -21,6 +21,7 @@ from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import ZeroLevel, level_of
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.stage_cost import StageCosts
+from raymega.planner.cost.teacher_memory import TeacherMemory, teacher_memory
 from raymega.planner.cost.working_memory import (
     passing_bytes,
     transfer_bytes,
@@ -113,14 +114,19 @@ def _rank_memory(plan: RunPlan, kind: RankClass, costs: StageCosts, *, pp_rank: 
         held=kind.elements,
         num_neighbours=(pp_rank > 0) + (pp_rank < plan.grid.pp - 1),
     )
+    teacher = teacher_memory(plan, pp_rank)
     has_working_memory = costs.shape.has_working_memory and plan.job.cluster.device != "cpu"
     moments = (
         _gpu_moments(work, plan, costs) if has_working_memory else _plain_moments(work, costs.shape)
     )
+    moments = _with_teacher(moments, teacher, work)
     fullest = max(moments, key=sum)
     return MemoryUse(
         pp_rank=pp_rank,
-        state_bytes=state.total_bytes - state.passing_bytes + fullest.passing_bytes,
+        state_bytes=teacher.state_bytes
+        + state.total_bytes
+        - state.passing_bytes
+        + fullest.passing_bytes,
         activation_bytes=fullest.activation_bytes,
         reserved_bytes=RESERVED_BYTES,
     )
@@ -146,6 +152,19 @@ class _Moment(NamedTuple):
 
     passing_bytes: int
     activation_bytes: int
+
+
+def _with_teacher(
+    moments: Iterator[_Moment], teacher: TeacherMemory, work: _RankWork
+) -> Iterator[_Moment]:
+    """Yield a step's moments with what a teacher's pass has left in them, its own pass, and the divergence."""
+    if teacher == TeacherMemory():
+        yield from moments
+        return
+    for passing, activations in moments:
+        yield _Moment(passing, activations + teacher.kept_bytes)
+    yield _Moment(0, teacher.pass_bytes)
+    yield _Moment(work.state.passing_bytes, work.kept + teacher.kept_bytes + teacher.loss_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

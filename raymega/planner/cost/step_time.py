@@ -11,19 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import mul
 
-from raymega.config.schema import Job
 from raymega.plan.fp8_layers import Fp8Coverage
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.data_parallel_time import data_parallel_s
+from raymega.planner.cost.forward_time import pipeline_messages_s, reference_s
 from raymega.planner.cost.layer_time import counts_traffic
 from raymega.planner.cost.optimizer_time import update_s
 from raymega.planner.cost.pipeline_bubble_time import Passes, RankTimes, waiting_s
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds, stage_kind
 from raymega.planner.cost.stage_cost import StageCosts, StageTime, stage_costs
-from raymega.planner.kernels.collective_time import gather_s, make_span, message_s
 from raymega.planner.kernels.kernel_time import host_s, memory_s, stream_s
 from raymega.planner.kernels.system_traits import RAYMEGA, Software
 
@@ -53,6 +52,7 @@ class StepTime:
             that work independently.
         experts_s: Exposed seconds of sending the busiest rank's tokens to experts and back.
         straggler_s: Seconds that all wait for the slowest device, taken to be on the busiest rank.
+        reference_s: Seconds of the forward passes before the step by a frozen base or a live teacher.
     """
 
     compute_s: float
@@ -64,16 +64,21 @@ class StepTime:
     sharing_s: float = 0.0
     experts_s: float = 0.0
     straggler_s: float = 0.0
+    reference_s: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part by its name in words, such as ``tensor parallel``."""
-        return {name[:-2].replace("_", " "): seconds for name, seconds in asdict(self).items()}
+        """Seconds of each part by its name in words, such as ``tensor parallel``; a reference's where there is one."""
+        found = asdict(self)
+        if not self.reference_s:
+            del found["reference_s"]
+        return {name[:-2].replace("_", " "): seconds for name, seconds in found.items()}
 
     @property
     def total_s(self) -> float:
         """Seconds of the whole step."""
-        return self.pipeline_s + self.data_parallel_s + self.optimizer_s + self.sharing_s
+        after_s = self.data_parallel_s + self.optimizer_s + self.sharing_s
+        return self.reference_s + self.pipeline_s + after_s
 
     @property
     def pipeline_s(self) -> float:
@@ -139,10 +144,11 @@ def step_time(
     )
     # CPU workers also wait for the cores that they share.
     if not device.shared_cores:
-        return alone
+        return replace(alone, reference_s=reference_s(plan, device, software))
     workers = min(grid.world_size, device.devices_per_node)
     all_s = workers * work_s(plan, device, software, known=known) / device.shared_cores
-    return replace(alone, sharing_s=max(0.0, all_s - alone.total_s))
+    shared = replace(alone, sharing_s=max(0.0, all_s - alone.total_s))
+    return replace(shared, reference_s=reference_s(plan, device, software))
 
 
 def _update_memory_s(
@@ -239,7 +245,7 @@ def _pace(plan: RunPlan, known: PrecomputedCosts, device: Accelerator, software:
         ),
         traffic_s=sum(chunk.tensor_parallel_s for chunk in busiest),
         experts_s=sum(chunk.experts_s for chunk in busiest),
-        messages_s=_messages_s(plan.job, known.costs.shape, device, software),
+        messages_s=pipeline_messages_s(plan.job, known.costs.shape, device, software),
     )
 
 
@@ -253,7 +259,7 @@ def message_time(plan: RunPlan, device: Accelerator) -> float:
     """Return the exposed seconds of one activation between neighbours of the pipeline."""
     shape = activation_shape(plan.job)
     both_ways = 2 * plan.job.schedule.chunks
-    return _messages_s(plan.job, shape, device, RAYMEGA) / both_ways
+    return pipeline_messages_s(plan.job, shape, device, RAYMEGA) / both_ways
 
 
 def _passes(chunks: Sequence[StageTime]) -> Passes:
@@ -317,24 +323,3 @@ def _uneven_s(plan: RunPlan, pace: _Pace) -> float:
     if chunks == 1 or plan.placement.is_vee:
         return 0.0
     return (num - 1) * max(0.0, pace.last_stage_s - pace.mean.total_s / chunks)
-
-
-def _messages_s(job: Job, shape: ActivationShape, device: Accelerator, software: Software) -> float:
-    """Return the exposed seconds of pipeline messages for one micro-batch.
-
-    Each chunk sends one activation forward and one gradient back.
-    """
-    parallel, chunks = job.parallel, job.schedule.chunks
-    if parallel.pp == 1:
-        return 0.0
-    whole = shape.tokens * shape.model.hidden_size * shape.element
-    stride = parallel.tp * parallel.cp * parallel.dp
-    inside = stride * parallel.pp <= device.devices_per_node
-    # With chunks other work overlaps the bytes: latency alone counts.
-    if software.hides_messages and chunks > 1 and not device.shared_cores:
-        return 2 * chunks * message_s(device, 0.0, is_inside=inside)
-    # Each tp rank sends its part of the activation.
-    seconds = message_s(device, whole / parallel.tp, is_inside=inside)
-    if not parallel.sequence_parallel:  # the parts of tp ranks are gathered again
-        seconds += gather_s(device, make_span(device, size=parallel.tp, stride=1), whole)
-    return 2 * chunks * seconds

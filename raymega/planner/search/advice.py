@@ -40,6 +40,7 @@ RESOURCE_OF = {
     "optimizer": "memory bandwidth",
     "sharing": "cores",
     "straggler": "slowest device",
+    "reference": COMPUTE,
 }
 """Resource that a part of the step waits for."""
 

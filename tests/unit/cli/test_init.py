@@ -11,11 +11,13 @@ import yaml
 from typer.testing import CliRunner
 
 from raymega import api
+from raymega.checkpoint.load.init_from import start_faults, teacher_faults
 from raymega.cli.init.command import asked
 from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
 from raymega.cli.init.new_job import Answers, new_job
 from raymega.cli.init.recipes import RECIPES
 from raymega.cli.main import app
+from raymega.config.heads.section import HeadSection
 from raymega.config.load import parse_job
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
@@ -49,6 +51,7 @@ def folder(tmp_path, monkeypatch):
         ("continue --model bare/ --data tokens", MODEL, "bare-raymega"),
         ("continue --model ours", MODEL, "ours"),
         ("sft --model theirs", MODEL, "theirs-raymega"),
+        ("distill --model theirs --teacher ours", MODEL, "theirs-raymega"),
         pytest.param("pretrain --gpus 8", None, "none", marks=pytest.mark.wide),
         pytest.param("pretrain --gpus 12 --gpu a100", None, "none", marks=pytest.mark.wide),
     ],
@@ -74,6 +77,48 @@ def test_a_file_loads_and_plans_as_it_stands(words, model, start, folder):
     lines = text.splitlines()
     fields = [n for n, line in enumerate(lines) if re.match(r" +\w+: .", line)]
     assert all("#" in lines[n - 1] for n in fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "rules"),
+    [
+        (
+            "classify --model theirs",
+            "my-labels.jsonl --format classification",
+            ("head.score.weight",),
+        ),
+        ("sft --model headed", "my-labels.jsonl --format token_classification", ()),
+        ("lora --model rewarding", "my-pairs.jsonl --format preference", ()),
+    ],
+)
+def test_a_head_has_the_rows_that_it_reads(words, source, rules, folder):
+    """Of a folder with a head its own, of a language model's one for classes, which begins anew."""
+    for name, head in (
+        ("headed", HeadSection(kind="token_classification", num_labels=5)),
+        ("rewarding", HeadSection(kind="reward")),
+    ):
+        write_folder(folder / name, MODEL.model_copy(update={"head": head}))
+    name = words.split()[2]
+    hf_import(folder / name, str(folder / f"{name}-raymega"), created=NOW)
+    ended = called("init", *words.split(), "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    assert f"raymega data prepare {source} " in Path("new.yaml").read_text()
+    job = api.load_job("new.yaml")
+    assert job.model.head.is_on and job.data.packing == "best_fit"
+    assert (job.preference.loss_type == "bradley_terry") is (job.model.head.kind == "reward")
+    assert job.checkpoint.reinit == rules
+    assert start_faults(job.checkpoint, job.model) == []
+
+
+def test_a_distillation_has_a_teacher_and_nothing_else_has(folder):
+    made = new_job(Answers(recipe="distill", model="theirs", teacher="ours", out=Path("a.yaml")))
+    Path("a.yaml").write_text(made.text)
+    section = parse_job("a.yaml").job().distillation
+    assert section.is_live and section.teacher_checkpoint.endswith("ours")
+    assert teacher_faults(section.teacher_checkpoint, section.teacher_model) == []
+    for words in ("distill --model theirs", "sft --model theirs --teacher ours"):
+        ended = called("init", *words.split())
+        assert ended.code == 2 and "--teacher" in ended.stderr
 
 
 def test_a_model_of_its_own_has_the_vocabulary_of_the_dataset(folder):

@@ -59,6 +59,8 @@ def step_finished(step, attempt=1, loss=0.0):
         "preference/rejected_reward": -0.1,
         "preference/accuracy": 0.75,
         "preference/divergence": 0.3,
+        "distillation/divergence": 0.4,
+        "distillation/cross_entropy": 2.6,
         "head/accuracy": 0.7,
         "train/grad_norm": 0.5,
         "train/lr": 3e-4,

@@ -1,0 +1,129 @@
+"""A teacher's stored logits: those of the live teacher on the rows that a run reads."""
+
+import numpy as np
+import pytest
+import torch
+
+from raymega.data.arrow import ShardWriter
+from raymega.data.checks import training_faults
+from raymega.data.distillation.stored_logits import (
+    create_logits,
+    finish_logits,
+    logit_files,
+    open_logits,
+)
+from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.samples import open_samples
+from raymega.errors import ConfigError
+from raymega.evaluate.teacher import logits_how, store_teacher, teacher_plan_on
+from raymega.evaluate.teacher_worker import write_logits
+from raymega.messages import Requests
+from raymega.train.build import build_parts
+from raymega.train.build_scorer import build_scorer
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
+from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.params import ALONE
+
+CPU, VOCAB = torch.device("cpu"), 61
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A dataset of 60 documents of 4 to 40 tokens."""
+    generator = np.random.default_rng(3)
+    with ShardWriter(tmp_path, "train/0.arrow", dtype="uint16") as writer:
+        for length in generator.integers(4, 40, 60).tolist():
+            writer.append(generator.integers(0, VOCAB, length).astype(np.uint16))
+        shards = (writer.close(),)
+    source = SourceMeta(
+        inputs=("x",), num_files=1, num_bytes=1, num_replaced=0, num_tokenizer_bytes=0
+    )
+    meta = DatasetMeta(
+        recipe={"tokenizer": "bytes"}, vocab_size=VOCAB, eod_id=VOCAB - 1, dtype="uint16",
+        splits={"train": SplitMeta(shards=shards, num_text_bytes=1)}, valid_entropy=1.5, source=source, version=2,
+    )  # fmt: skip
+    (tmp_path / META_FILE).write_bytes(encode_meta(meta))
+    return tmp_path
+
+
+def _plan(folder, *options):
+    return make_test_plan(
+        *layout_overrides("tp1"), f"data.path={folder}", "data.seq_len=32", "run.eval_samples=0", "model.moe={}",
+        f"model.vocab_size={VOCAB}", "model.make_vocab_size_divisible_by=8", "distillation.loss_type=forward_kl",
+        "distillation.temperature=1.7", "distillation.weight=0.6", *options,
+    )  # fmt: skip
+
+
+def _store(job, folder):
+    """Write the logits of the initial weights of the job's teacher, as a worker does."""
+    plan = teacher_plan_on(job, "")
+    scorer = build_scorer(plan, rank=0, groups=ALONE, device=CPU)
+    drawn = build_parts(_plan(folder), rank=0, groups=ALONE, device=CPU).teacher.weights.modules
+    for ours, theirs in zip(scorer.modules, drawn, strict=True):
+        for param, value in zip(ours.parameters(), theirs.parameters(), strict=True):
+            param.data.copy_(value)
+    k = job.distillation.top_k
+    num_rows = open_samples(job.with_values(distillation={"teacher": "live"})).num_samples
+    create_logits(str(folder), (num_rows, job.data.seq_len, k))
+    write_logits(plan, scorer, ALONE, str(folder), device=CPU)
+    finish_logits(str(folder), logits_how(job, str(folder)) | {"checkpoint": "drawn"})
+
+
+def _outcome(plan):
+    parts = build_parts(plan, rank=0, groups=ALONE, device=CPU)
+    outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
+    return outcome.loss, outcome.grad_norm, outcome.pair_means["divergence"]
+
+
+@pytest.mark.parametrize("packing", ["data.packing=none", "data.packing=best_fit"])
+def test_all_logits_of_a_teacher_train_as_the_live_teacher_does(corpus, packing):
+    stored = "distillation.teacher=stored"
+    plan = _plan(corpus, packing, stored, f"distillation.top_k={VOCAB}")
+    _store(plan.job, corpus)
+    # stored logits are float32
+    np.testing.assert_allclose(_outcome(plan), _outcome(_plan(corpus, packing)), rtol=3e-6)
+    # fewer of them: the first ones of a token, with the same order
+    few = open_logits(str(corpus), plan.job.data, 5).row(1)
+    ids, logits = open_logits(str(corpus), plan.job.data, VOCAB).row(1)
+    np.testing.assert_array_equal(few[0], ids[:, :5])
+    assert (np.diff(logits, axis=1) <= 0).all()
+    assert (np.sort(ids, axis=1) == np.arange(VOCAB)).all(), "every token once, and no padding"
+
+
+def test_logits_of_other_rows_are_refused_before_anything_starts(corpus):
+    plan = _plan(corpus, "distillation.teacher=stored", "distillation.top_k=4")
+    values = {
+        "data.path": str(corpus), "data.seq_len": 32, "data.global_batch_size": 4, "run.eval_samples": 0,
+        "distillation.loss_type": "forward_kl", "distillation.teacher": "stored", "distillation.top_k": 4,
+    }  # fmt: skip
+    (fault,) = training_faults(values)
+    assert "has no teacher-train.json" in fault.fact
+    with pytest.raises(ConfigError, match=r"has no teacher-train\.json"):
+        open_samples(plan.job)
+    _store(plan.job, corpus)
+    assert training_faults(values) == []
+    facts = {
+        fault.fact
+        for changed in (
+            {"data.seq_len": 16},
+            {"distillation.top_k": 5},
+            {"data.packing": "best_fit"},
+        )
+        for fault in training_faults(values | changed)
+    }
+    assert facts == {
+        "distillation.teacher=stored with data.seq_len=16",
+        "distillation.teacher=stored with distillation.top_k=5",
+        "distillation.teacher=stored with data.packing=best_fit",
+    }
+    how = logit_files(str(corpus)).how
+    how.write_text(how.read_text().replace('"content": "', '"content": "0'))
+    (fault,) = training_faults(values)
+    assert "has other tokens" in fault.fact
+
+
+def test_a_job_without_a_teacher_is_told_before_a_cluster_is_asked(corpus):
+    job = _plan(corpus).job
+    with pytest.raises(ConfigError, match="teacher_checkpoint=none, and no --checkpoint"):
+        store_teacher(job)
