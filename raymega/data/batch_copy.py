@@ -18,6 +18,7 @@ from raymega.parallel.context_parallel.context import (
     PairBatch,
     ScoreBatch,
 )
+from raymega.parallel.context_parallel.images import Images
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.pinned_memory import recycled
 
@@ -115,6 +116,7 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
             ends=None if rows.ends is None else change(rows.ends),
             order=_both(rows.order, change),
             streams=None if rows.streams is None else _both_places(rows.streams, change),
+            images=None if rows.images is None else Images(*map(change, rows.images)),
         ),
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
-from raymega.model.encoder_decoder import stage_type
+from raymega.model.stage_types import stage_type
 from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups

@@ -28,7 +28,7 @@ from raymega.plan.validation import (
     training,
     tuning,
 )
-from raymega.plan.validation.families import encoder_decoder
+from raymega.plan.validation.families import encoder_decoder, vision
 from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
@@ -98,6 +98,9 @@ RULES: tuple[Rule, ...] = (
     encoder_decoder.cut_faults,
     encoder_decoder.model_option_faults,
     encoder_decoder.run_option_faults,
+    vision.idle_vision_faults,
+    vision.vision_size_faults,
+    vision.vision_option_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,
