@@ -16,7 +16,7 @@ from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import FEED_FORWARD, STATES, tensor_kind
 from raymega.plan.layers.norm_tensors import norm_tensors
 from raymega.plan.layers.state_tensors import state_tensors
-from raymega.plan.layers.vision import vision_tensors, without_unused
+from raymega.plan.layers.vision import PROJECTOR, VISION, vision_tensors, without_unused
 from raymega.plan.stages import Stage
 
 
@@ -78,6 +78,12 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
         # T5's tables start wide: a tied head divides by sqrt(D)
         table = [replace(each, initializer_range=1.0) for each in table] + position_tables(model)
     return without_unused(with_tuning(table + vision_tensors(model), model), model.vision)
+
+
+def is_tower_frozen(model: ModelSection) -> bool:
+    """Return whether no gradient passes the vision tower: all its tensors but the projector's are frozen."""
+    tower = (each for each in embedding_tensors(model) if each.name.startswith(f"{VISION}."))
+    return not any(t.is_trained and not t.name.startswith(PROJECTOR) for t in tower)
 
 
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:

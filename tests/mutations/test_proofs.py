@@ -4,13 +4,14 @@ import pytest
 
 from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
+from tests.mutations.images import IMAGE_PROOFS
 from tests.mutations.planted import WORDS_OF_DEATH, planted_text
 from tests.mutations.proofs import PROOFS as PLAIN_PROOFS
 from tests.mutations.states import STATES
 from tests.mutations.tree import Tree
 from tests.mutations.two_streams import TWO_STREAM_PROOFS
 
-PROOFS = (*PLAIN_PROOFS, *FAMILIES, *STATES, *ENCODER_PROOFS, *TWO_STREAM_PROOFS)
+PROOFS = (*PLAIN_PROOFS, *FAMILIES, *STATES, *ENCODER_PROOFS, *TWO_STREAM_PROOFS, *IMAGE_PROOFS)
 TIMEOUT_S = 300.0
 
 

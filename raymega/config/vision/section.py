@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raymega.config.encoder import NO_TOKEN, TokenId
-from raymega.config.fields import NonNegative, NonNegativeFloat, PositiveFloat, Section
+from raymega.config.fields import Fraction, NonNegative, PositiveFloat, Section
 
 CHANNELS = 3
 """Colours of a pixel."""
@@ -51,8 +51,8 @@ class VisionSection(Section):
     """Mean of each colour, from 0 to 1, that is subtracted from pixels."""
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = CLIP_STD
     """Standard deviation of each colour, by which pixels are then divided."""
-    images_per_sequence: NonNegativeFloat = 1.0
-    """Mean number of images of a sequence, for predictions of time and memory alone."""
+    image_share: Fraction = 0.5
+    """Share of the data's tokens that are patches of images, for predictions and counts of FLOPs alone."""
 
     @property
     def is_on(self) -> bool:
@@ -73,6 +73,11 @@ class VisionSection(Section):
     def has_class_token(self) -> bool:
         """True where the tower reads a token beside the patches."""
         return self.kind == "clip"
+
+    @property
+    def images_per_token(self) -> float:
+        """Mean number of images for each token of the data; 0 without a tower."""
+        return self.image_share / self.num_patches if self.num_patches else 0.0
 
     @property
     def num_positions(self) -> int:

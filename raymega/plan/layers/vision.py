@@ -12,7 +12,8 @@ from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 
 VISION = "vision"
-"""Begin of the names of all tensors of tower and projector."""
+PROJECTOR = f"{VISION}.projector."
+"""Begins of the names of all tensors of tower and projector, and of the projector's."""
 
 
 def vision_tensors(model: ModelSection) -> list[GlobalTensor]:
@@ -71,6 +72,14 @@ def image_flops(model: ModelSection) -> float:
         CHANNELS * vision.patch_size**2 * width + projector
     )
     return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
+
+
+def images_at_once(model: ModelSection, *, tokens: int, ranks: int) -> float:
+    """Return the mean number of images that a rank's tower reads of a micro-batch of ``tokens``, one at least.
+
+    ``ranks`` are those of the first stage's tp and cp, which share the images.
+    """
+    return max(1.0, model.vision.images_per_token * tokens / ranks)
 
 
 def image_elements(model: ModelSection) -> int:
