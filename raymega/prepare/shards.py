@@ -22,6 +22,8 @@ from raymega.prepare.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
+from raymega.prepare.images.documents import image_document
+from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.labels.documents import labelled_documents
 from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import LABELLED
@@ -128,7 +130,11 @@ def _write_group(
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(
-                    folder, file, dtype=encoder.dtype, has_targets=group.row_format != "text"
+                    folder,
+                    file,
+                    dtype=encoder.dtype,
+                    has_targets=group.row_format != "text",
+                    has_images=group.row_format == IMAGES_FORMAT,
                 )
                 splits[name] = _Split(stack.enter_context(writer), encoder)
             if group.row_format != "text":
@@ -164,13 +170,16 @@ def _labelled(
     """Return the documents of a row with the byte beside each token; none of plain text, or of a row that waits.
 
     Raises:
-        RenderError: The row's conversation is refused.
+        RenderError: The row's conversation is refused, or an image of it is broken.
     """
     text = document.text
     if row_format == "kto":
         return answers.add(document, text)
+    rules = encoder.rules
+    if rules.images is not None:
+        around = {"bos_id": rules.bos_id, "eod_id": rules.eod_id}
+        return [image_document(text, encoder.ids, rules.images, **around)]
     if row_format in LABELLED:
-        rules = encoder.rules
         return labelled_documents(
             text, row_format, encoder.ids, encoder.placed, bos_id=rules.bos_id, eod_id=rules.eod_id
         )
@@ -205,11 +214,12 @@ class _Split:
             self._encode()
 
     def add_labelled(self, document: Document, labelled: list[Labelled]) -> None:
-        self._num_text_bytes += document.num_bytes * bool(labelled)
+        own = [each.num_text_bytes for each in labelled if each.num_text_bytes >= 0]
+        self._num_text_bytes += sum(own) if own else document.num_bytes * bool(labelled)
         for each in labelled:
             self.origins.append((document.piece, document.row))
             self._counts += np.bincount(each.ids, minlength=len(self._counts))
-            self._writer.append(each.ids.astype(self._encoder.dtype), each.targets)
+            self._writer.append(each.ids.astype(self._encoder.dtype), each.targets, each.images)
 
     def close(self) -> SplitPart:
         self._encode()

@@ -42,7 +42,7 @@ def row_form_faults(path: str, field: str, loss_on: str, form: RowForm) -> Itera
             rule=f"this job reads labels of rows that --format {FORMATS[form.kind]} prepares",
             remedy=f"prepare it with --format {FORMATS[form.kind]}, or change model.head or preference.loss_type",
         )
-    elif form.kind == "texts" and found not in ("text", "chat"):
+    elif form.kind == "texts" and found not in ("text", "chat", "images"):
         yield Fault(
             fact=f"{field}={path!r} was prepared with --format {found}",
             rule="a language model's loss reads no labels",
