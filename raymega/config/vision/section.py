@@ -11,6 +11,7 @@ from raymega.config.fields import Fraction, NonNegative, PositiveFloat, Section
 
 CHANNELS = 3
 """Colours of a pixel."""
+ONE_EACH = Field(min_length=CHANNELS, max_length=CHANNELS)
 Channel = Annotated[float, Field(ge=0, le=1)]
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -47,9 +48,9 @@ class VisionSection(Section):
     # Images among tokens.
     image_token_id: TokenId = NO_TOKEN
     """Id of the token that stands in the text for a patch; no label."""
-    image_mean: tuple[Channel, Channel, Channel] = CLIP_MEAN
+    image_mean: Annotated[tuple[Channel, ...], ONE_EACH] = CLIP_MEAN
     """Mean of each colour, from 0 to 1, that is subtracted from pixels."""
-    image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = CLIP_STD
+    image_std: Annotated[tuple[PositiveFloat, ...], ONE_EACH] = CLIP_STD
     """Standard deviation of each colour, by which pixels are then divided."""
     image_share: Fraction = 0.5
     """Share of the data's tokens that are patches of images, for predictions and counts of FLOPs alone."""
