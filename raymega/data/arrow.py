@@ -250,7 +250,8 @@ def file_crc32(path: Path) -> int:
 
 
 def _sparse(values: Sequence[tuple[int, bytes]], size: int) -> pa.Array:
-    """Return a binary column of ``size`` entries, which are empty but for ``values`` by place."""
+    """Return a binary column of ``size`` entries, of which those of ``values`` by place are filled."""
+    # no mask of nulls: an image has bytes, so an empty entry is none
     lengths = np.zeros(size, dtype=np.int64)
     lengths[[place for place, _ in values]] = [len(raw) for _, raw in values]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -262,6 +263,7 @@ def _sparse(values: Sequence[tuple[int, bytes]], size: int) -> pa.Array:
 
 def _filled(column: pa.Array) -> list[tuple[int, bytes]]:
     """Return the entries of a binary column that are not empty, by place."""
+    # lengths first: a million empty entries would become as many objects of Python
     lengths = pc.binary_length(column).to_numpy()
     return [(int(place), column[int(place)].as_py()) for place in np.flatnonzero(lengths)]
 

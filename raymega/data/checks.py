@@ -34,9 +34,8 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
-from raymega.data.heads.checks import row_form_faults
+from raymega.data.heads.checks import image_faults, row_form_faults
 from raymega.data.heads.form import form_of_values
-from raymega.data.images.checks import image_faults
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import (
     answer_cut,

@@ -135,7 +135,7 @@ class Loader(Generic[R]):
                     documents,
                     row_positions=held,
                     streams=self._places(rows),
-                    images=self._images and self._images.images(rows, take),
+                    images=None if self._images is None else self._images.images(rows, take),
                 ),
                 self._context,
             ),

@@ -33,6 +33,7 @@ class VisionStage(StageModule):
 
     def document_logits(self, tokens: Tensor, images: Images) -> Tensor:
         """Return this rank's columns of the logits, [S, 1, V/tp], of one document [S] on one stage and one cp rank."""
+        # one row without padding, as an independent computation has it
         rows: Rows = whole_rows(len(tokens), tokens.device)._replace(images=images)
         layout = self._token_layout(rows, torch.ones_like(tokens[None]), None)
         x = self._residual_stream(tokens[None], None, layout)
@@ -57,6 +58,7 @@ class VisionStage(StageModule):
             return super()._residual_stream(tokens, hidden, token_layout, token_types)
         self.before_use(self.embedding)
         own = self._image_embedding
+        # before the tokens, so that the gather of features need not wait for the table
         features = own.features(images, token_layout.context)
         x = own.merged(
             own(tokens, token_layout.positions), self._used(own, features), images.places

@@ -22,7 +22,7 @@ from raymega.prepare.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
-from raymega.prepare.images.documents import image_document
+from raymega.prepare.images.documents import BrokenImageError, image_document
 from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.labels.documents import labelled_documents
 from raymega.prepare.labels.labelled import Labelled
@@ -124,7 +124,7 @@ def _write_group(
             name = split_of(document.text, valid_fraction)
             try:
                 labelled = _labelled(document, group.row_format, encoder, answers[name])
-            except RenderError as error:
+            except (RenderError, BrokenImageError) as error:
                 documents.refuse(document.name, str(error))
                 continue
             if name not in splits:
@@ -170,7 +170,8 @@ def _labelled(
     """Return the documents of a row with the byte beside each token; none of plain text, or of a row that waits.
 
     Raises:
-        RenderError: The row's conversation is refused, or an image of it is broken.
+        RenderError: The row's conversation is refused.
+        BrokenImageError: An image of the row is broken.
     """
     text = document.text
     if row_format == "kto":

@@ -77,6 +77,7 @@ def cut_images(draft: Draft) -> None:
         # as many blocks behind the projected one as fit
         "feature_layer": max(1 - layers, min(-1, vision.used_layers - vision.num_layers - 1)),
     }  # fmt: skip
+    # a tower that is as deep as before keeps its projected block
     if vision.num_layers == layers:
         smaller.pop("feature_layer")
     for name, number in smaller.items():

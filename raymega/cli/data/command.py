@@ -59,8 +59,7 @@ def prepare(
     Options:
         inputs: Input files, folders or URIs.
         out: Output folder that all nodes share, or s3://bucket/prefix.
-        tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model,
-            .tiktoken.
+        tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model, .tiktoken.
         valid_fraction: Share of documents held out for validation, chosen by a hash of their text; 0 is none.
         include: Read only files that match, such as '*.py'; repeatable.
         exclude: Skip files that match, such as test/; repeatable.
@@ -68,8 +67,7 @@ def prepare(
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
         format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
-            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags), multiple_choice (context,
-            question, choices, label) or images (text, images, prompt).
+            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label) or images (text, images, prompt).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
         image_size: images only: height and width to which images are resized, in pixels.
         patch_size: images only: height and width of a patch; each is a token.

@@ -34,12 +34,14 @@ class ImageShare:
         Every rank has one or more, so that each backward has the same gradients in the same order.
         """
         every, places = [image for row in rows for image in row.images], list[Ints]()
+        # images of all rows are numbered end to end
         first = 0
         for row in rows:
             # an empty slot has neither
             own = no_places(len(row.tokens)) if row.image_places is None else row.image_places
             places.append(np.where(own == TEXT, TEXT, own + first * self.vision.num_patches))
             first += len(row.images)
+        # an equal number for each rank, as features are gathered in blocks of one size
         count = max(1, -(-len(every) // self.size))
         edge = self.vision.image_size
         pixels = np.zeros((count, CHANNELS, edge, edge), dtype=np.uint8)

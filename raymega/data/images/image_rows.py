@@ -44,6 +44,7 @@ class ImageRows:
 
     def _drawn(self, row: Row, sample: int) -> Row:
         """Return the row with images in the places of text; those of a document lie in its real tokens."""
+        # a window is a view of a shard, which other rows read too
         tokens, labels = row.tokens.copy(), row.labels.copy()
         places, images = np.full(len(tokens), TEXT, dtype=np.int64), list[Image]()
         size, token = self.vision.num_patches, self.vision.image_token_id
@@ -66,6 +67,7 @@ class ImageRows:
         yield from (int(gap) + index * size for index, gap in enumerate(gaps))
 
     def _pixels(self, sample: int, image: int) -> Pixels:
+        # made when a loader asks: only the rank whose image it is does
         shape = (CHANNELS, self.vision.image_size, self.vision.image_size)
         random = self._random(sample, "pixels", image)
         return random.integers(256, size=shape, dtype=np.uint8)
@@ -90,6 +92,7 @@ def image_rows_of(job: Job, split: str) -> ImageRows | None:
     """Return the rule of a job's split; None where the model reads no images."""
     if not job.model.vision.is_on:
         return None
+    # validation sets may be built-in tokens where the training data are not
     named = [each.path for each in job.data.validation] if split == "valid" else []
     paths = named or [*job.data.datasets]
     return ImageRows(

@@ -45,6 +45,7 @@ class StoredImages:
         """Return the images of tokens [start, stop); the first one may have begun before them."""
         size = self._meta.num_patches
         places, images = np.full(stop - start, TEXT, dtype=np.int64), list[Image]()
+        # an image that began up to P - 1 tokens earlier still has patches here
         for first, raw in self._read(max(0, start - size + 1), stop):
             here = np.arange(max(first, start), min(first + size, stop))
             places[here - start] = len(images) * size + here - first

@@ -50,6 +50,7 @@ def gather_images(own: Tensor, sp: SequenceParallel, context: Context) -> Tensor
     Backward gives a rank the sum of the gradients of its own images over all ranks that hold tokens of them. tp
     ranks without sequence parallelism hold the same tokens, and have the same gradient.
     """
+    # places on tp vary fastest in the order of images, then those of inner and outer ranks of cp
     over_tp = gather_positions if sp.is_sequence_parallel else gather_rows
     features = over_tp(own, sp.tp)
     for group in (context.inner, context.outer):

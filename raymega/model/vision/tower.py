@@ -76,6 +76,7 @@ class VisionTower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels [N, 3, height, width] uint8 to features [N * P, D] of the language model."""
+        # a convolution whose stride is its size is a product with each patch
         x = linear(self._cut(pixels), self.patches.flatten(1), self.patch_bias)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)
@@ -85,6 +86,7 @@ class VisionTower(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x)
+        # its part is done: the patches have read it
         x = x[:, int(self.vision.has_class_token) :].flatten(0, 1)
         return self.projector_down(self.activation(self.projector_up(x)))
 

@@ -40,6 +40,7 @@ def vision_tensors(model: ModelSection) -> list[GlobalTensor]:
     # projector
     shapes |= _linear("projector.up", model.hidden_size, width)
     shapes |= _linear("projector.down", model.hidden_size, model.hidden_size)
+    # each rank works on images of its own: its gradient is a term, whatever the stream is cut by
     return [
         GlobalTensor(
             name=f"{VISION}.{name}", shape=shape, tp_dim=-1, init=_init(name, role), initializer_range=std,

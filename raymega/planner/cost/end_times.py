@@ -69,5 +69,6 @@ def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, floa
     ends = [(CHANNELS * vision.patch_size**2, width), (width, wide), (wide, wide)]
     forward = vision.used_layers * block
     forward += sum(matmul_s(device, patches, *each, element=element) for each in ends)
+    # each product has two in backward
     repeated = forward if shape.memory.recompute == "full" else 0.0
     return forward, 0.0 if is_tower_frozen(model) else 2 * forward + repeated

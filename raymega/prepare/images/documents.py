@@ -14,8 +14,12 @@ import numpy.typing as npt
 from raymega.config.vision.section import CHANNELS
 from raymega.data.format import CONTEXT, LAST_ANSWER, ImageMeta
 from raymega.extras import import_extra
-from raymega.prepare.chat.template import RenderError
 from raymega.prepare.labels.labelled import Labelled
+
+
+class BrokenImageError(Exception):
+    """An image of a row cannot be read; the message has its number in the row."""
+
 
 Encode = Callable[[str], npt.NDArray[np.unsignedinteger]]
 
@@ -33,7 +37,7 @@ def image_document(
         eod_id: Id of the token that ends a document.
 
     Raises:
-        RenderError: An image is broken; the message has its number.
+        BrokenImageError: An image is broken; the message has its number.
     """
     row: dict[str, Any] = json.loads(text)
     prompt, answer = (encode(row[part]).astype(np.int64) for part in ("prompt", "text"))
@@ -48,7 +52,7 @@ def image_document(
     starts = (np.cumsum(counts) - counts)[is_image]
     pixels = [_pixels(raw, at, images.size) for at, raw in enumerate(row["images"])]
     if len(starts) != len(pixels):
-        raise RenderError(f"{len(pixels)} images have {len(starts)} tokens of their mark")
+        raise BrokenImageError(f"{len(pixels)} images have {len(starts)} tokens of their mark")
     return Labelled(
         ids=np.repeat(ids, counts),
         targets=np.repeat(targets, counts),
@@ -67,7 +71,7 @@ def _pixels(coded: str, at: int, size: int) -> bytes:
         resized = whole.resize((size, size), pil.Resampling.BICUBIC)
     # Pillow raises these of files that are cut, of other formats, or too large when unpacked
     except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
-        raise RenderError(f"image {at} is broken: {str(error).splitlines()[0]}") from error
+        raise BrokenImageError(f"image {at} is broken: {str(error).splitlines()[0]}") from error
     pixels = np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
     assert pixels.shape == (CHANNELS, size, size), "it is RGB"
     return pixels.tobytes()

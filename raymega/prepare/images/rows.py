@@ -35,6 +35,7 @@ def image_row_text(row: Mapping[str, Any], key: str) -> tuple[str, str]:
         images = [_bytes(value, at) for at, value in enumerate(row.get(IMAGES) or ())]
     except ValueError as error:
         return "", str(error)
+    # a text that spells the mark by chance cannot be told from one with an image
     marks = sum(text.count(MARK) for text in texts.values())
     if marks != len(images):
         return "", f"it has {len(images)} images and {marks} marks {MARK}"

@@ -40,12 +40,14 @@ def make_model(kind, seed=0):
         vision_config=tower, text_config=text, image_token_index=TOKEN, image_seq_length=PATCHES,
         tie_word_embeddings=text.tie_word_embeddings, **options,
     )  # fmt: skip
+    # what is not drawn below, such as buffers, is the same each time too
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, values in model.named_parameters():
             noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            # norms stay near 1, so that no layer is nearly off
             values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
     return model
 
@@ -68,12 +70,14 @@ def logits(model, tokens, images, vision):
 
 def _document_losses(model, row, vision):
     """Losses of a row's documents, each read alone; the images of a document are those of its tokens, in order."""
+    # documents and their images lie end to end
     begin, seen = 0, 0
     for length in row.documents:
         here = slice(begin, begin + length)
         tokens = torch.from_numpy(row.tokens[here].copy())[None]
         count = int((tokens == TOKEN).sum()) // PATCHES
         images = [image() for image in row.images[seen : seen + count]]
+        # torch leaves out labels of -100
         labels = torch.from_numpy(np.where(row.mask, row.labels, -100)[here])
         found = logits(model, tokens, np.stack(images) if images else [], vision)[0]
         yield cross_entropy(found, labels, reduction="sum")
@@ -104,6 +108,7 @@ def train_plainly(model, plan):
             for loss in _document_losses(model, row, plan.job.model.vision):
                 (loss / count).backward()
                 total += float(loss.detach()) / count
+        # blocks behind the projected one have no gradient
         reached = [p for _, p in named if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reached])))
         for param in reached:

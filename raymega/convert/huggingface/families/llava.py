@@ -72,6 +72,7 @@ def text_of(config: Config) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise KeyError("text_config")
+    # the first release says nothing: its text_config is Llama's
     kind = text.get("model_type", "llama")
     is_tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
     return {
@@ -183,6 +184,7 @@ def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def preprocessor(vision: VisionSection) -> dict[str, Any]:
     """Return the preprocessor_config.json of a model, by which a processor makes the pixels that it was trained on."""
+    # the whole image as a square, which is what `raymega data prepare` makes
     size = {"height": vision.image_size, "width": vision.image_size}
     kind = "CLIPImageProcessor" if vision.kind == "clip" else "SiglipImageProcessor"
     return {
