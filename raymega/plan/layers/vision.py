@@ -86,13 +86,14 @@ def images_at_once(model: ModelSection, *, tokens: int, ranks: int) -> float:
 def image_elements(model: ModelSection) -> int:
     """Return the numbers that a forward keeps of one image for backward, full recompute left out.
 
-    A block keeps the inputs of its norms and products, queries, keys and values, attention's output, and the
-    feed-forward layer before and behind its nonlinearity.
+    A block keeps the inputs of its norms and products, queries, keys and values, and the feed-forward layer before and
+    behind its nonlinearity, of which quick_gelu keeps its sigmoid too.
     """
     vision = model.vision
     if not vision.is_on:
         return 0
-    block = vision.num_positions * (8 * vision.hidden_size + 2 * vision.ffn_hidden_size)
+    inner = 3 if vision.activation == "quick_gelu" else 2
+    block = vision.num_positions * (8 * vision.hidden_size + inner * vision.ffn_hidden_size)
     patches = vision.num_patches * CHANNELS * vision.patch_size**2
     ends = vision.num_patches * (vision.hidden_size + 3 * model.hidden_size) + patches
     return vision.used_layers * block + ends
