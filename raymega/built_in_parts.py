@@ -10,7 +10,7 @@ BUILT_IN_PARTS = (
     ("lr_schedule", "cosine linear inverse_sqrt wsd constant", "raymega.optim.lr_schedule:{}", "", ""),
     ("optimizer", "adamw sgd lion muon", "raymega.plan.memory.optimizer_state:KINDS[{}]", "", ""),
     ("loss", "cross_entropy", "raymega.parallel.tensor_parallel.vocab_logits:{}", "", ""),
-    ("activation", "silu gelu gelu_tanh relu relu2", "raymega.model.layers.mlp:ACTIVATIONS[{}]", "", ""),
+    ("activation", "silu gelu gelu_tanh relu relu2 quick_gelu", "raymega.model.layers.mlp:ACTIVATIONS[{}]", "", ""),
     ("norm", "layer_norm rms_norm offset_rms_norm", "raymega.plan.layers.norm_kinds:NORM_KINDS[{}]", "", ""),
     ("family", "gpt2 llama qwen2 qwen3 phi3 granite olmo2 olmo3 gpt_neox gemma2 gemma3 glm4_moe minimax_m2 "
      "gpt_oss llama4 qwen3_next qwen3_5 nemotron_h bert megatron_bert roberta t5 t5_v1_1",

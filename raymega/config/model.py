@@ -25,6 +25,7 @@ from raymega.config.layer_sizes import LayerSizesSection
 from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
+from raymega.config.vision.section import VisionSection
 
 Family = Literal[
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gpt_neox", "gemma2", "gemma3",
@@ -135,6 +136,8 @@ class ModelSection(Section):
     """Division of blocks and tokens between encoder and decoder, and their relative positions."""
     head: HeadSection = HeadSection()
     """Part behind the last block: a language model's head, a classifier, or scores of documents."""
+    vision: VisionSection = VisionSection()
+    """Tower that reads images, and the projector of its output to tokens."""
     mla: MlaSection = MlaSection()
     """Multi-head latent attention; without it heads are projected from the residual stream."""
     num_nextn_predict_layers: NonNegative = 0

@@ -1,4 +1,4 @@
-"""Token shards on disk: Arrow IPC files of one or two unsigned columns, read through memory maps.
+"""Token shards on disk: Arrow IPC files of one or two unsigned columns and one of images, read through memory maps.
 
 It owns a shard's bytes and the view of many shards as one stream. The shards of a dataset are
 listed by `raymega.data.format`; windows are drawn from the stream by `raymega.data.order`.
@@ -12,20 +12,24 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from isal import isal_zlib
 
 from raymega.data.format import ShardMeta, SplitMeta, shard_fault
 from raymega.errors import DataError
 
-COLUMN, TARGETS_COLUMN = "tokens", "targets"
+COLUMN, TARGETS_COLUMN, IMAGES_COLUMN = "tokens", "targets", "images"
+"""Columns of a shard. That of images has pixels beside the first token of an image, and no bytes beside others."""
 LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
+BATCH_IMAGE_BYTES = 1 << 28
+"""Most bytes of the images of a batch, whose places Arrow counts in 32 bits; one document may have more."""
 MOST_MAPS = 1 << 12
 """Most shards that a process keeps mapped, of all datasets; Linux allows 65,530 maps in all."""
 Tokens = npt.NDArray[np.int64]
@@ -92,6 +96,16 @@ class TokenStream:
         """Return what tokens [start, stop) are as labels; the shards must hold it."""
         return np.concatenate(list(self._pieces(start, stop, TARGETS_COLUMN)))
 
+    def read_images(self, start: int, stop: int) -> list[tuple[int, bytes]]:
+        """Return the images that begin among tokens [start, stop): place of the first token, and pixels."""
+        found = list[tuple[int, bytes]]()
+        for at, column in self._columns(start, stop, IMAGES_COLUMN):
+            inside = at
+            for chunk in column.chunks:
+                found += [(inside + place, raw) for place, raw in _filled(chunk)]
+                inside += len(chunk)
+        return found
+
     def document_lengths(self) -> npt.NDArray[np.uint32]:
         """Return the number of tokens of each document in stream order, [N].
 
@@ -119,14 +133,18 @@ class TokenStream:
         self._files.need([self._shards[number] for number in shards])
 
     def _pieces(self, start: int, stop: int, name: str) -> Iterator[Tokens]:
+        for _, column in self._columns(start, stop, name):
+            yield column.to_numpy().astype(np.int64)
+
+    def _columns(self, start: int, stop: int, name: str) -> Iterator[tuple[int, pa.ChunkedArray]]:
+        """Yield the parts of a column that tokens [start, stop) have in each shard, with their first tokens."""
         index = bisect_right(self._ends, start)
         while start < stop:
             # the part of [start, stop) in this shard
             end = min(stop, self._ends[index])
             base = self._ends[index] - self._shards[index].num_tokens
             table = self._files.table(self._shards[index])
-            column = table[name].slice(start - base, end - start)
-            yield column.to_numpy().astype(np.int64)
+            yield start, table[name].slice(start - base, end - start)
             start, index = end, index + 1
 
 
@@ -137,7 +155,15 @@ class ShardWriter:
     bounded for shards of any length. Its metadata hold the lengths of its documents.
     """
 
-    def __init__(self, folder: Path, file: str, *, dtype: str, has_targets: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        file: str,
+        *,
+        dtype: str,
+        has_targets: bool = False,
+        has_images: bool = False,
+    ) -> None:
         """Open ``folder/file`` for writing under a temporary name."""
         self._folder, self._file = folder, file
         path = folder / file
@@ -145,24 +171,30 @@ class ShardWriter:
         # Of its own, as Ray may run a task twice at the same time.
         self._partial = path.with_suffix(f".{uuid4().hex[:8]}.partial")
         columns = [(COLUMN, pa.from_numpy_dtype(np.dtype(dtype)))]
-        self._schema = pa.schema([*columns, *[(TARGETS_COLUMN, pa.uint8())] * has_targets])
+        columns += [(TARGETS_COLUMN, pa.uint8())] * has_targets
+        columns += [(IMAGES_COLUMN, pa.binary())] * has_images
+        self._schema, self._has_images = pa.schema(columns), has_images
         self._writer = pa.ipc.new_file(str(self._partial), self._schema)
         self._pending: list[npt.NDArray[np.unsignedinteger]] = []
         self._targets: list[npt.NDArray[np.uint8]] = []
-        self._num_pending = self._num_tokens = self._num_documents = 0
+        self._images: list[tuple[int, bytes]] = []
+        self._num_pending = self._num_tokens = self._num_documents = self._num_image_bytes = 0
 
     def append(
         self,
         document: npt.NDArray[np.unsignedinteger],
         targets: npt.NDArray[np.uint8] | None = None,
+        images: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Add one document's tokens, including its end-of-document token, and what they are as labels."""
+        """Add one document: its tokens, including that of its end, what they are as labels, and its images by token."""
+        self._images += [(self._num_pending + place, raw) for place, raw in images]
+        self._num_image_bytes += sum(len(raw) for _, raw in images)
         self._pending.append(document)
         self._targets += [] if targets is None else [targets]
         self._num_pending += len(document)
         self._num_documents += 1
         # Only between documents: a batch holds whole ones.
-        if self._num_pending >= BATCH_TOKENS:
+        if self._num_pending >= BATCH_TOKENS or self._num_image_bytes >= BATCH_IMAGE_BYTES:
             self._flush()
 
     def close(self) -> ShardMeta:
@@ -187,14 +219,16 @@ class ShardWriter:
         found = [np.concatenate(each) for each in (self._pending, self._targets) if each]
         columns = [
             pa.Array.from_buffers(field.type, len(values), [None, pa.py_buffer(values)])
-            for field, values in zip(self._schema, found, strict=True)
+            for field, values in zip(self._schema, found, strict=False)
         ]
+        columns += [_sparse(self._images, self._num_pending)] if self._has_images else []
         lengths = b",".join(b"%d" % len(document) for document in self._pending)
         # custom metadata, so that lengths are readable without the tokens
         batch = pa.record_batch(columns, schema=self._schema)
         self._writer.write_batch(batch, custom_metadata={LENGTHS_KEY: lengths})
         self._num_tokens += self._num_pending
         self._pending, self._targets, self._num_pending = [], [], 0
+        self._images, self._num_image_bytes = [], 0
 
     def __enter__(self) -> Self:
         return self
@@ -215,15 +249,42 @@ def file_crc32(path: Path) -> int:
     return crc
 
 
-def shard_documents(path: Path) -> Iterator[tuple[npt.NDArray[np.unsignedinteger], ...]]:
-    """Yield the columns of each document of a shard, tokens first, as views of its memory map."""
+def _sparse(values: Sequence[tuple[int, bytes]], size: int) -> pa.Array:
+    """Return a binary column of ``size`` entries, of which those of ``values`` by place are filled."""
+    # no mask of nulls: an image has bytes, so an empty entry is none
+    lengths = np.zeros(size, dtype=np.int64)
+    lengths[[place for place, _ in values]] = [len(raw) for _, raw in values]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    content = b"".join(raw for _, raw in values)
+    return pa.Array.from_buffers(
+        pa.binary(), size, [None, pa.py_buffer(ends), pa.py_buffer(content)]
+    )
+
+
+def _filled(column: pa.Array) -> list[tuple[int, bytes]]:
+    """Return the entries of a binary column that are not empty, by place."""
+    # lengths first: a million empty entries would become as many objects of Python
+    lengths = pc.binary_length(column).to_numpy()
+    return [(int(place), column[int(place)].as_py()) for place in np.flatnonzero(lengths)]
+
+
+def shard_documents(path: Path) -> Iterator[tuple[Any, ...]]:
+    """Yield the columns of each document of a shard: tokens, targets if any, as views of its memory map, and images by token."""
     with pa.memory_map(str(path)) as mapped:
         reader = pa.ipc.open_file(mapped)
         for index in range(reader.num_record_batches):
             found = reader.get_batch_with_custom_metadata(index)
-            columns, at = [column.to_numpy() for column in found.batch.columns], 0
+            batch, at = found.batch, 0
+            has_images = IMAGES_COLUMN in batch.schema.names
+            plain = [
+                column.to_numpy() for column in batch.columns[: batch.num_columns - has_images]
+            ]
             for length in _lengths(found.custom_metadata).tolist():
-                yield tuple(column[at : at + length] for column in columns)
+                columns = [column[at : at + length] for column in plain]
+                if has_images:
+                    yield (*columns, _filled(batch.column(IMAGES_COLUMN).slice(at, length)))
+                else:
+                    yield tuple(columns)
                 at += length
 
 

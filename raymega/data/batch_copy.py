@@ -19,6 +19,7 @@ from raymega.parallel.context_parallel.context import (
     ScoreBatch,
     TeacherBatch,
 )
+from raymega.parallel.context_parallel.images import Images
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.pinned_memory import recycled
 
@@ -117,6 +118,7 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
             ends=None if rows.ends is None else change(rows.ends),
             order=_both(rows.order, change),
             streams=None if rows.streams is None else _both_places(rows.streams, change),
+            images=None if rows.images is None else Images(*map(change, rows.images)),
         ),
     )
 

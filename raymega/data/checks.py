@@ -24,6 +24,7 @@ from raymega.config.data import (
 from raymega.config.hub import download, hub_name
 from raymega.config.preference import REFERENCE_FREE, PreferenceSection
 from raymega.config.schema import PluginsSection
+from raymega.config.vision.section import VisionSection
 from raymega.data.blends.epochs import cache_need, epoch_faults
 from raymega.data.distillation.stored_logits import logit_faults
 from raymega.data.format import (
@@ -34,7 +35,7 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
-from raymega.data.heads.checks import row_form_faults
+from raymega.data.heads.checks import image_faults, row_form_faults
 from raymega.data.heads.form import form_of_values
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import (
@@ -278,6 +279,11 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
             fault
             for path, field in fields.items()
             for fault in row_form_faults(path, field, section.loss_on, form)
+        ),
+        *(
+            fault
+            for path, field in fields.items()
+            for fault in image_faults(path, field, values.get("model.vision", VisionSection()))
         ),
     ]
     if faults or (not section.sources and not section.stages):

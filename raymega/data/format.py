@@ -37,7 +37,14 @@ SPLITS = ("train", "valid")
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, without the end of its last document."""
 RowFormat = Literal[
-    "text", "chat", "preference", "kto", "classification", "token_classification", "multiple_choice"
+    "text",
+    "chat",
+    "preference",
+    "kto",
+    "classification",
+    "token_classification",
+    "multiple_choice",
+    "images",
 ]
 """Forms of the rows that a dataset is prepared from."""
 CONTEXT, EARLIER_ANSWER, LAST_ANSWER = 0, 1, 2
@@ -131,6 +138,21 @@ class TokenizerMeta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageMeta:
+    """Images of a dataset.
+
+    Attributes:
+        size: Height and width of each in pixels.
+        num_patches: Tokens that stand for each.
+        token_id: Id of these tokens.
+    """
+
+    size: int
+    num_patches: int
+    token_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetMeta:
     """Content of dataset.json.
 
@@ -149,6 +171,7 @@ class DatasetMeta:
             version 3 also what each token is as a label.
         row_format: Form of the rows: texts, conversations, or pairs of a chosen and a rejected one, which
             follow each other.
+        images: Form of its images, whose pixels the shards hold; None without any.
     """
 
     recipe: dict[str, str]
@@ -161,6 +184,7 @@ class DatasetMeta:
     tokenizer: TokenizerMeta = TokenizerMeta()
     version: Literal[1, 2, 3] = 2
     row_format: RowFormat = "text"
+    images: ImageMeta | None = None
 
     @property
     def has_documents(self) -> bool:

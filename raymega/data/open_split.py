@@ -23,6 +23,7 @@ from raymega.data.format import (
     DatasetMeta,
 )
 from raymega.data.heads.labelled import LabelledSource
+from raymega.data.images.stored import HeldImages, StoredImages
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_key
 from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_keep, to_tables
 from raymega.data.preference.pairs import PairDocuments, PairedSource
@@ -132,7 +133,26 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     labels = stream.read_targets if is_labelled else labels_of(stream, meta, shape.counted_on)
     key = split_key(meta, split) if is_packed else ""
     setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=meta.vocab_size)
-    return _rows_of(stream, setup, labels=labels, key=key)
+    source = _rows_of(stream, setup, labels=labels, key=key)
+    if meta.images is not None:
+        _with_images(source, StoredImages(stream.read_images, meta.images))
+    return source
+
+
+def _with_images(source: Source, images: StoredImages) -> None:
+    """Let the rows of a dataset have its images."""
+    if isinstance(source, StreamSource):
+        source.images = images
+        return
+    assert isinstance(source, PackedSource), "rows are cut or packed"
+    documents = source.documents
+    assert isinstance(documents, StreamDocuments), "a dataset has such documents"
+
+    def held(document: int, start: int, stop: int) -> HeldImages:
+        first = documents.start(document)
+        return images.held(first + start, first + stop)
+
+    source.images_of = held
 
 
 def open_synthetic(setup: SourceSetup) -> Source:

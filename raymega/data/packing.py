@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raymega.data.images.stored import HeldImages
 from raymega.data.row_counts import LONGEST_ROW, count_rows, windows_at_once
-from raymega.data.rows import Row, ShardRows
+from raymega.data.rows import TEXT, Image, Row, ShardRows
 
 Ints = npt.NDArray[np.int64]
 FEW_WINDOWS = 12
@@ -239,7 +240,7 @@ class PackedSource:
             multiple: Multiple to which each piece is padded.
             keep: Function that returns the rows of a split's windows, as kept or from the function given.
         """
-        self._documents, self.seq_len = documents, seq_len
+        self.documents, self.seq_len = documents, seq_len
         self._window, self._multiple = window, multiple
         self._borders = np.cumsum([0, *(shard[0] for shard in documents.shards)])
         shards = range(len(documents.shards))
@@ -262,10 +263,12 @@ class PackedSource:
         self.context = counted.num_pairs / counted.num_tokens
         self._pieces = lru_cache(KEPT_SHARDS)(self._cut)
         self._rows = lru_cache(KEPT_WINDOWS)(self._lay_out)
+        # set by who opens a dataset with images: those of tokens [start, stop) of a document
+        self.images_of: Callable[[int, int, int], HeldImages] | None = None
 
     def need(self, shards: Sequence[int]) -> None:
         """Take the shards that are read next."""
-        self._documents.need(shards)
+        self.documents.need(shards)
 
     def row(self, index: int) -> Row:
         """Read row ``index``."""
@@ -291,17 +294,17 @@ class PackedSource:
     def read(self, held: PlacedPiece) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Read a piece and, unless its document ends with it, the token after it; and which count as labels."""
         document, start = held.document, held.first
-        stop = min(start + held.length + 1, int(self._documents.lengths[document]))
-        counted = self._documents.counted(document, start, stop)
+        stop = min(start + held.length + 1, int(self.documents.lengths[document]))
+        counted = self.documents.counted(document, start, stop)
         if counted is None:
             counted = np.ones(stop - start, dtype=np.bool_)
-        return self._documents.read(document, start, stop), counted
+        return self.documents.read(document, start, stop), counted
 
     def _cut(self, shard: int) -> Pieces:
         """Cut the documents of a shard."""
-        lengths = self._documents.lengths[self._borders[shard] : self._borders[shard + 1]]
+        lengths = self.documents.lengths[self._borders[shard] : self._borders[shard + 1]]
         return cut_documents(
-            lengths.astype(np.int64), self.seq_len, is_truncated=self._documents.is_truncated
+            lengths.astype(np.int64), self.seq_len, is_truncated=self.documents.is_truncated
         )
 
     def _lay_out(self, number: int) -> tuple[npt.NDArray[np.int32], ...]:
@@ -323,13 +326,22 @@ def join(pieces: Sequence[PlacedPiece], num_tokens: int) -> Row:
     """Read pieces into a row of ``num_tokens`` tokens, end to end, each padded; sources may differ."""
     tokens, labels = (np.zeros(num_tokens, dtype=np.int64) for _ in range(2))
     mask, at = np.zeros(num_tokens, dtype=np.bool_), 0
+    images, places = list[Image](), None
     for held in pieces:
         # One token more than the piece if its document continues: the last label.
         words, counted = held.source.read(held)
         tokens[at : at + held.length] = words[: held.length]
         labels[at : at + len(words) - 1] = words[1:]
         mask[at : at + len(words) - 1] = counted[1:]
+        if held.source.images_of is not None:
+            places = np.full(num_tokens, TEXT, dtype=np.int64) if places is None else places
+            found = held.source.images_of(held.document, held.first, held.first + held.length)
+            places[at : at + held.length] = found.after(len(images))
+            images += found.images
         at += held.padded
     padding = (num_tokens - at,) if at < num_tokens else ()
     documents = (*(held.padded for held in pieces), *padding)
-    return Row(tokens=tokens, labels=labels, mask=mask, documents=documents)
+    return Row(
+        tokens=tokens, labels=labels, mask=mask, documents=documents, images=tuple(images),
+        image_places=places,
+    )  # fmt: skip

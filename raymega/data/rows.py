@@ -10,6 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Pixels = npt.NDArray[np.uint8]
+"""Pixels of an image, [3, height, width]."""
+Image = Callable[[], Pixels]
+"""Function that makes the pixels of an image; a loader calls it for the images of its own rank."""
+TEXT = -1
+"""Feature of a token that stands for no patch of an image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +40,9 @@ class Row:
         lengths: Number of tokens of each document of the groups, without its padding.
         classes: Class, right choice or value of each group, [num_pairs] int64; None where documents have none.
         taught: A teacher's likeliest next tokens of each token, and their logits, [S, k] each; None where none are stored.
+        images: Images of the row.
+        image_places: Feature of each token, [S] int64: number of the image in ``images`` times P, plus that of the
+            patch; -1 of text. None where the model reads no images.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -49,6 +58,8 @@ class Row:
     lengths: tuple[int, ...] = ()
     classes: Ints | None = None
     taught: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
+    images: tuple[Image, ...] = ()
+    image_places: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,6 +88,8 @@ class Samples:
             row = self._masked_row(self._rules.masks, sample)
         else:
             row = self._plain_row(sample)
+        if self._rules.images:
+            row = self._rules.images.row(row, sample)
         for transform in self._rules.transforms:
             row = transform(row, sample)
         return row

@@ -28,7 +28,6 @@ from raymega.parallel.context_parallel.context import (
 from raymega.parallel.context_parallel.stream_places import Places, stream_places
 from raymega.parallel.core.dropout import TokenKeys
 from raymega.plan.layers.encoder_decoder import table_rows
-from raymega.plan.layers.family_parts import parts_of
 
 
 class EncoderDecoderStage(StageModule):
@@ -196,8 +195,3 @@ def _plain_places(
         torch.zeros_like(numbers), numbers, lengths, cp=cp, cp_rank=cp_rank
     )
     return Places(*(t.to(device) for t in encoder)), Places(*(t.to(device) for t in decoder))
-
-
-def stage_type(model: ModelSection) -> type[StageModule]:
-    """Return the class of the model's stages."""
-    return EncoderDecoderStage if parts_of(model).is_encoder_decoder else StageModule

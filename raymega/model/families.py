@@ -27,6 +27,8 @@ from raymega.model.linear_attention.gated_delta_net import GatedDeltaNet
 from raymega.model.linear_attention.mamba2 import Mamba2
 from raymega.model.moe.layer import MoeLayer
 from raymega.model.stream_block import StreamBlock, StreamEmbedding
+from raymega.model.vision.embedding import ImageEmbedding
+from raymega.model.vision.tower import VisionTower
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups, no_expert_groups
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
@@ -59,9 +61,12 @@ def make_embedding(factory: ParameterFactory, model: ModelSection) -> Embedding:
     if parts.is_encoder_decoder:
         return StreamEmbedding(factory)
     width = model.hidden_size**0.5 if parts.scales_embedding else 1.0
+    factor = model.multipliers.embedding * width
+    if model.vision.is_on:
+        return ImageEmbedding(factory, VisionTower(factory, model.vision), factor)
     return Embedding(
         factory,
-        model.multipliers.embedding * width,
+        factor,
         first_position=parts.first_position,
         norm=make_norm(factory, "embedding.norm", model) if parts.has_embedding_norm else None,
     )

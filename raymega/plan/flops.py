@@ -21,6 +21,7 @@ from raymega.plan.layers.layer_pattern import (
     state_kind,
     state_share,
 )
+from raymega.plan.layers.vision import image_flops
 from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
 from raymega.schedule.simulate import Durations
 
@@ -54,6 +55,8 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
+    # the tower's work on the images among the tokens, model.vision.image_share of them
+    forward += model.vision.images_per_token * image_flops(model)
     return float(FORWARD_AND_BACKWARD * forward)
 
 

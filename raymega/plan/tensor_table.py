@@ -16,6 +16,7 @@ from raymega.plan.layers.global_tensor import GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import ALONE, STATES, sized_model, tensor_kind
 from raymega.plan.layers.norm_tensors import norm_tensors
 from raymega.plan.layers.state_tensors import state_tensors
+from raymega.plan.layers.vision import PROJECTOR, VISION, vision_tensors, without_unused
 from raymega.plan.stages import Stage
 
 
@@ -63,7 +64,7 @@ def _offset(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:
 
 
 def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
-    """Return the token table, tables of learned positions and of token types, and their sum's norm."""
+    """Return the token table, tables of positions and of token types, their sum's norm, and a vision tower."""
     table, family = [_table("embedding.tokens", model, role="embedding")], parts_of(model)
     positions = model.max_positions if family.has_positions else 0
     types = 0 if family.is_causal else model.encoder.type_vocab_size
@@ -76,7 +77,13 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     if family.is_encoder_decoder:
         # T5's tables start wide: a tied head divides by sqrt(D)
         table = [replace(each, initializer_range=1.0) for each in table] + position_tables(model)
-    return with_tuning(table, model)
+    return without_unused(with_tuning(table + vision_tensors(model), model), model.vision)
+
+
+def is_tower_frozen(model: ModelSection) -> bool:
+    """Return whether no gradient passes the vision tower: all its tensors but the projector's are frozen."""
+    tower = (each for each in embedding_tensors(model) if each.name.startswith(f"{VISION}."))
+    return not any(t.is_trained and not t.name.startswith(PROJECTOR) for t in tower)
 
 
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:

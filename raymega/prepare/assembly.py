@@ -16,6 +16,7 @@ import numpy as np
 from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
 from raymega.data.format import SHARD_TOKENS, ShardMeta
 from raymega.errors import DataError, Fault
+from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
 from raymega.prepare.origins import encode_origins
 from raymega.prepare.readers.pieces import ShardGroup
@@ -46,6 +47,7 @@ class ShardPlan:
     stop: int
     parts: tuple[GroupPart, ...]
     has_targets: bool = False
+    has_images: bool = False
 
 
 def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> list[ShardPlan]:
@@ -65,7 +67,8 @@ def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> l
                 parts.append(GroupPart(start=at, shard=shard, pieces=origins))
                 at += shard.num_tokens
         plans += list(_plan_split(split, parts, at))
-    return [replace(plan, has_targets=has_targets) for plan in plans]
+    has_images = any(group.row_format == IMAGES_FORMAT for group in groups)
+    return [replace(plan, has_targets=has_targets, has_images=has_images) for plan in plans]
 
 
 def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> ShardMeta | None:
@@ -81,7 +84,8 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
         DataError: A file of a group is damaged.
     """
     found = list[tuple[int, int]]()
-    with ShardWriter(folder, plan.file, dtype=dtype, has_targets=plan.has_targets) as writer:
+    kinds = {"has_targets": plan.has_targets, "has_images": plan.has_images}
+    with ShardWriter(folder, plan.file, dtype=dtype, **kinds) as writer:
         for part in plan.parts:
             path = state / part.shard.file
             if file_crc32(path) != part.shard.crc32:

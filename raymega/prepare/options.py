@@ -15,6 +15,7 @@ from raymega.data.format import local_folder
 from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, first_few
 from raymega.prepare.chat.rows import CHATS, RowFormat
+from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.output import FolderOutput
 from raymega.prepare.readers.pieces import SourceFile
 from raymega.prepare.remote_output import StoreOutput
@@ -52,6 +53,8 @@ class PrepareOptions:
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
         row_format: Form of a row: a text, a conversation, or a chosen and a rejected one.
         chat_template: File with the template of conversations; empty for the tokenizer's own.
+        image_size: Height and width to which images are resized, in pixels; 0 without images.
+        patch_size: Height and width of a patch in pixels.
     """
 
     inputs: tuple[str, ...]
@@ -68,6 +71,8 @@ class PrepareOptions:
     parse_special_tokens: bool = False
     row_format: RowFormat = "text"
     chat_template: str = ""
+    image_size: int = 0
+    patch_size: int = 0
 
     @property
     def tokenizer_options(self) -> TokenizerOptions:
@@ -75,7 +80,7 @@ class PrepareOptions:
         return TokenizerOptions(
             name=self.tokenizer, eod_token=self.eod_token, add_bos=self.add_bos,
             parse_special_tokens=self.parse_special_tokens, row_format=self.row_format,
-            chat_template=self.chat_template,
+            chat_template=self.chat_template, image_size=self.image_size, patch_size=self.patch_size,
         )  # fmt: skip
 
 
@@ -165,11 +170,29 @@ def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
             rule="only conversations are rendered",
             remedy="add --format chat, or leave it out",
         )
+    yield from _image_faults(options)
     if not options.text_key:
         yield Fault(
             fact="--text-key is empty",
             rule="it must be a key of JSON objects or a column of tables",
             remedy="use text",
+        )
+
+
+def _image_faults(options: PrepareOptions) -> Iterator[Fault]:
+    size, patch = options.image_size, options.patch_size
+    if options.row_format != IMAGES_FORMAT:
+        if size or patch:
+            yield Fault(
+                fact=f"--image-size {size} and --patch-size {patch} with --format {options.row_format}",
+                rule="these rows have no images",
+                remedy=f"add --format {IMAGES_FORMAT}, or leave both out",
+            )
+    elif size < 1 or patch < 1 or size % patch:
+        yield Fault(
+            fact=f"--image-size {size} and --patch-size {patch}",
+            rule="an image is resized to a square of whole patches, as the model's vision tower reads it",
+            remedy="use those of the model: --image-size 336 --patch-size 14 for LLaVA 1.5",
         )
 
 

@@ -166,6 +166,7 @@ def _write_dataset(
         tokenizer=tokenizer.meta,
         version=2 if options.row_format == "text" else 3,
         row_format=options.row_format,
+        images=tokenizer.rules.images,
     )
     return _Work(meta=meta, ray_start_seconds=ray_start_seconds, engines=totals.engines)
 

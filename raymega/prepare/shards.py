@@ -22,6 +22,8 @@ from raymega.prepare.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
+from raymega.prepare.images.documents import BrokenImageError, image_document
+from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.labels.documents import labelled_documents
 from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import LABELLED
@@ -122,13 +124,17 @@ def _write_group(
             name = split_of(document.text, valid_fraction)
             try:
                 labelled = _labelled(document, group.row_format, encoder, answers[name])
-            except RenderError as error:
+            except (RenderError, BrokenImageError) as error:
                 documents.refuse(document.name, str(error))
                 continue
             if name not in splits:
                 file = f"{name}/{group.key or f'{group.index:06d}'}.arrow"
                 writer = ShardWriter(
-                    folder, file, dtype=encoder.dtype, has_targets=group.row_format != "text"
+                    folder,
+                    file,
+                    dtype=encoder.dtype,
+                    has_targets=group.row_format != "text",
+                    has_images=group.row_format == IMAGES_FORMAT,
                 )
                 splits[name] = _Split(stack.enter_context(writer), encoder)
             if group.row_format != "text":
@@ -165,12 +171,16 @@ def _labelled(
 
     Raises:
         RenderError: The row's conversation is refused.
+        BrokenImageError: An image of the row is broken.
     """
     text = document.text
     if row_format == "kto":
         return answers.add(document, text)
+    rules = encoder.rules
+    if rules.images is not None:
+        around = {"bos_id": rules.bos_id, "eod_id": rules.eod_id}
+        return [image_document(text, encoder.ids, rules.images, **around)]
     if row_format in LABELLED:
-        rules = encoder.rules
         return labelled_documents(
             text, row_format, encoder.ids, encoder.placed, bos_id=rules.bos_id, eod_id=rules.eod_id
         )
@@ -205,11 +215,12 @@ class _Split:
             self._encode()
 
     def add_labelled(self, document: Document, labelled: list[Labelled]) -> None:
-        self._num_text_bytes += document.num_bytes * bool(labelled)
+        own = [each.num_text_bytes for each in labelled if each.num_text_bytes >= 0]
+        self._num_text_bytes += sum(own) if own else document.num_bytes * bool(labelled)
         for each in labelled:
             self.origins.append((document.piece, document.row))
             self._counts += np.bincount(each.ids, minlength=len(self._counts))
-            self._writer.append(each.ids.astype(self._encoder.dtype), each.targets)
+            self._writer.append(each.ids.astype(self._encoder.dtype), each.targets, each.images)
 
     def close(self) -> SplitPart:
         self._encode()

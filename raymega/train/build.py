@@ -15,6 +15,7 @@ import torch
 
 from raymega.config.schema import Job
 from raymega.data.dynamic_loader import DynamicLoader
+from raymega.data.images.image_batch import ImageShare
 from raymega.data.loader import Loader
 from raymega.data.row_rules.span_corruption import empty_row_of
 from raymega.data.samples import Samples, open_samples, open_validation
@@ -286,6 +287,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             is_encoder=not parts_of(job.model).is_causal,
             empty=empty_row_of(job.model),
             pooling=score_pooling(job.model),
+            images=_image_share(plan, rank),
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.
@@ -301,6 +303,14 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
         timeout_s=job.elastic.collective_timeout_s,
         depth=depth,
     )
+
+
+def _image_share(plan: RunPlan, rank: int) -> ImageShare | None:
+    """Return the share of a micro-batch's images that this rank's vision tower reads; None without a tower."""
+    vision, coords, grid = plan.job.model.vision, plan.grid.coords(rank), plan.grid
+    if not (vision.is_on and any(stage.is_first for stage in plan.stages_of(rank))):
+        return None
+    return ImageShare(vision=vision, index=coords.cp * grid.tp + coords.tp, size=grid.cp * grid.tp)
 
 
 def _build_executors(  # noqa: PLR0913  # what an executor is made of

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
-from raymega.model.encoder_decoder import stage_type
 from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
+from raymega.model.stage_types import stage_type
 from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Context

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from raymega.model.encoder_decoder import EncoderDecoderStage
 from raymega.model.heads.score_losses import LOSSES as SCORE_LOSSES
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference_losses import LOSSES, Answers
+from raymega.model.vision_stage import VisionStage
+from raymega.parallel.context_parallel.images import Images
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.layers.family_parts import parts_of, score_pooling
 from raymega.train.build import TrainingComponents
@@ -111,6 +114,7 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
     if row.stream_documents is not None:
         yield from _target_losses(module, row)
         return
+    images = _images_of(row)
     for start, stop in pairwise(accumulate(row.documents, initial=0)):
         tokens = torch.from_numpy(row.tokens[start:stop].copy())
         labels = torch.from_numpy(row.labels[start:stop].copy())
@@ -118,8 +122,20 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
         types = None
         if row.token_types is not None:
             types = torch.from_numpy(row.token_types[None, start:stop].copy())
-        logits = module.logits(tokens[None], None, types)[:, 0].double()  # [length, V]
+        if images is None:
+            logits = module.logits(tokens[None], None, types)[:, 0].double()  # [length, V]
+        else:
+            here = images._replace(places=images.places[:, start:stop])
+            logits = cast(VisionStage, module).document_logits(tokens, here)[:, 0].double()
         yield cross_entropy(logits, labels, reduction="none")[counted]
+
+
+def _images_of(row: Row) -> Images | None:
+    """Return a row's images, with the place of each of its tokens; None where it has none."""
+    if not row.images or row.image_places is None:
+        return None
+    pixels = np.stack([image() for image in row.images])
+    return Images(torch.from_numpy(pixels), torch.from_numpy(row.image_places[None].copy()))
 
 
 def _target_losses(module: StageModule, row: Row) -> Iterator[Tensor]:

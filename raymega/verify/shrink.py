@@ -17,7 +17,7 @@ from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout import Device
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_streams, shrink_model
+from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_images, cut_streams, shrink_model
 from raymega.verify.shrink_teacher import settle_teacher, shrink_teacher
 from raymega.verify.small_data import (
     drawn_blend,
@@ -93,6 +93,8 @@ def _shorten(draft: Draft, steps: int) -> None:
     draft.set("data.seq_len", min(job.data.seq_len, MAX_SEQ_LEN))
     if parts_of(job.model).is_encoder_decoder and job.data.seq_len > MAX_SEQ_LEN:
         cut_streams(draft)
+    if job.model.vision.is_on:
+        cut_images(draft)
     multiple = gcd(job.data.document_multiple, draft.values["data"]["seq_len"])
     draft.set("data.document_multiple", multiple, "it must divide the sequence")
     draft.set("data.global_batch_size", _small_batch(job.data.global_batch_size))

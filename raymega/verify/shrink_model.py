@@ -23,6 +23,8 @@ MAX_TP = 8
 MAX_EXPERTS, MAX_GROUPS, MAX_CHOICES = 8, 4, 3
 MOST_HEADS = 40
 STATE_WIDTH = 8
+MAX_GRID, MAX_PATCH, MAX_TOWER_LAYERS, MAX_TOWER_HEADS = 2, 4, 3, 2
+"""Most patches along an image's edge, pixels along a patch's, and blocks and heads of a vision tower."""
 HEAD_WIDTHS = (64, 32, 16, 8, 4, 2)
 
 
@@ -64,6 +66,26 @@ def cut_streams(draft: Draft) -> None:
     draft.set("data.span_corruption.text_seq_len", text, "it is what becomes a row")
 
 
+def cut_images(draft: Draft) -> None:
+    """Cut images so that several fit into a shrunk row, and the tower to a few narrow blocks with the same parts."""
+    vision = draft.job().model.vision
+    grid, patch = min(vision.grid, MAX_GRID), min(vision.patch_size, MAX_PATCH)
+    layers = min(vision.num_layers, MAX_TOWER_LAYERS)
+    heads = min(vision.num_heads, MAX_TOWER_HEADS)
+    smaller = {
+        "image_size": grid * patch, "patch_size": patch, "num_layers": layers, "num_heads": heads,
+        "hidden_size": min(vision.hidden_size, heads * STATE_WIDTH),
+        "ffn_hidden_size": min(vision.ffn_hidden_size, 2 * heads * STATE_WIDTH),
+        # as many blocks behind the projected one as fit
+        "feature_layer": max(1 - layers, min(-1, vision.used_layers - vision.num_layers - 1)),
+    }  # fmt: skip
+    # a tower that is as deep as before keeps its projected block
+    if vision.num_layers == layers:
+        smaller.pop("feature_layer")
+    for name, number in smaller.items():
+        draft.set(f"model.vision.{name}", number)
+
+
 def _cut_positions(draft: Draft) -> None:
     draft.set("model.max_positions", min(draft.job().model.max_positions, 2 * MAX_SEQ_LEN))
 
@@ -81,6 +103,8 @@ def _cut_vocabulary(draft: Draft) -> None:
         rows,
         "so that tp cuts the table as in the whole model",
     )
+    if draft.job().model.vision.image_token_id >= rows - padding:
+        draft.set("model.vision.image_token_id", rows - padding - 1)
     # special tokens of masks move to the end of what is left
     masking = draft.job().data.masking
     for place, name in enumerate(("mask_token_id", "cls_token_id", "sep_token_id")):

@@ -12,6 +12,7 @@ from tests.mutations.evaluations import EVALUATIONS
 from tests.mutations.experts import EXPERTS
 from tests.mutations.fp8 import FP8
 from tests.mutations.heads import HEADS
+from tests.mutations.images import IMAGES
 from tests.mutations.kernels import KERNELS
 from tests.mutations.layers import LAYERS
 from tests.mutations.mutation import Mutation
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "tuning": TUNING,
     "encoders": ENCODERS,
     "two streams": TWO_STREAMS,
+    "images": IMAGES,
     "preference": PREFERENCE,
     "heads": HEADS,
     "distillation": DISTILLATION,

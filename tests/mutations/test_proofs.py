@@ -5,6 +5,7 @@ import pytest
 from tests.mutations.distillation import DISTILLATION_PROOFS
 from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
+from tests.mutations.images import IMAGE_PROOFS
 from tests.mutations.planted import WORDS_OF_DEATH, planted_text
 from tests.mutations.proofs import PROOFS as PLAIN_PROOFS
 from tests.mutations.states import STATES
@@ -18,6 +19,7 @@ PROOFS = (
     *ENCODER_PROOFS,
     *TWO_STREAM_PROOFS,
     *DISTILLATION_PROOFS,
+    *IMAGE_PROOFS,
 )
 TIMEOUT_S = 300.0
 

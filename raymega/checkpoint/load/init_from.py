@@ -41,6 +41,7 @@ UNSEEN_IN_SHAPES = {
     "num_heads": ("layers.*.attention.*",),
     "layer_sizes.num_heads": ("layers.*.attention.*",),
     "linear_attention.num_key_heads": ("layers.*.linear_attention.*",),
+    "vision.num_heads": ("vision.layers.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }
 """Fields of the model that give tensors of one shape another meaning, with patterns of these tensors.

@@ -43,6 +43,8 @@ def prepare(
     parse_special_tokens: bool = False,
     format: RowFormat = "text",  # the option's name
     chat_template: str = "",
+    image_size: int = 0,
+    patch_size: int = 0,
     text_key: str | None = None,
     max_bad_lines: int = 0,
     address: Address = "auto",
@@ -58,8 +60,7 @@ def prepare(
     Options:
         inputs: Input files, folders or URIs.
         out: Output folder that all nodes share, or s3://bucket/prefix.
-        tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model,
-            .tiktoken.
+        tokenizer: bytes, bpe:N (trained on the corpus), or a file or folder: tokenizer.json, sentencepiece .model, .tiktoken.
         valid_fraction: Share of documents held out for validation, chosen by a hash of their text; 0 is none.
         include: Read only files that match, such as '*.py'; repeatable.
         exclude: Skip files that match, such as test/; repeatable.
@@ -67,9 +68,10 @@ def prepare(
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
         format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
-            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags) or multiple_choice (context,
-            question, choices, label).
+            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label) or images (text, images, prompt).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
+        image_size: images only: height and width to which images are resized, in pixels.
+        patch_size: images only: height and width of a patch; each is a token.
         text_key: Key of JSON objects or column of tables that holds the text; default: that of the format.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
@@ -90,6 +92,8 @@ def prepare(
         text_key=DEFAULT_KEYS[format] if text_key is None else text_key,
         row_format=format,
         chat_template=chat_template,
+        image_size=image_size,
+        patch_size=patch_size,
         max_bad_lines=max_bad_lines,
         address=address,
         eod_token=eod_token,

@@ -204,7 +204,12 @@ def _show_stages(plan: RunPlan) -> None:
     has_chunks = plan.placement.chunks > 1
     rows: list[tuple[object, ...]] = []
     for stage in plan.stages:
-        parts = {"embedding": stage.is_first, "final norm, head, loss": stage.is_last}
+        has_tower = stage.is_first and plan.job.model.vision.is_on
+        parts = {
+            "embedding": stage.is_first,
+            "vision tower": has_tower,
+            "final norm, head, loss": stage.is_last,
+        }
         also = ", ".join(name for name, is_here in parts.items() if is_here)
         seat = plan.placement.seat(stage.index) if has_chunks else ()
         rows.append((stage.index, *seat, _layers(stage), also))

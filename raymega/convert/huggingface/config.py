@@ -6,12 +6,14 @@ A setting that would change the network and that raymega does not know is refuse
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from raymega.config.schema import ModelSection
+from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.architectures import (
     ADD_IT,
     LATENT_SIZES,
@@ -26,6 +28,8 @@ from raymega.convert.huggingface.architectures import (
 )
 from raymega.convert.huggingface.config_types import kind_faults
 from raymega.convert.huggingface.families.family import KINDS, HfFamily
+from raymega.convert.huggingface.families.llava import LLAVA, llava_config, text_of, vision_of
+from raymega.convert.huggingface.families.llava import TRAINING as NOT_IN_CONFIG
 from raymega.convert.huggingface.families.table import architecture, hf_family, known_types
 from raymega.convert.huggingface.heads import compared_head, head_config, head_values
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
@@ -62,6 +66,32 @@ def model_from(config: Config) -> ModelSection:
 
 def _section_of(config: Config) -> ModelSection:
     """Return the model section of ``config``, before the rules of job files are applied to it."""
+    if config.get("model_type") != LLAVA:
+        return _text_section_of(config)
+    with _in_words_of_config():
+        text, vision = text_of(config), vision_of(config)
+    return _text_section_of(text).model_copy(update={"vision": vision})
+
+
+@contextmanager
+def _in_words_of_config() -> Iterator[None]:
+    """Tell what is missing or out of range in config.json's words."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(_incomplete(f"has no {error.args[0]}")) from error
+    except ValidationError as error:
+        raise ConfigError(
+            *[
+                _incomplete(f"gives model.{'.'.join(map(str, at['loc']))}={at['input']!r}, but "
+                            f"{at['msg'].lower()}")
+                for at in error.errors()
+            ]
+        ) from error  # fmt: skip
+
+
+def _text_section_of(config: Config) -> ModelSection:
+    """Return the model section of a ``config`` without images."""
     # A known architecture, and only settings of it that raymega reproduces.
     kind = config.get("model_type")
     known = architecture(kind) if isinstance(kind, str) else None
@@ -78,23 +108,13 @@ def _section_of(config: Config) -> ModelSection:
     # From here on an alias has its first name.
     whole["model_type"] = kind = known.alias_of or kind
     # Values of the fields; what is missing or out of range is told in config.json's words.
-    try:
+    with _in_words_of_config():
         values = _gpt2_values(whole) if kind == "gpt2" else {}
         if kind != "gpt2" and not (family and family.owns_settings):
             values = _llama_values(whole)
         values |= family_values(whole, family) if family else {}
         values |= head_values(whole)
         return ModelSection.model_validate({"family": known.family, **values})
-    except KeyError as error:
-        raise ConfigError(_incomplete(f"has no {error.args[0]}")) from error
-    except ValidationError as error:
-        raise ConfigError(
-            *[
-                _incomplete(f"gives model.{'.'.join(map(str, at['loc']))}={at['input']!r}, but "
-                            f"{at['msg'].lower()}")
-                for at in error.errors()
-            ]
-        ) from error  # fmt: skip
 
 
 def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
@@ -115,6 +135,10 @@ def config_from(model: ModelSection, *, dtype: str, carried: Config) -> dict[str
 
 
 def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str, Any]:
+    if model.vision.is_on:
+        alone = model.model_copy(update={"vision": VisionSection()})
+        text = _config_of(alone, dtype=dtype, carried=carried.get("text_config") or {})
+        return {**llava_config(model, text, carried), "dtype": dtype}
     kind = architecture_of(model)
     known = architecture(kind)
     if known is None:
@@ -170,7 +194,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     # Symbolic values ("num_heads") become numbers; fields without effect are left out.
     parts_apart = {
         "moe", "mla", "attention", "linear_attention", "multipliers", "encoder", "encoder_decoder", "head",
-        "layer_sizes",
+        "layer_sizes", "vision",
     }  # fmt: skip
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
@@ -189,6 +213,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         "multipliers": model.multipliers.model_dump(),
         "linear_attention": model.linear_attention.model_dump(),
         "head": compared_head(model), "layer_sizes": _sizes_by_layer(model),
+        "vision": model.vision.model_dump(exclude={*NOT_IN_CONFIG}),
     }  # fmt: skip
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})

@@ -30,6 +30,7 @@ from raymega.convert.huggingface.extra_files import (
     has_tokenizer,
     trained_tokens,
 )
+from raymega.convert.huggingface.families.llava import PREPROCESSOR, preprocessor
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast
@@ -107,6 +108,8 @@ def hf_export(
         config |= trained_tokens(
             manifest
         )  # what the decoder was trained with is no choice of the tokenizer
+    if model.vision.is_on and PREPROCESSOR not in beside:
+        beside[PREPROCESSOR] = json.dumps(preprocessor(model.vision), indent=2).encode()
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = exported_tensors(model)

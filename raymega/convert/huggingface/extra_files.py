@@ -25,7 +25,9 @@ from raymega.storage.store import Store
 CONFIG = "config.json"
 PREFIX = "hf/"
 GENERATION_CONFIG = "generation_config.json"
-PATTERNS = (CONFIG, GENERATION_CONFIG, *TOKENIZER_PATTERNS)
+PATTERNS = (
+    CONFIG, GENERATION_CONFIG, "preprocessor_config.json", "processor_config.json", *TOKENIZER_PATTERNS
+)  # fmt: skip
 MAX_HOPS = 16
 """Longest chain of ``checkpoint.init_from`` that is followed; ends a circle."""
 

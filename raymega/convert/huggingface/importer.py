@@ -22,12 +22,14 @@ from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
 from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
+from raymega.convert.huggingface.families.llava import known_name, with_pixels
 from raymega.convert.huggingface.heads import with_headless_pooling
 from raymega.convert.huggingface.names import (
     HEAD,
     HEADS,
     HfTensor,
     has_own_table,
+    head_name,
     hf_tensors,
     is_buffer,
     num_further,
@@ -207,7 +209,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(_unreadable(folder, f"cannot be read: {error}")) from error
     if not isinstance(config, dict):
         raise ConfigError(_unreadable(folder, f"is no object, but {str(config)[:40]}"))
-    return config
+    return with_pixels(config, folder)
 
 
 def _unreadable(folder: Path, problem: str) -> Fault:
@@ -223,6 +225,8 @@ def _unreadable(folder: Path, problem: str) -> Fault:
 
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
     """Return the weights by their current names."""
+    if model.vision.is_on:
+        return {known_name(name): entry for name, entry in entries.items()}
     # Files of a model saved without its language-model head lack the outermost prefix.
     own = FIRST_PREFIX.get(architecture_of(model))
     prefix = own or FIRST_PREFIX.get(model.family, "model.")
@@ -281,8 +285,9 @@ def _weight_faults(entries: Mapping[str, WeightEntry], model: ModelSection) -> I
     # A tied head beside its table, missing and surplus tensors, then shapes.
     wanted = {tensor.name: tensor for tensor in hf_tensors(model)}
     found = dict(entries)
-    if HEAD in found and model.tie_word_embeddings:
-        yield from _tied_head_faults(found.pop(HEAD), found, model)
+    head = head_name(model)
+    if head in found and model.tie_word_embeddings:
+        yield from _tied_head_faults(found.pop(head), found, model)
     yield from _count_faults(
         sorted(wanted.keys() - found.keys()), "lack", "take them from one place"
     )

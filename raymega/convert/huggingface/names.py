@@ -17,6 +17,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.families.bert import COPIES, UNREAD_BIASES, with_own_head
 from raymega.convert.huggingface.families.family import StackedExperts
+from raymega.convert.huggingface.families.llava import CLASS_TOKEN, TEXT_PREFIX, vision_names
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
 from raymega.convert.huggingface.heads import head_names
@@ -183,8 +184,29 @@ class HfTensor:
         return np.concatenate(parts)
 
 
+def head_name(model: ModelSection) -> str:
+    """Return their name of a decoder's head."""
+    return f"{TEXT_PREFIX}{HEAD}" if model.vision.is_on else HEAD
+
+
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
     """Return every tensor of ``model`` as Hugging Face has it, in layer order, without a tied head."""
+    text = _text_tensors(model)
+    if not model.vision.is_on:
+        return text
+    ours = {tensor.name: tensor for tensor in model_tensors(model)}
+    named = {
+        f"{theirs}.{kind}": f"{part}.{kind}"
+        for theirs, (part,) in vision_names(model.vision).items()
+        for kind in ("weight", "bias")
+    } | dict((CLASS_TOKEN,))
+    tower = [_hf_tensor(name, [part], ours, model) for name, part in named.items() if part in ours]
+    # token table first, as in other models: a tied head is compared with it
+    return [*(replace(each, name=f"{TEXT_PREFIX}{each.name}") for each in text), *tower]
+
+
+def _text_tensors(model: ModelSection) -> list[HfTensor]:
+    """Return the tensors of the model without its vision tower."""
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
     family = hf_family(architecture_of(model))
     llama_outer = (family.outer if family else {}) or _LLAMA_OUTER

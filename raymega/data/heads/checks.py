@@ -1,10 +1,11 @@
-"""Checks that the rows of a dataset have the form that a job reads."""
+"""Checks that the rows of a dataset have the form that a job reads, and the images that its model reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from raymega.config.data import is_computed
+from raymega.config.vision.section import VisionSection
 from raymega.data.format import RowFormat
 from raymega.data.megatron import is_megatron
 from raymega.data.rows import RowForm
@@ -42,7 +43,7 @@ def row_form_faults(path: str, field: str, loss_on: str, form: RowForm) -> Itera
             rule=f"this job reads labels of rows that --format {FORMATS[form.kind]} prepares",
             remedy=f"prepare it with --format {FORMATS[form.kind]}, or change model.head or preference.loss_type",
         )
-    elif form.kind == "texts" and found not in ("text", "chat"):
+    elif form.kind == "texts" and found not in ("text", "chat", "images"):
         yield Fault(
             fact=f"{field}={path!r} was prepared with --format {found}",
             rule="a language model's loss reads no labels",
@@ -53,4 +54,29 @@ def row_form_faults(path: str, field: str, loss_on: str, form: RowForm) -> Itera
             fact=f"data.loss_on={loss_on}, and {field}={path!r} holds texts",
             rule="only conversations say what the assistant writes",
             remedy="set data.loss_on=auto, or prepare it with --format chat",
+        )
+
+
+def image_faults(path: str, field: str, vision: VisionSection) -> Iterator[Fault]:
+    """Yield the fault of a dataset, sound by itself, whose images are not those of the model's vision tower."""
+    meta = None if is_computed(path) or is_megatron(path) else meta_at(path)
+    if meta is None or meta.images is None:
+        return
+    images = meta.images
+    if not vision.is_on:
+        yield Fault(
+            fact=f"{field}={path!r} holds images, and model.vision.kind=none",
+            rule="their tokens would be read as text",
+            remedy="set model.vision, or prepare the text alone with --format text",
+        )
+        return
+    found = (images.size, images.num_patches, images.token_id)
+    if found != (vision.image_size, vision.num_patches, vision.image_token_id):
+        yield Fault(
+            fact=f"{field}={path!r} holds images of {images.size} pixels, each {images.num_patches} tokens with id "
+            f"{images.token_id}",
+            rule=f"model.vision reads {vision.image_size} pixels as {vision.num_patches} tokens with id "
+            f"{vision.image_token_id}",
+            remedy=f"prepare it with --image-size {vision.image_size} --patch-size {vision.patch_size} and the model's "
+            f"tokenizer, or set model.vision.image_token_id={images.token_id} and its sizes",
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymega.config.schema import Job
+from raymega.data.images.image_rows import ImageRows, image_rows_of
 from raymega.data.row_rules.masking import Masks, masks_of
 from raymega.data.row_rules.plugin_rows import Transform, transforms_of
 from raymega.data.row_rules.span_corruption import SpanCorruption, span_corruption_of
@@ -18,11 +19,13 @@ class RowRules:
     Attributes:
         masks: Rule of an encoder's rows; None for rows that predict the next token.
         spans: Rule of an encoder-decoder model's rows; None for others.
+        images: Rule of the rows of a model that reads images; None for others.
         transforms: Functions of a row and its sample's number to a row, applied in order.
     """
 
     masks: Masks | None = None
     spans: SpanCorruption | None = None
+    images: ImageRows | None = None
     transforms: Sequence[Transform] = ()
 
 
@@ -39,5 +42,6 @@ def row_rules(job: Job, split: str) -> RowRules:
     return RowRules(
         masks=masks_of(job, split),
         spans=span_corruption_of(job, split),
+        images=image_rows_of(job, split),
         transforms=transforms_of(job, split),
     )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.data.format import ShardMeta, StreamShard
+from raymega.data.images.stored import StoredImages
 from raymega.data.packing import KEPT_SHARDS
 from raymega.data.rows import Row, ShardRows, whole_row
 from raymega.errors import DataError, Fault
@@ -52,6 +53,7 @@ class StreamSource:
     ) -> None:
         """Require a shard of more than S tokens, all below ``vocab_size``; without ``labels`` all count."""
         self._labels = labels
+        self.images: StoredImages | None = None  # set by who opens a dataset with images
         # Windows overlap by one token: the last label is the first input of the next one.
         num_tokens = np.array([shard.num_tokens for shard in stream.shards], dtype=np.int64)
         rows = np.maximum(num_tokens - 1, 0) // seq_len
@@ -75,6 +77,9 @@ class StreamSource:
     def row(self, index: int) -> Row:
         """Return window ``index`` as a sample."""
         row, start = whole_row(self.window(index)), self._start(index)
+        if self.images is not None:
+            held = self.images.held(start, start + self.seq_len)
+            row = replace(row, images=held.images, image_places=held.places)
         if self._labels is None:
             return row
         return replace(row, mask=self._labels(start + 1, start + self.seq_len + 1))
@@ -120,15 +125,16 @@ class StreamDocuments:
         Raises:
             DataError: A token is outside the vocabulary.
         """
-        first = self._start(document)
+        first = self.start(document)
         return _read_known(self._stream, first + start, first + stop, self._vocab_size)
 
     def counted(self, document: int, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Return which of tokens [start, stop) of one document count as labels; None if all do."""
-        first = self._start(document)
+        first = self.start(document)
         return self._labels and self._labels(first + start, first + stop)
 
-    def _start(self, document: int) -> int:
+    def start(self, document: int) -> int:
+        """Return the position in the stream of a document's first token."""
         shard = int(np.searchsorted(self._borders, document, side="right")) - 1
         return int(self._starts(shard)[document - self._borders[shard]])
 

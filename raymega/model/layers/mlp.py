@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor, nn, sigmoid
 from torch.nn.functional import gelu, relu, silu
 
 from raymega.config.schema import ModelSection
@@ -115,6 +115,11 @@ def relu2(x: Tensor) -> Tensor:
     return relu(x).square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x), CLIP's approximation of GELU."""
+    return x * sigmoid(1.702 * x)
+
+
 def named_activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return the nonlinearity of a name; one of a plug-in that fails is named with its line."""
     row = find("activation", name)
@@ -140,6 +145,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "relu": relu,
     "relu2": relu2,
+    "quick_gelu": quick_gelu,
     "silu": silu,
 }
 """Nonlinearities by name."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from raymega.config.parallel import ParallelSection
 from raymega.parallel.comm.process_groups import Group, Groups, alone
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.context_parallel.images import Images
 from raymega.parallel.context_parallel.stream_places import Places
 from raymega.parallel.core.dropout import TokenKeys
 from raymega.parallel.expert_parallel.token_ids import TokenIds
@@ -94,6 +95,7 @@ class Rows(NamedTuple):
         ends: See TokenLayout.
         order: See TokenLayout.
         streams: See TokenLayout.
+        images: See TokenLayout.
 
     What depends on documents and rank alone is None where :func:`make_token_layout` and others are to
     compute it. A loader computes it ahead, because a forward that did would wait for a copy to the device.
@@ -106,6 +108,7 @@ class Rows(NamedTuple):
     ends: Tensor | None = None
     order: tuple[Tensor, Tensor] | None = None
     streams: tuple[Places, Places] | None = None
+    images: Images | None = None
 
 
 class EncoderInput(NamedTuple):
@@ -250,6 +253,7 @@ class TokenLayout:
             rows, and its inverse: [S, B] or [S, 1] int64. None where no layer asks, or this rank has all.
         whole_positions: Position of each of the rows' tokens in its document, as ``row_order``.
         streams: Places of the encoder's tokens, which come first, and of the decoder's; None in other families.
+        images: Images of the rows; None where the model reads none, and behind the first stage.
     """
 
     positions: Tensor
@@ -264,6 +268,7 @@ class TokenLayout:
     row_order: tuple[Tensor, Tensor] | None = None
     whole_positions: Tensor | None = None
     streams: tuple[Places, Places] | None = None
+    images: Images | None = None
 
     @property
     def row_positions(self) -> Tensor:
@@ -301,6 +306,7 @@ def make_token_layout(rows: Rows, context: Context, *, has_whole_rows: bool = Fa
         order=rows.order,
         ends=rows.ends,
         streams=rows.streams,
+        images=rows.images,
     )
 
 

@@ -32,7 +32,7 @@ from raymega.plan.validation import (
     tuning,
 )
 from raymega.plan.validation.distillation import rules as distillation
-from raymega.plan.validation.families import encoder_decoder, layer_sizes
+from raymega.plan.validation.families import encoder_decoder, layer_sizes, vision
 from raymega.plan.validation.heads import rules
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
@@ -107,6 +107,9 @@ RULES: tuple[Rule, ...] = (
     encoder_decoder.cut_faults,
     encoder_decoder.model_option_faults,
     encoder_decoder.run_option_faults,
+    vision.idle_vision_faults,
+    vision.vision_size_faults,
+    vision.vision_option_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,

@@ -1,14 +1,20 @@
-"""Estimate the seconds of what a model's two ends do for one micro-batch: embedding, head, and joins.
+"""Estimate the seconds of what a model's two ends do for one micro-batch: embedding with its vision tower, head, and joins.
 
 ``raymega.planner.cost.layer_time`` prices the blocks between them.
 """
 
 from __future__ import annotations
 
+from raymega.config.vision.section import CHANNELS
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.layers.vision import images_at_once
 from raymega.plan.memory.activation_bytes import vocabulary_rows
 from raymega.plan.memory.activation_shape import ActivationShape
+from raymega.plan.tensor_table import is_tower_frozen
 from raymega.planner.kernels.kernel_time import matmul_s, memory_s
+
+TOWER_PASSES = 10
+"""Reads and writes of a block's stream beside its products: two norms, two sums, and copies around attention."""
 
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
@@ -42,3 +48,27 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
     """Return forward and backward seconds of looking up rows and adding to them."""
     stream = memory_s(device, 2 * shape.stream_bytes)
     return stream, 2 * stream
+
+
+def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
+    """Return forward and backward seconds of a vision tower and its projector on a rank's mean share of images.
+
+    Nothing of their gather is counted: features are few beside the tower's work.
+    """
+    model, vision = shape.model, shape.model.vision
+    ranks, tokens = shape.parallel.tp * shape.parallel.cp, shape.seq_len * shape.micro_batch_size
+    images = images_at_once(model, tokens=tokens, ranks=ranks)
+    rows, width, element = images * vision.num_positions, vision.hidden_size, shape.element
+    inner = vision.ffn_hidden_size
+    # a block's products, attention's two among them, and its norms, sums and nonlinearity
+    sizes = [(width, 3 * width), (width, width), (width, inner), (inner, width)]
+    sizes += 2 * [(vision.num_positions, width)]
+    block = sum(matmul_s(device, rows, *each, element=element) for each in sizes)
+    block += memory_s(device, rows * (TOWER_PASSES * width + 2 * inner) * element)
+    patches, wide = images * vision.num_patches, model.hidden_size
+    ends = [(CHANNELS * vision.patch_size**2, width), (width, wide), (wide, wide)]
+    forward = vision.used_layers * block
+    forward += sum(matmul_s(device, patches, *each, element=element) for each in ends)
+    # each product has two in backward
+    repeated = forward if shape.memory.recompute == "full" else 0.0
+    return forward, 0.0 if is_tower_frozen(model) else 2 * forward + repeated

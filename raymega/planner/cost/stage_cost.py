@@ -22,7 +22,7 @@ from raymega.plan.memory.activation_bytes import (
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.stages import Stage
-from raymega.planner.cost.end_times import embedding_time, head_time, join_time
+from raymega.planner.cost.end_times import embedding_time, head_time, join_time, tower_time
 from raymega.planner.cost.layer_time import BlockTimes, block_times
 from raymega.planner.cost.rank_classes import StageKind
 from raymega.planner.cost.working_memory import WorkingMemory, working_memory
@@ -155,6 +155,7 @@ def _stage_time(
     # Embedding, heads, and projections of multi-token prediction.
     ends = (
         (int(stage.is_first), embedding_time),
+        (int(stage.is_first and shape.model.vision.is_on), tower_time),
         (int(stage.is_last) + further, head_time),
         (further, join_time),
     )

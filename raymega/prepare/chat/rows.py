@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymega.data.format import RowFormat as RowFormat
+from raymega.prepare.images.rows import IMAGES, IMAGES_FORMAT, image_row_text
 from raymega.prepare.labels.rows import KEYS as LABEL_KEYS
 from raymega.prepare.labels.rows import LABELLED, labelled_text
 
@@ -23,11 +24,11 @@ CHATS: tuple[RowFormat, ...] = ("chat", "preference", "kto")
 """Formats whose rows hold conversations."""
 DEFAULT_KEYS: dict[RowFormat, str] = {
     "text": "text", "chat": "messages", "preference": "chosen", "kto": "completion", "classification": "text",
-    "token_classification": "tokens", "multiple_choice": "choices",
+    "token_classification": "tokens", "multiple_choice": "choices", "images": "text",
 }  # fmt: skip
 """Key that a row must have, unless --text-key names another."""
 KEYS = PROMPT, REJECTED, TOOLS = "prompt", "rejected", "tools"
-OTHER_KEYS = (*KEYS, *LABEL_KEYS)
+OTHER_KEYS = (*KEYS, *LABEL_KEYS, IMAGES)
 """Keys that a row may have beside."""
 ANSWERING = "assistant"
 """Role whose messages a model learns to write."""
@@ -51,6 +52,8 @@ def conversation_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -
         row_format: Format of the row, any but ``text``.
         key: Key of the messages, or of the chosen ones.
     """
+    if row_format == IMAGES_FORMAT:
+        return image_row_text(row, key)
     if row_format in LABELLED:
         return labelled_text(row, row_format, key)
     try:

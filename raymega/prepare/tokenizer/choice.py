@@ -18,12 +18,14 @@ from raymega.data.format import (
     END_OF_DOCUMENT,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    ImageMeta,
     TokenizerMeta,
 )
 from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.chat.rows import CHATS, RowFormat
 from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
+from raymega.prepare.images.rows import IMAGES_FORMAT, MARK
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
 from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_source
@@ -48,6 +50,8 @@ class TokenizerOptions:
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
         row_format: Form of the rows; conversations need a chat template.
         chat_template: File of the chat template; empty for the tokenizer's own.
+        image_size: Height and width to which images are resized, in pixels; 0 for rows without images.
+        patch_size: Height and width of a patch in pixels.
     """
 
     name: str
@@ -56,6 +60,8 @@ class TokenizerOptions:
     parse_special_tokens: bool = False
     row_format: RowFormat = "text"
     chat_template: str = ""
+    image_size: int = 0
+    patch_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +111,7 @@ def choose_tokenizer(options: TokenizerOptions) -> TokenizerChoice:
     name = options.name
     # In order: bytes or a legal bpe:N, an illegal bpe:N, a file or folder.
     if name == BYTES or _bpe_size(name) > NUM_BYTES:
-        made = _finish(_made(byte_tokenizer()), options)
+        made = _finish(_made(_bytes_for(options)), options)
         sample_bytes = TRAINING_BYTES if name != BYTES else 0
         recipe = _recipe(name, options, made)
         return TokenizerChoice(options=options, recipe=recipe, sample_bytes=sample_bytes)
@@ -137,7 +143,7 @@ def make_tokenizer(choice: TokenizerChoice, sample: Sequence[str]) -> DatasetTok
     """
     name, source = choice.options.name, choice.source
     if source is None:
-        made = byte_tokenizer() if name == BYTES else train_bpe(sample, _bpe_size(name))
+        made = _bytes_for(choice.options) if name == BYTES else train_bpe(sample, _bpe_size(name))
         return _finish(_made(made), choice.options)
     finished = _finish(source, choice.options)
     if source.witness:
@@ -147,6 +153,32 @@ def make_tokenizer(choice: TokenizerChoice, sample: Sequence[str]) -> DatasetTok
             if ids != source.witness(text):
                 raise ConfigError(_other_ids(name, source.library, text))
     return finished
+
+
+def _bytes_for(options: TokenizerOptions) -> str:
+    """Return the tokenizer of bytes, with the mark of images for rows that have them."""
+    return byte_tokenizer(*[MARK] * (options.row_format == IMAGES_FORMAT))
+
+
+def _images_of(options: TokenizerOptions, vocabulary: Mapping[str, int]) -> ImageMeta | None:
+    """Return the form of the images of rows that have them; None for other rows.
+
+    Raises:
+        ConfigError: The vocabulary lacks the token of their patches.
+    """
+    if options.row_format != IMAGES_FORMAT:
+        return None
+    if MARK not in vocabulary:
+        raise ConfigError(
+            Fault(
+                fact=f"--tokenizer {options.name} has no token {MARK}",
+                rule="it stands for each patch of an image",
+                remedy="give the folder of a LLaVA model, or add it: AutoTokenizer's add_tokens([AddedToken("
+                f"'{MARK}', special=True)]), then save_pretrained",
+            )
+        )
+    count = (options.image_size // max(1, options.patch_size)) ** 2
+    return ImageMeta(size=options.image_size, num_patches=count, token_id=vocabulary[MARK])
 
 
 def _made(tokenizer_json: str) -> SourceTokenizer:
@@ -193,7 +225,11 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
             files=tuple(sorted(files)), eod_token=eod, bos_id=bos_id, is_special_parsed=is_parsed
         ),
         rules=EncodingRules(
-            eod_id=vocabulary[eod], bos_id=bos_id, is_special_parsed=is_parsed, chat=chat
+            eod_id=vocabulary[eod],
+            bos_id=bos_id,
+            is_special_parsed=is_parsed,
+            chat=chat,
+            images=_images_of(options, vocabulary),
         ),
     )
 
@@ -246,6 +282,8 @@ def _recipe(identity: str, options: TokenizerOptions, made: DatasetTokenizer) ->
         recipe["row_format"] = options.row_format
     if made.rules.chat:
         recipe["chat_template"] = f"{isal_zlib.crc32(repr(made.rules.chat).encode()):08x}"
+    if made.rules.images:
+        recipe["images"] = f"{options.image_size}/{options.patch_size}"
     if meta.eod_token != END_OF_DOCUMENT:
         recipe["eod_token"] = meta.eod_token
     if options.add_bos:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from raymega.data.arrow import token_dtype
+from raymega.data.format import ImageMeta
 from raymega.prepare.chat.rows import Conversation
 from raymega.prepare.chat.targets import Labeller
 from raymega.prepare.chat.template import ChatTemplate
@@ -59,6 +60,7 @@ class EncodingRules:
     bos_id: int = -1
     is_special_parsed: bool = False
     chat: ChatTemplate | None = None
+    images: ImageMeta | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,7 @@ class Encoder:
         """Load the tokenizer for ``engine``; its ids are checked unless that is `tokenizers`."""
         self.rules = rules
         self.engine = engine
-        is_special_parsed = rules.is_special_parsed or rules.chat is not None
+        is_special_parsed = rules.is_special_parsed or bool(rules.chat or rules.images)
         loaded = load_tokenizer(tokenizer_json, is_special_parsed=is_special_parsed)
         self.labeller = (
             Labeller(rules.chat, loaded, eod_id=rules.eod_id) if rules.chat is not None else None
@@ -166,7 +168,7 @@ def open_encoder(tokenizer_json: str, rules: EncodingRules, *, is_fast: bool = T
     Its engine is `gigatoken` where that is installed and knows this kind of tokenizer. It has no places of
     tokens in a text, which conversations need.
     """
-    if is_fast and not rules.chat and find_spec("gigatoken") is not None:
+    if is_fast and not (rules.chat or rules.images) and find_spec("gigatoken") is not None:
         try:
             return Encoder(tokenizer_json, rules, engine="gigatoken")
         except (ValueError, RuntimeError, TypeError, AttributeError, KeyError):

@@ -11,13 +11,14 @@ from raymega.data.format import END_OF_DOCUMENT
 NUM_BYTES = 256
 
 
-def byte_tokenizer() -> str:
-    """Return the JSON of the tokenizer whose token b is byte b; the end of document is token 256."""
+def byte_tokenizer(*further: str) -> str:
+    """Return the JSON of the tokenizer whose token b is byte b; the end of document is token 256, then ``further`` ones."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True)])
+    special = (END_OF_DOCUMENT, *further)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return tokenizer.to_str()
 
 

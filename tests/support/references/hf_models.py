@@ -300,7 +300,7 @@ def in_float64(model):
         ropes = (part for name, part in model.named_modules() if name.endswith("rotary_emb"))
         if rope := next(ropes, None):
             # angles were computed in float32 when the model was made
-            for name, angles in type(rope)(model.config).named_buffers():
+            for name, angles in type(rope)(model.config.get_text_config()).named_buffers():
                 setattr(rope, name, angles)
         yield model
     finally:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from raymega.data.rows import Row, later_of
-from raymega.model.encoder_decoder import stage_type
+from raymega.model.stage_types import stage_type
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel

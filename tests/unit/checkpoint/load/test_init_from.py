@@ -25,6 +25,7 @@ from raymega.config.schema import (
     ModelSection,
     MoeSection,
 )
+from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
 from raymega.plan.init_from_rules import is_reinitialised
@@ -98,17 +99,20 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               *(f"linear_attention.{field}" for field in LinearAttentionSection.model_fields if field != "time_step_min"),
               "attention.sinks", *(f"encoder.{field}" for field in EncoderSection.model_fields),
               "encoder_decoder.num_encoder_layers", "encoder_decoder.relative_attention_num_buckets",
-              "head.kind", "head.num_labels", "head.num_choices"}  # fmt: skip
+              "head.kind", "head.num_labels", "head.num_choices", "vision.kind", "vision.image_size", "vision.patch_size",
+              "vision.num_layers", "vision.hidden_size", "vision.num_heads", "vision.ffn_hidden_size"}  # fmt: skip
     training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
                 "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
                 "moe.sinkhorn_rounds", "moe.expert_bias_update_rate", "moe.router_z_loss_coef",
-                "moe.pad_expert_input_to_capacity", "encoder_decoder.decoder_seq_len"}  # fmt: skip
+                "moe.pad_expert_input_to_capacity", "encoder_decoder.decoder_seq_len",
+                "vision.initializer_range", "vision.image_share"}  # fmt: skip
     sections = {"moe": MoeSection, "mla": MlaSection, "attention": AttentionSection}
     sections |= {"multipliers": MultipliersSection, "encoder": EncoderSection, "head": HeadSection}
     sections |= {
         "linear_attention": LinearAttentionSection,
         "encoder_decoder": EncoderDecoderSection,
+        "vision": VisionSection,
     }
     # what starts has no adapter yet
     fields = set(ModelSection.model_fields) - sections.keys() - {"lora"}

@@ -1,0 +1,92 @@
+"""The job file's model.vision section: the tower that reads images, and the projector behind it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raymega.config.encoder import NO_TOKEN, TokenId
+from raymega.config.fields import Fraction, NonNegative, PositiveFloat, Section
+
+CHANNELS = 3
+"""Colours of a pixel."""
+ONE_EACH = Field(min_length=CHANNELS, max_length=CHANNELS)
+Channel = Annotated[float, Field(ge=0, le=1)]
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class VisionSection(Section):
+    """Vision tower and projector (LLaVA): each image becomes a fixed number of tokens of the sequence."""
+
+    kind: Literal["none", "clip", "siglip"] = "none"
+    """none: the model reads text alone. clip: CLIP's ViT, with a class token that is left out of the output, and a
+    norm before the blocks. siglip: SigLIP's, with neither, and a bias of its patches."""
+    # Sizes of the tower.
+    image_size: NonNegative = 0
+    """Height and width of an image in pixels, after it is resized."""
+    patch_size: NonNegative = 0
+    """Height and width of a patch; each is a token of the sequence."""
+    num_layers: NonNegative = 0
+    """Blocks of the tower, those behind feature_layer included."""
+    hidden_size: NonNegative = 0
+    """Features of the tower's stream."""
+    num_heads: NonNegative = 0
+    """Heads of its attention."""
+    ffn_hidden_size: NonNegative = 0
+    """Features inside its feed-forward layers."""
+    activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    """Nonlinearity of its feed-forward layers. CLIP has quick_gelu, SigLIP gelu_tanh."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in its norms."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of initial weights of tower and projector."""
+    feature_layer: int = -2
+    """Block whose output is projected: 1 is the first one's, -1 the last one's, -2 that of the one before. What lies
+    behind it is kept and saved, and never trained."""
+    # Images among tokens.
+    image_token_id: TokenId = NO_TOKEN
+    """Id of the token that stands in the text for a patch; no label."""
+    image_mean: Annotated[tuple[Channel, ...], ONE_EACH] = CLIP_MEAN
+    """Mean of each colour, from 0 to 1, that is subtracted from pixels."""
+    image_std: Annotated[tuple[PositiveFloat, ...], ONE_EACH] = CLIP_STD
+    """Standard deviation of each colour, by which pixels are then divided."""
+    image_share: Fraction = 0.5
+    """Share of the data's tokens that are patches of images, for predictions and counts of FLOPs alone."""
+
+    @property
+    def is_on(self) -> bool:
+        """True where the model reads images."""
+        return self.kind != "none"
+
+    @property
+    def grid(self) -> int:
+        """Patches along an edge of an image."""
+        return self.image_size // max(1, self.patch_size)
+
+    @property
+    def num_patches(self) -> int:
+        """P, tokens of an image."""
+        return self.grid**2
+
+    @property
+    def has_class_token(self) -> bool:
+        """True where the tower reads a token beside the patches."""
+        return self.kind == "clip"
+
+    @property
+    def images_per_token(self) -> float:
+        """Mean number of images for each token of the data; 0 without a tower."""
+        return self.image_share / self.num_patches if self.num_patches else 0.0
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that the tower reads of an image."""
+        return self.num_patches + self.has_class_token
+
+    @property
+    def used_layers(self) -> int:
+        """Blocks up to feature_layer."""
+        layer = self.feature_layer
+        return layer + self.num_layers + 1 if layer < 0 else layer

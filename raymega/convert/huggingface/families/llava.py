@@ -1,0 +1,224 @@
+"""LLaVA: a language model of another family behind a vision tower of CLIP's or SigLIP's kind and a projector.
+
+Its config.json holds those of both; its tensors are theirs, each behind a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raymega.config.schema import ModelSection
+from raymega.config.vision.section import CHANNELS, CLIP_MEAN, CLIP_STD, VisionSection
+from raymega.convert.huggingface.architectures import Config, alike, ours, theirs, unlike
+from raymega.convert.huggingface.families.family import Names
+from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.plan.layers.vision import VISION
+
+LLAVA, CLASS = "llava", "LlavaForConditionalGeneration"
+TEXT_PREFIX, TOWER_PREFIX = "language_model.", "vision_tower.vision_model."
+PREPROCESSOR = "preprocessor_config.json"
+TRAINING = ("image_mean", "image_std", "image_share", "initializer_range")
+"""Fields that config.json does not express: pixels are normalised before the network."""
+_TYPES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
+_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SIZES = {
+    **alike("hidden_size", "image_size", "patch_size"),
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "layer_norm_eps": "norm_eps",
+}
+_BASE = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "initializer_range": 0.02, "num_channels": CHANNELS,
+}  # fmt: skip
+_TOWER_DEFAULTS: Mapping[str, Config] = {
+    "clip": {**_BASE, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip": {
+        **_BASE,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
+}
+_TEXT_DEFAULTS: Mapping[str, Config] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+}
+"""Sizes that a published text_config leaves out, by its model_type."""
+_DEFAULTS = {
+    "projector_hidden_act": "gelu", "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+    "multimodal_projector_bias": True, "image_token_index": 32000,
+}  # fmt: skip
+_CURRENT = (
+    (r"^model\.(?=language_model|vision_tower|multi_modal_projector)", ""),
+    (r"^(?=lm_head\.)", TEXT_PREFIX),
+    (rf"^{re.escape(TEXT_PREFIX)}(?!model\.|lm_head\.)", f"{TEXT_PREFIX}model."),
+    (r"^vision_tower\.(?!vision_model\.)", TOWER_PREFIX),
+)
+"""Patterns of names that later releases write, and the first release's, which all of them read."""
+
+
+def text_of(config: Config) -> dict[str, Any]:
+    """Return the config.json of the language model, with the sizes that it leaves out."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise KeyError("text_config")
+    # the first release says nothing: its text_config is Llama's
+    kind = text.get("model_type", "llama")
+    is_tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
+    return {
+        **_TEXT_DEFAULTS.get(kind, {}),
+        **text,
+        "model_type": kind,
+        "tie_word_embeddings": is_tied,
+    }
+
+
+def vision_of(config: Config) -> VisionSection:
+    """Return the vision section of a config.json.
+
+    Raises:
+        ConfigError: The tower or the projector has a setting that raymega does not reproduce.
+        KeyError: There is no vision_config.
+    """
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping):
+        raise KeyError("vision_config")
+    kind = _TYPES.get(str(tower.get("model_type")))
+    if kind is None:
+        raise ConfigError(
+            unlike(
+                f"vision_config.model_type={tower.get('model_type')!r}",
+                "a tower is CLIP's or SigLIP's",
+            )
+        )
+    whole = {**_TOWER_DEFAULTS[kind], **{k: v for k, v in tower.items() if v is not None}}
+    outer = {**_DEFAULTS, **{k: v for k, v in config.items() if v is not None}}
+    raise_faults(ConfigError, [*_faults(kind, whole, outer)])
+    token = outer.get("image_token_id", outer["image_token_index"])
+    return VisionSection.model_validate(
+        {
+            **ours(_SIZES, whole),
+            "kind": kind,
+            "norm_eps": float(whole["layer_norm_eps"]),
+            "activation": _ACTIVATIONS[whole["hidden_act"]],
+            "feature_layer": outer["vision_feature_layer"],
+            "image_token_id": token,
+            "image_mean": tuple(map(float, outer.get("image_mean", CLIP_MEAN))),
+            "image_std": tuple(map(float, outer.get("image_std", CLIP_STD))),
+        }
+    )
+
+
+def _faults(kind: str, tower: Config, config: Config) -> Iterator[Fault]:
+    # CLIP's class token is left out of the features; SigLIP has none
+    strategy = "default" if kind == "clip" else "full"
+    wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("projector_hidden_act", config["projector_hidden_act"], ("gelu",)),
+        ("multimodal_projector_bias", config["multimodal_projector_bias"], (True,)),
+        ("vision_feature_select_strategy", config["vision_feature_select_strategy"], (strategy,)),
+        ("vision_config.hidden_act", tower["hidden_act"], tuple(_ACTIVATIONS)),
+        ("vision_config.num_channels", tower["num_channels"], (CHANNELS,)),
+        ("vision_config.attention_dropout", tower.get("attention_dropout", 0), (0,)),
+        ("vision_config.vision_use_head", tower.get("vision_use_head", kind == "siglip"), (False,)),
+    )
+    for name, value, values in wanted:
+        if value not in values:
+            named = " or ".join(map(repr, values))
+            yield unlike(f"{name}={value!r}", f"a {kind} tower is built with {named}")
+    if not isinstance(config["vision_feature_layer"], int):
+        yield unlike(
+            f"vision_feature_layer={config['vision_feature_layer']!r}",
+            "one layer's output is projected",
+        )
+
+
+def llava_config(model: ModelSection, text: Config, carried: Config) -> dict[str, Any]:
+    """Return the config.json of a model that reads images, of that of its language model."""
+    vision = model.vision
+    types = {ours_: their for their, ours_ in _TYPES.items()}
+    acts = {ours_: their for their, ours_ in _ACTIVATIONS.items()}
+    # settings that the tower was imported with, such as projection_dim, are kept
+    tower = {
+        **(carried.get("vision_config") or {}),
+        **theirs(_SIZES, vision),
+        "model_type": types[vision.kind],
+        "hidden_act": acts[vision.activation],
+        "num_channels": CHANNELS,
+        **({"vision_use_head": False} if vision.kind == "siglip" else {}),
+    }
+    outer = {name: value for name, value in carried.items() if name not in (*text, *TRAINING)}
+    return {
+        **outer,
+        "architectures": [CLASS],
+        "model_type": LLAVA,
+        "text_config": {name: value for name, value in text.items() if name != "dtype"},
+        "vision_config": tower,
+        "image_token_index": vision.image_token_id,
+        "image_seq_length": vision.num_patches,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": vision.feature_layer,
+        "vision_feature_select_strategy": "default" if vision.has_class_token else "full",
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
+
+
+def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a config.json with the mean and deviation of pixels that the folder's preprocessor has."""
+    path = folder / PREPROCESSOR
+    if config.get("model_type") != LLAVA or not path.is_file():
+        return config
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return config | {name: found[name] for name in ("image_mean", "image_std") if name in found}
+
+
+def preprocessor(vision: VisionSection) -> dict[str, Any]:
+    """Return the preprocessor_config.json of a model, by which a processor makes the pixels that it was trained on."""
+    # the whole image as a square, which is what `raymega data prepare` makes
+    size = {"height": vision.image_size, "width": vision.image_size}
+    kind = "CLIPImageProcessor" if vision.kind == "clip" else "SiglipImageProcessor"
+    return {
+        "image_processor_type": kind, "do_resize": True, "size": size, "do_center_crop": False, "do_rescale": True,
+        "do_normalize": True, "resample": 3, "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
+    }  # fmt: skip
+
+
+def known_name(name: str) -> str:
+    """Return the first release's name of a tensor of any release."""
+    for pattern, instead in _CURRENT:
+        name = re.sub(pattern, instead, name)
+    return name
+
+
+def vision_names(vision: VisionSection) -> Names:
+    """Return their modules of tower and projector, and ours."""
+    tower, here = TOWER_PREFIX.removesuffix("."), VISION
+    names: dict[str, tuple[str, ...]] = {
+        f"{tower}.embeddings.patch_embedding": (f"{here}.patches",),
+        f"{tower}.embeddings.position_embedding": (f"{here}.positions",),
+        f"{tower}.pre_layrnorm": (f"{here}.pre_norm",),
+        f"{tower}.post_layernorm": (f"{here}.post_norm",),
+        "multi_modal_projector.linear_1": (f"{here}.projector.up",),
+        "multi_modal_projector.linear_2": (f"{here}.projector.down",),
+    }
+    parts = {f"self_attn.{name}_proj": f"attention.{name}" for name in ("q", "k", "v", "out")}
+    parts |= {"layer_norm1": "attention_norm", "layer_norm2": "mlp_norm"}
+    parts |= {"mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"}
+    for layer in range(vision.num_layers):
+        there, at = f"{tower}.encoder.layers.{layer}", f"{here}.layers.{layer}"
+        names |= {f"{there}.{name}": (f"{at}.{part}",) for name, part in parts.items()}
+    return names
+
+
+CLASS_TOKEN = (f"{TOWER_PREFIX}embeddings.class_embedding", f"{VISION}.class_token.weight")
+"""Name of CLIP's class token, which has no module of its own there, and ours."""

@@ -1,0 +1,57 @@
+"""Images of a prepared dataset: their pixels lie in the shards, beside the first token of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from raymega.config.vision.section import CHANNELS
+from raymega.data.format import ImageMeta
+from raymega.data.rows import TEXT, Image, Ints, Pixels
+
+Found = Sequence[tuple[int, bytes]]
+"""First tokens of images in a stream, and the pixels of each."""
+
+
+class HeldImages(NamedTuple):
+    """Images of some tokens of a stream.
+
+    Attributes:
+        images: Images that have a patch among them, in order.
+        places: Feature of each token, [N] int64, as `Row.image_places`.
+        num_patches: Features of an image.
+    """
+
+    images: tuple[Image, ...]
+    places: Ints
+    num_patches: int
+
+    def after(self, count: int) -> Ints:
+        """Return the places where ``count`` images of the row come before these."""
+        return np.where(self.places == TEXT, TEXT, self.places + count * self.num_patches)
+
+
+class StoredImages:
+    """Images of a split by their tokens' places in its stream."""
+
+    def __init__(self, read: Callable[[int, int], Found], meta: ImageMeta) -> None:
+        """Take the function that finds the images which begin among tokens [start, stop)."""
+        self._read, self._meta = read, meta
+
+    def held(self, start: int, stop: int) -> HeldImages:
+        """Return the images of tokens [start, stop); the first one may have begun before them."""
+        size = self._meta.num_patches
+        places, images = np.full(stop - start, TEXT, dtype=np.int64), list[Image]()
+        # an image that began up to P - 1 tokens earlier still has patches here
+        for first, raw in self._read(max(0, start - size + 1), stop):
+            here = np.arange(max(first, start), min(first + size, stop))
+            places[here - start] = len(images) * size + here - first
+            images.append(partial(_pixels, raw, self._meta.size))
+        return HeldImages(tuple(images), places, size)
+
+
+def _pixels(raw: bytes, size: int) -> Pixels:
+    return np.frombuffer(raw, dtype=np.uint8).reshape(CHANNELS, size, size)

@@ -1,0 +1,109 @@
+"""Vision tower (ViT of CLIP's and SigLIP's kinds) and the projector of its patches to the language model's width.
+
+Every rank holds all weights and reads images of its own. `embedding.py` brings the patches among the tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from raymega.config.vision.section import VisionSection
+from raymega.model.layers.mlp import named_activation
+from raymega.model.layers.norms import Norm
+from raymega.parallel.tensor_parallel.layers import ParameterFactory, ReplicatedLinear
+from raymega.plan.layers.vision import VISION
+
+WHITE = 255.0
+"""Largest value of a pixel's colour."""
+
+
+class VisionBlock(nn.Module):
+    """Block of the tower: attention over all tokens of an image, then a feed-forward layer, each behind a norm."""
+
+    def __init__(self, factory: ParameterFactory, at: str, vision: VisionSection) -> None:
+        super().__init__()
+        norm = partial(Norm, factory, name="layer_norm", eps=vision.norm_eps)
+        self.num_heads = vision.num_heads
+        self.attention_norm = norm(f"{at}.attention_norm")
+        self.qkv = ReplicatedLinear(factory, *(f"{at}.attention.{name}" for name in "qkv"))
+        self.out = ReplicatedLinear(factory, f"{at}.attention.out")
+        self.mlp_norm = norm(f"{at}.mlp_norm")
+        self.up = ReplicatedLinear(factory, f"{at}.mlp.up")
+        self.down = ReplicatedLinear(factory, f"{at}.mlp.down")
+        self.activation = named_activation(vision.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [N, T, D] of N images to the same shape."""
+        q, k, v = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=2)
+        )
+        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.activation(self.up(self.mlp_norm(x))))
+
+
+class VisionTower(nn.Module):
+    """Tower and projector: images to features of the language model's width, P an image.
+
+    With ``is_remade`` backward recomputes each block from its input.
+    """
+
+    is_remade = False
+
+    def __init__(self, factory: ParameterFactory, vision: VisionSection) -> None:
+        super().__init__()
+        self.vision, self.dtype = vision, factory.dtype
+        norm = partial(Norm, factory, name="layer_norm", eps=vision.norm_eps)
+        self.patches = factory.make(f"{VISION}.patches.weight")
+        self.patch_bias = factory.make_if_any(f"{VISION}.patches.bias")
+        self.class_token = factory.make_if_any(f"{VISION}.class_token.weight")
+        self.positions = factory.make(f"{VISION}.positions.weight")
+        self.pre_norm = norm(f"{VISION}.pre_norm") if vision.has_class_token else nn.Identity()
+        # blocks behind the projected one are kept for checkpoints, and never run
+        self.layers = nn.ModuleList(
+            VisionBlock(factory, f"{VISION}.layers.{layer}", vision)
+            for layer in range(vision.num_layers)
+        )
+        self.post_norm = norm(f"{VISION}.post_norm")
+        self.projector_up = ReplicatedLinear(factory, f"{VISION}.projector.up")
+        self.projector_down = ReplicatedLinear(factory, f"{VISION}.projector.down")
+        self.activation = named_activation("gelu")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map pixels [N, 3, height, width] uint8 to features [N * P, D] of the language model."""
+        # a convolution whose stride is its size is a product with each patch
+        x = linear(self._cut(pixels), self.patches.flatten(1), self.patch_bias)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)
+        x = self.pre_norm(x + self.positions)
+        for block in self.layers[: self.vision.used_layers]:
+            if self.is_remade and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
+        # its part is done: the patches have read it
+        x = x[:, int(self.vision.has_class_token) :].flatten(0, 1)
+        return self.projector_down(self.activation(self.projector_up(x)))
+
+    def _cut(self, pixels: Tensor) -> Tensor:
+        """Return the normalised patches of images, [N, P, 3 * patch * patch], row after row of the image."""
+        vision, colours = (
+            self.vision,
+            zip(self.vision.image_mean, self.vision.image_std, strict=True),
+        )
+        # numbers of Python: a tensor of them would be copied to the device in each forward
+        x = torch.stack(
+            [
+                (pixels[:, colour].to(self.dtype) / WHITE - mean) / std
+                for colour, (mean, std) in enumerate(colours)
+            ],
+            dim=1,
+        )
+        edges = (vision.grid, vision.patch_size)
+        cut = x.unflatten(3, edges).unflatten(2, edges)  # [N, 3, rows, patch, columns, patch]
+        return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,0 +1,122 @@
+"""List the tensors of a vision tower and its projector, and count their operations and bytes for one image.
+
+Each rank of a stage's tp and cp holds all of them and works on images of its own, so gradients are terms of a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raymega.config.schema import ModelSection
+from raymega.config.vision.section import CHANNELS, VisionSection
+from raymega.plan.layers.global_tensor import GlobalTensor, Role
+
+VISION = "vision"
+PROJECTOR = f"{VISION}.projector."
+"""Begins of the names of all tensors of tower and projector, and of the projector's."""
+
+
+def vision_tensors(model: ModelSection) -> list[GlobalTensor]:
+    """Return the tensors of tower and projector in the order of use; none without ``model.vision``."""
+    vision = model.vision
+    if not vision.is_on:
+        return []
+    width, patch, std = vision.hidden_size, vision.patch_size, vision.initializer_range
+    # patches, class token, positions
+    shapes: dict[str, tuple[tuple[int, ...], Role]] = {
+        "patches.weight": ((width, CHANNELS, patch, patch), "embedding")
+    }
+    if vision.has_class_token:
+        shapes["class_token.weight"] = ((width,), "bias")
+    else:
+        shapes["patches.bias"] = ((width,), "bias")
+    shapes["positions.weight"] = ((vision.num_positions, width), "embedding")
+    # norms and blocks
+    if vision.has_class_token:
+        shapes |= _norm("pre_norm", width)
+    for layer in range(vision.num_layers):
+        shapes |= _block(f"layers.{layer}", vision)
+    shapes |= _norm("post_norm", width)
+    # projector
+    shapes |= _linear("projector.up", model.hidden_size, width)
+    shapes |= _linear("projector.down", model.hidden_size, model.hidden_size)
+    # each rank works on images of its own: its gradient is a term, whatever the stream is cut by
+    return [
+        GlobalTensor(
+            name=f"{VISION}.{name}", shape=shape, tp_dim=-1, init=_init(name, role), initializer_range=std,
+            role=role, serves_tokens=True,
+        )
+        for name, (shape, role) in shapes.items()
+    ]  # fmt: skip
+
+
+def without_unused(tensors: list[GlobalTensor], vision: VisionSection) -> list[GlobalTensor]:
+    """Return the tensors with those behind ``feature_layer`` frozen: no gradient reaches them."""
+    unused = tuple(
+        f"{VISION}.layers.{layer}." for layer in range(vision.used_layers, vision.num_layers)
+    )
+    behind = (*unused, f"{VISION}.post_norm.")
+    return [
+        replace(each, is_frozen=True) if each.name.startswith(behind) else each for each in tensors
+    ]
+
+
+def image_flops(model: ModelSection) -> float:
+    """Return the forward FLOPs of one image: products with weights, and attention's two over all its tokens."""
+    vision = model.vision
+    if not vision.is_on:
+        return 0.0
+    tokens, width = vision.num_positions, vision.hidden_size
+    block = 4 * width**2 + 2 * width * vision.ffn_hidden_size
+    projector = model.hidden_size * (width + model.hidden_size)
+    weights = vision.used_layers * tokens * block + vision.num_patches * (
+        CHANNELS * vision.patch_size**2 * width + projector
+    )
+    return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
+
+
+def images_at_once(model: ModelSection, *, tokens: int, ranks: int) -> float:
+    """Return the mean number of images that a rank's tower reads of a micro-batch of ``tokens``, one at least.
+
+    ``ranks`` are those of the first stage's tp and cp, which share the images.
+    """
+    return max(1.0, model.vision.images_per_token * tokens / ranks)
+
+
+def image_elements(model: ModelSection) -> int:
+    """Return the numbers that a forward keeps of one image for backward, full recompute left out.
+
+    A block keeps the inputs of its norms and products, queries, keys and values, and the feed-forward layer before and
+    behind its nonlinearity, of which quick_gelu keeps its sigmoid too.
+    """
+    vision = model.vision
+    if not vision.is_on:
+        return 0
+    inner = 3 if vision.activation == "quick_gelu" else 2
+    block = vision.num_positions * (8 * vision.hidden_size + inner * vision.ffn_hidden_size)
+    patches = vision.num_patches * CHANNELS * vision.patch_size**2
+    ends = vision.num_patches * (vision.hidden_size + 3 * model.hidden_size) + patches
+    return vision.used_layers * block + ends
+
+
+def _block(at: str, vision: VisionSection) -> dict[str, tuple[tuple[int, ...], Role]]:
+    width, inner = vision.hidden_size, vision.ffn_hidden_size
+    shapes = _norm(f"{at}.attention_norm", width)
+    for name in ("q", "k", "v", "out"):
+        shapes |= _linear(f"{at}.attention.{name}", width, width)
+    shapes |= _norm(f"{at}.mlp_norm", width)
+    return shapes | _linear(f"{at}.mlp.up", inner, width) | _linear(f"{at}.mlp.down", width, inner)
+
+
+def _linear(at: str, out: int, inner: int) -> dict[str, tuple[tuple[int, ...], Role]]:
+    return {f"{at}.weight": ((out, inner), "matrix"), f"{at}.bias": ((out,), "bias")}
+
+
+def _norm(at: str, width: int) -> dict[str, tuple[tuple[int, ...], Role]]:
+    return {f"{at}.weight": ((width,), "norm"), f"{at}.bias": ((width,), "bias")}
+
+
+def _init(name: str, role: Role) -> str:
+    if role == "norm":
+        return "ones"
+    return "zeros" if name.endswith(".bias") else "normal"

@@ -1,0 +1,133 @@
+"""Check the rules of models that read images: sizes of the tower, tokens of an image, and what has no images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raymega.config.heads.section import HeadSection
+from raymega.config.vision.section import VisionSection
+from raymega.errors import Fault
+from raymega.plan.layers.family_parts import family_parts
+from raymega.plan.validation.rule import broken_rows, reads
+
+SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
+PLAIN = VisionSection()
+
+
+@reads("model.vision")
+def idle_vision_faults(vision: VisionSection) -> Iterator[Fault]:
+    """Check that no field of the section is set without a tower."""
+    if vision.is_on:
+        return
+    for field, value in vision:
+        if value != getattr(PLAIN, field):
+            yield Fault(
+                fact=f"model.vision.{field}={value} with model.vision.kind=none",
+                rule="the model reads text alone, so it has no effect",
+                remedy=f"leave model.vision.{field} out, or set model.vision.kind=clip",
+            )
+
+
+@reads("model.vision vocab_size, data.seq_len")
+def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> Iterator[Fault]:
+    """Check the sizes of the tower, and the token and the number of tokens of an image."""
+    if not vision.is_on:
+        return
+    missing = [name for name in SIZES if not getattr(vision, name)]
+    if missing:
+        yield Fault(
+            fact=f"model.vision.{missing[0]}=0 with model.vision.kind={vision.kind}",
+            rule=f"a tower has all of {', '.join(SIZES)}",
+            remedy=f"set model.vision.{missing[0]}, for example as the imported model's vision_config",
+        )
+        return
+    edge, patch, token = vision.image_size, vision.patch_size, vision.image_token_id
+    layers, used = vision.num_layers, vision.used_layers
+    yield from broken_rows(
+        (
+            (
+                edge % patch > 0,
+                f"model.vision.patch_size={patch}",
+                f"it must divide model.vision.image_size={edge} (remainder {edge % patch})",
+                f"set model.vision.image_size={max(patch, edge // patch * patch)}",
+            ),
+            (
+                vision.hidden_size % vision.num_heads > 0,
+                f"model.vision.num_heads={vision.num_heads}",
+                f"it must divide model.vision.hidden_size={vision.hidden_size}",
+                "set model.vision.num_heads=1, or a divisor",
+            ),
+            (
+                not 1 <= used <= layers,
+                f"model.vision.feature_layer={vision.feature_layer}",
+                f"of model.vision.num_layers={layers} blocks it names one: 1 to {layers}, or -{layers} to -1",
+                "set model.vision.feature_layer=-1",
+            ),
+            (
+                not 0 <= token < vocab_size,
+                f"model.vision.image_token_id={token}",
+                f"it is one of the model's tokens, 0 to {vocab_size - 1}",
+                "set it to the id that the tokenizer has for <image>",
+            ),
+            (
+                edge % patch == 0 and vision.num_patches >= seq_len,
+                f"data.seq_len={seq_len}",
+                f"an image is {vision.num_patches} tokens, and some text has to follow it",
+                f"set data.seq_len={2 * vision.num_patches} or more",
+            ),
+        )
+    )
+
+
+@reads(
+    "model.vision family num_nextn_predict_layers mup_base_width head, parallel.dynamic_cp, preference.loss_type"
+)
+def vision_option_faults(  # one an option
+    vision: VisionSection,
+    family: str,
+    depth: int,
+    mup: int,
+    head: HeadSection,
+    is_dynamic: bool,
+    pair_loss: str,
+) -> Iterator[Fault]:
+    """Check that the model and the run have no option that rows with images do not have."""
+    if not vision.is_on:
+        return
+    parts, name = family_parts(family), f"model.vision.kind={vision.kind}"
+    rows = "rows of images predict the next token of text"
+    yield from broken_rows(
+        (
+            (
+                not (parts.is_causal and parts.has_rope),
+                f"model.family={family} with {name}",
+                "images take the places of tokens in a decoder with RoPE",
+                "set model.family=llama, or leave model.vision out",
+            ),
+            (
+                depth > 0,
+                f"model.num_nextn_predict_layers={depth} with {name}",
+                f"{rows}, and no further one",
+                "set model.num_nextn_predict_layers=0",
+            ),
+            (
+                mup > 0,
+                f"model.mup_base_width={mup} with {name}",
+                "the tower's width is not scaled with the model's",
+                "set model.mup_base_width=0",
+            ),
+            (head.is_on, f"model.head.kind={head.kind} with {name}", rows, "leave model.head out"),
+            (
+                is_dynamic,
+                f"parallel.dynamic_cp=true with {name}",
+                "it places documents of text on ranks, without their images",
+                "set parallel.dynamic_cp=false, and parallel.cp",
+            ),
+            (
+                pair_loss != "none",
+                f"preference.loss_type={pair_loss} with {name}",
+                rows,
+                "set preference.loss_type=none",
+            ),
+        )
+    )

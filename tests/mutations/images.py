@@ -1,0 +1,157 @@
+"""Planted mistakes in models that read images: layouts that differ, and tests that transformers or the rows decide."""
+
+from __future__ import annotations
+
+from raymega.verify.layout import Layout
+from tests.mutations.mutation import Mutation
+from tests.mutations.proofs import ProofMutation
+
+LLAVA = (
+    "model.vocab_size=256", "data.packing=best_fit", "data.document_multiple=4", "data.seq_len=32", "model.max_positions=64",
+    "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 16, num_heads: 2, "
+    "ffn_hidden_size: 32, image_token_id: 255}",
+)  # fmt: skip
+EMBEDDING, TOWER = "model/vision/embedding.py", "model/vision/tower.py"
+ROWS, SHARE = "data/images/image_rows.py", "data/images/image_batch.py"
+ROW_TESTS = "tests/unit/data/images/test_image_rows.py"
+WITNESS = "tests/dist/model/test_vision.py"
+LOGITS = f"{WITNESS}::test_logits_are_those_of_transformers"
+STEPS = f"{WITNESS}::test_steps_are_those_of_a_plain_loop"
+GATHER = "over_tp = gather_positions if sp.is_sequence_parallel else gather_rows"
+CUT = Layout(tp=2, sequence_parallel=True)
+
+IMAGES: tuple[Mutation, ...] = (
+    Mutation(
+        name="the tower's gradient is not summed over tp",
+        file="plan/layers/vision.py",
+        old="role=role, serves_tokens=True,",
+        new="role=role, serves_tokens=False,",
+        layout=Layout(tp=2),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="an image's gradient is that of one context-parallel rank's tokens",
+        file=EMBEDDING,
+        old="features = gather_positions(features, group)",
+        new="features = gather_rows(features, group)",
+        layout=Layout(cp=2),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="tp ranks with the same tokens add their gradients of an image",
+        file=EMBEDDING,
+        old=GATHER,
+        new="over_tp = gather_positions",
+        layout=Layout(tp=2),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="an image's gradient is that of its rank's own positions",
+        file=EMBEDDING,
+        old=GATHER,
+        new="over_tp = gather_rows",
+        layout=CUT,
+        job=LLAVA,
+    ),
+    Mutation(
+        name="patches lie at the places of another rank's positions",
+        file=EMBEDDING,
+        old="at = self.sp.own(places.t()) + 1",
+        new="at = places.t()[: len(x)] + 1",
+        layout=CUT,
+        job=LLAVA,
+    ),
+    Mutation(
+        name="a rank reads the images of another rank",
+        file=SHARE,
+        old="every[self.index * count : (self.index + 1) * count]",
+        new="every[(self.size - 1 - self.index) * count : (self.size - self.index) * count]",
+        layout=Layout(cp=2),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="an image is that of another row",
+        file=SHARE,
+        old="own + first * self.vision.num_patches",
+        new="own",
+        layout=Layout(dp=1, micro_batch_size=3),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="images are drawn by process",
+        file=ROWS,
+        old='f"{self.name}/{purpose}/{sample}/{number}".encode()',
+        new="f\"{self.name}/{purpose}/{sample}/{number}/{__import__('os').getpid()}\".encode()",
+        layout=Layout(dp=2),
+        job=LLAVA,
+    ),
+)
+IMAGE_PROOFS: tuple[ProofMutation, ...] = (
+    ProofMutation(
+        name="an image's tokens are one place late",
+        file=EMBEDDING,
+        old="at = self.sp.own(places.t()) + 1",
+        new="at = self.sp.own(places.t().roll(1, 0)) + 1",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="an image is that of another document",
+        file=SHARE,
+        old="every[self.index * count : (self.index + 1) * count]",
+        new="every[::-1][self.index * count : (self.index + 1) * count]",
+        tests=(
+            LOGITS,
+            f"{ROW_TESTS}::test_ranks_share_the_images_of_a_micro_batch_in_order",
+        ),
+    ),
+    ProofMutation(
+        name="labels of images count",
+        file=ROWS,
+        old="row.mask & (row.labels != self.vision.image_token_id)",
+        new="row.mask",
+        tests=(f"{ROW_TESTS}::test_labels_of_images_do_not_count_and_those_of_text_do",),
+    ),
+    ProofMutation(
+        name="positions restart behind an image",
+        file="model/pipeline_stage.py",
+        old="self.rope.all_rotations(token_layout.positions)",
+        new="self.rope.all_rotations(token_layout.positions if rows.images is None else "
+        "token_layout.positions * (rows.images.places.t() < 0))",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="an image crosses into the next document",
+        file=ROWS,
+        old="self._begins(sample, number, end - begin)",
+        new="self._begins(sample, number, len(tokens) - begin)",
+        tests=(f"{ROW_TESTS}::test_an_image_is_whole_tokens_of_one_document",),
+    ),
+    ProofMutation(
+        name="the class token is projected",
+        file=TOWER,
+        old="x[:, int(self.vision.has_class_token) :]",
+        new="x[:, : self.vision.num_patches]",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="the last block's output is projected",
+        file=TOWER,
+        old="self.layers[: self.vision.used_layers]",
+        new="self.layers",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="patches go column by column",
+        file=TOWER,
+        old="cut.permute(0, 2, 4, 1, 3, 5)",
+        new="cut.permute(0, 4, 2, 1, 3, 5)",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="blocks behind the projected one decay",
+        file="plan/layers/vision.py",
+        old="replace(each, is_frozen=True) if each.name.startswith(behind) else each",
+        new="each",
+        tests=(STEPS,),
+    ),
+)

@@ -1,0 +1,121 @@
+"""Small random LLaVA models of transformers in float64, and the loop that anyone would write around them."""
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+
+from raymega.data.samples import open_samples
+from raymega.optim.lr_schedule import learning_rate
+from tests.support.references.hf_models import SIZES, in_float64
+from tests.support.references.plain_training import STEPS
+
+TOKEN = 258
+"""Id of the image token."""
+TOWER = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 12,
+    "patch_size": 6,
+}  # fmt: skip
+KINDS = ("clip", "siglip")
+PATCHES = 4
+
+
+def make_model(kind, seed=0):
+    """A model whose every parameter is random: CLIP's tower before Llama, or SigLIP's before a tied Qwen2."""
+    if kind == "clip":
+        text, tower = LlamaConfig(**SIZES), CLIPVisionConfig(**TOWER)
+        options = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+    else:
+        text = Qwen2Config(**SIZES, tie_word_embeddings=True)
+        tower = SiglipVisionConfig(**TOWER, vision_use_head=False)
+        options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    config = LlavaConfig(
+        vision_config=tower, text_config=text, image_token_index=TOKEN, image_seq_length=PATCHES,
+        tie_word_embeddings=text.tie_word_embeddings, **options,
+    )  # fmt: skip
+    # what is not drawn below, such as buffers, is the same each time too
+    torch.manual_seed(seed)
+    model = LlavaForConditionalGeneration(config).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            # norms stay near 1, so that no layer is nearly off
+            values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
+    return model
+
+
+def load_model(folder):
+    """Load a folder with the class of transformers that made it."""
+    return LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()
+
+
+def logits(model, tokens, images, vision):
+    """Logits [B, S, V] of tokens [B, S] with images [N, 3, height, width] uint8 in the order of their tokens."""
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64)[:, None, None]
+        for each in (vision.image_mean, vision.image_std)
+    )
+    pixels = (torch.as_tensor(images).double() / 255 - mean) / std if len(images) else None
+    with in_float64(model):
+        return model(input_ids=tokens, pixel_values=pixels, use_cache=False).logits
+
+
+def _document_losses(model, row, vision):
+    """Losses of a row's documents, each read alone; the images of a document are those of its tokens, in order."""
+    # documents and their images lie end to end
+    begin, seen = 0, 0
+    for length in row.documents:
+        here = slice(begin, begin + length)
+        tokens = torch.from_numpy(row.tokens[here].copy())[None]
+        count = int((tokens == TOKEN).sum()) // PATCHES
+        images = [image() for image in row.images[seen : seen + count]]
+        # torch leaves out labels of -100
+        labels = torch.from_numpy(np.where(row.mask, row.labels, -100)[here])
+        found = logits(model, tokens, np.stack(images) if images else [], vision)[0]
+        yield cross_entropy(found, labels, reduction="sum")
+        begin, seen = begin + length, seen + count
+    assert seen == len(row.images), "each image has its tokens"
+
+
+def train_plainly(model, plan):
+    """Losses and norms of the parameters of ``model`` that a gradient reaches, and are to be trained."""
+    section, size = plan.job.optimizer, plan.batch.global_batch_size
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in named if (p.ndim > 1) is is_matrix], "weight_decay": decay}
+            for is_matrix, decay in ((True, section.weight_decay), (False, 0.0))
+        ],
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+    )
+    samples, curve, counts = open_samples(plan.job), [], set()
+    for step in range(STEPS):
+        rows = [samples.row(number) for number in range(step * size, (step + 1) * size)]
+        counts |= {len(row.images) for row in rows}
+        count = sum(int(row.mask.sum()) for row in rows)
+        optimizer.zero_grad()
+        total = 0.0
+        for row in rows:
+            for loss in _document_losses(model, row, plan.job.model.vision):
+                (loss / count).backward()
+                total += float(loss.detach()) / count
+        # blocks behind the projected one have no gradient
+        reached = [p for _, p in named if p.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reached])))
+        for param in reached:
+            param.grad *= min(1.0, section.max_grad_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
+        optimizer.step()
+        curve.append((total, norm))
+    assert {0, 1, 2, 3} <= counts or len(counts) > 3, "rows have no, one and several images"
+    return curve

@@ -1,0 +1,126 @@
+"""Vision towers: counts of a published model, FLOPs and kept bytes as torch counts them, and what is never trained."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from raymega.config.schema import ModelSection
+from raymega.config.vision.section import VisionSection
+from raymega.model.vision.tower import VisionTower
+from raymega.plan.flops import flops_per_token
+from raymega.plan.layers.vision import image_elements, image_flops, images_at_once
+from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.tensor_table import is_tower_frozen, model_tensors
+from raymega.verify.shrink import shrink_job
+from tests.support.jobs import make_test_plan
+from tests.support.saved_tensor_bytes import SavedBytes
+from tests.unit.model.parts import make_model_factory
+
+LLAVA_PARAMETERS = 7_063_427_072
+"""Parameters of llava-1.5-7b-hf."""
+VISION = VisionSection(
+    kind="clip", image_size=28, patch_size=7, num_layers=4, hidden_size=48, num_heads=3, ffn_hidden_size=160,
+    image_token_id=9,
+)  # fmt: skip
+SIGLIP = VISION.model_copy(
+    update={"kind": "siglip", "feature_layer": -1, "activation": "gelu_tanh"}
+)
+
+
+def _model(vision=VISION, **fields):
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "ffn_hidden_size": 96,
+        "vocab_size": 16,
+    }
+    return ModelSection(family="llama", vision=vision, **sizes | fields)  # fmt: skip
+
+
+def test_parameters_of_a_published_model():
+    vision = VisionSection(
+        kind="clip", image_size=336, patch_size=14, num_layers=24, hidden_size=1024, num_heads=16, ffn_hidden_size=4096,
+        image_token_id=32000,
+    )  # fmt: skip
+    model = ModelSection(
+        family="llama", num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32064,
+        tie_word_embeddings=False, vision=vision,
+    )  # fmt: skip
+    assert vision.num_patches == 576
+    assert count_parameters(model) == LLAVA_PARAMETERS
+
+
+@pytest.mark.parametrize("vision", [VISION, SIGLIP], ids=["clip", "siglip"])
+def test_flops_of_images_are_those_that_torch_counts(vision):
+    model = _model(vision)
+    tower = VisionTower(make_model_factory(model, dtype=torch.float32), vision)
+    pixels = torch.zeros((3, 3, 28, 28), dtype=torch.uint8)
+    # the plain formula of attention, whose products the counter sees on a CPU too
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        tower(pixels)
+    assert counter.get_total_flops() == 3 * image_flops(model)
+
+
+def test_flops_of_a_token_have_its_share_of_an_image():
+    own = _model(VISION.model_copy(update={"image_share": 0.25}))
+    text = own.model_copy(update={"vision": VisionSection()})
+    more = flops_per_token(own, seq_len=32) - flops_per_token(text, seq_len=32)
+    assert more == pytest.approx(3 * 0.25 / 16 * image_flops(own))
+
+
+@pytest.mark.parametrize("vision", [VISION, SIGLIP], ids=["clip", "siglip"])
+def test_kept_numbers_of_an_image_are_near_those_of_the_formula(vision):
+    model, images = _model(vision), 5
+    tower = VisionTower(make_model_factory(model, dtype=torch.float32), vision)
+    pixels = torch.zeros((images, 3, 28, 28), dtype=torch.uint8)
+    with SavedBytes([*tower.parameters(), pixels]) as kept:
+        tower(pixels)
+    assert kept.total == pytest.approx(4 * images * image_elements(model), rel=0.1)
+
+
+def test_what_lies_behind_the_projected_block_is_frozen():
+    frozen = {each.name for each in model_tensors(_model()) if each.is_frozen}
+    assert {name.split(".attention")[0].split(".mlp")[0] for name in frozen} == {
+        "vision.layers.3",
+        "vision.post_norm.weight",
+        "vision.post_norm.bias",
+    }
+    behind_all = {each.name for each in model_tensors(_model(SIGLIP)) if each.is_frozen}
+    assert behind_all == {"vision.post_norm.weight", "vision.post_norm.bias"}
+
+
+def test_a_frozen_tower_needs_no_backward_and_its_projector_may_be_trained():
+    tuned = _model(freeze=("vision.*",), train=("vision.projector.*",))
+    assert is_tower_frozen(tuned) and not is_tower_frozen(_model())
+    trained = [each.name for each in model_tensors(tuned) if each.is_trained]
+    assert [name for name in trained if "vision" in name] == [
+        f"vision.projector.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")
+    ]
+    adapted = _model(lora={"r": 2})
+    assert is_tower_frozen(adapted)
+    names = [each.name for each in model_tensors(adapted) if each.is_trained]
+    assert not any(name.startswith("vision.") for name in names)
+
+
+def test_ranks_of_a_stage_share_the_images_and_each_has_one():
+    model = _model(VISION.model_copy(update={"image_share": 0.5}))
+    assert images_at_once(model, tokens=1024, ranks=4) == 8
+    assert images_at_once(model, tokens=32, ranks=8) == 1
+
+
+def test_a_small_job_keeps_the_parts_of_its_tower():
+    plan = make_test_plan(
+        "model.vocab_size=4096",
+        "data.seq_len=1024",
+        "model.max_positions=1024",
+        "data.packing=best_fit",
+        "model.vision={kind: clip, image_size: 224, patch_size: 14, num_layers: 12, hidden_size: 128, num_heads: 4, "
+        "ffn_hidden_size: 512, image_token_id: 4000}",
+    )
+    small = shrink_job(plan.job, steps=2, max_params=100_000, max_ranks=4, is_data_there=False).job
+    vision = small.model.vision
+    assert (vision.num_patches, vision.num_layers, vision.used_layers) == (4, 3, 2)
+    assert vision.image_token_id < small.model.vocab_size
+    assert 3 * vision.num_patches < small.data.seq_len

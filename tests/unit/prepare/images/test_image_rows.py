@@ -1,0 +1,173 @@
+"""Datasets of rows with images: from files to the rows of a run, and what is refused."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from raymega.config.vision.section import VisionSection
+from raymega.data.arrow import TokenStream
+from raymega.data.checks import training_faults
+from raymega.data.images.stored import StoredImages
+from raymega.data.open_split import Shape, open_split
+from raymega.data.rows import TEXT
+from raymega.errors import ConfigError
+from raymega.prepare.images.documents import image_document
+from raymega.prepare.options import PrepareOptions
+from raymega.prepare.pipeline import prepare
+
+pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
+
+SIZE, PATCH, PATCHES = 8, 4, 4
+EOD, TOKEN = 256, 257
+
+
+def _picture(seed, kind="PNG"):
+    """An image's file of some shape, by its number."""
+    random, stream = np.random.default_rng(seed), io.BytesIO()
+    pixels = random.integers(0, 256, (6 + seed % 5, 9, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, kind)
+    return stream.getvalue()
+
+
+def _resized(raw):
+    whole = Image.open(io.BytesIO(raw)).convert("RGB")
+    return np.asarray(whole.resize((SIZE, SIZE), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+
+
+def _table_row(number):
+    count = number % 4
+    text = f"t{number}" + "<image>." * count
+    images = [{"bytes": _picture(4 * number + at), "path": None} for at in range(count)]
+    return {"text": text, "images": images, "prompt": "say " if number % 2 else None}
+
+
+ROWS = [_table_row(number) for number in range(12)]
+
+
+def _prepare(folder, rows=ROWS, *, lines=(), **options):
+    (folder / "in").mkdir(parents=True)
+    if rows:
+        pq.write_table(pa.Table.from_pylist(rows), folder / "in" / "a.parquet")
+    if lines:
+        (folder / "in" / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    given = {"row_format": "images", "image_size": SIZE, "patch_size": PATCH} | options
+    return prepare(
+        PrepareOptions(
+            inputs=(str(folder / "in"),), out=str(folder / "out"), tokenizer="bytes", valid_fraction=0, **given
+        ),
+        on_progress=lambda *_: None,
+    ).meta  # fmt: skip
+
+
+def _wanted(row):
+    """Tokens and labels that count of a row's document, and its pixels."""
+    ids, is_label = [], []
+    for part, counts in (((row["prompt"] or ""), False), (row["text"], True)):
+        for at, piece in enumerate(part.split("<image>")):
+            ids += [TOKEN] * (PATCHES * bool(at)) + list(piece.encode())
+            is_label += [False] * (PATCHES * bool(at)) + [counts] * len(piece)
+    return [*ids, EOD], [*is_label, True], [_resized(image["bytes"]) for image in row["images"]]
+
+
+@pytest.mark.parametrize("seq_len", [32, 64])
+def test_packed_rows_have_each_document_with_its_images(tmp_path, seq_len):
+    meta = _prepare(tmp_path)
+    assert (meta.images.size, meta.images.num_patches, meta.images.token_id) == (8, 4, TOKEN)
+    shape = Shape(seq_len=seq_len, packing="best_fit", window=4, multiple=4)
+    source = open_split(str(tmp_path / "out"), "train", shape, seed=0)
+    wanted, seen = {tuple(_wanted(row)[0]): _wanted(row) for row in ROWS}, 0
+    for index in range(source.num_windows):
+        row, at, images = source.row(index), 0, iter(source.row(index).images)
+        assert ((row.tokens == TOKEN) == (row.image_places != TEXT)).all()
+        found = row.image_places[row.image_places != TEXT]
+        assert found.tolist() == list(range(PATCHES * len(row.images)))
+        for held in source.held(index):
+            _, counts, pixels = wanted[tuple(row.tokens[at : at + held.length].tolist())]
+            assert row.mask[at : at + held.length].tolist() == [*counts[1:], False]
+            for each in pixels:
+                assert (next(images)() == each).all()
+            at, seen = at + held.padded, seen + 1
+        assert next(images, None) is None
+    assert seen == len(ROWS)
+
+
+def test_windows_that_begin_inside_an_image_have_the_rest_of_it(tmp_path):
+    meta = _prepare(tmp_path)
+    stream = TokenStream(tmp_path / "out", meta.splits["train"])
+    whole = StoredImages(stream.read_images, meta.images).held(0, stream.num_tokens)
+    row_of = open_split(str(tmp_path / "out"), "train", Shape(seq_len=7), seed=0).row
+    cut = 0
+    for index in range((stream.num_tokens - 1) // 7):
+        row, places = row_of(index), whole.places[7 * index : 7 * index + 7]
+        assert ((row.image_places == TEXT) == (places == TEXT)).all()
+        for own, all_ in zip(row.image_places, places, strict=True):
+            if own != TEXT:
+                assert own % PATCHES == all_ % PATCHES
+                assert (row.images[own // PATCHES]() == whole.images[all_ // PATCHES]()).all()
+        cut += bool(places[0] != TEXT and places[0] % PATCHES)
+    assert cut > 2
+
+
+def test_json_holds_images_as_base64_and_broken_ones_are_named(tmp_path):
+    good = base64.b64encode(_picture(1, "JPEG")).decode()
+    rows = {
+        "is whole": {"text": "a <image>", "images": [good]},
+        "image 1 is broken": {"text": "<image><image>", "images": [good, good[:80]]},
+        "image 0 is no base64": {"text": "<image>", "images": ["%%"]},
+        "it has 1 images and 2 marks": {"text": "<image><image>", "images": [good]},
+        "image 0 is a int": {"text": "<image>", "images": [7]},
+        "its 'prompt' is a int": {"text": "a", "images": [], "prompt": 3},
+    }
+    with pytest.raises(ConfigError, match=r"b\.jsonl@\d+ has no document \(image 1 is broken"):
+        _prepare(tmp_path / "strict", [], lines=list(rows.values()))
+    meta = _prepare(tmp_path / "lax", [], lines=list(rows.values()), max_bad_lines=5)
+    assert (meta.source.num_bad_lines, meta.splits["train"].num_documents) == (5, 1)
+
+
+def test_a_grey_or_turned_picture_is_upright_in_rgb():
+    stream, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    plain = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
+    plain.save(stream, "PNG", exif=exif)
+    coded = base64.b64encode(stream.getvalue()).decode()
+    text = json.dumps({"text": "<image>", "prompt": "", "images": [coded]})
+    meta = type("Meta", (), {"size": 8, "num_patches": 4, "token_id": 9})()
+    found = image_document(
+        text, lambda part: np.array([9] * bool(part), dtype=np.uint32), meta, bos_id=1, eod_id=2
+    )
+    assert found.ids.tolist() == [1, 9, 9, 9, 9, 2]
+    ((place, raw),) = found.images
+    turned = np.rot90(np.asarray(plain), -1)
+    assert place == 1
+    assert (np.frombuffer(raw, np.uint8).reshape(3, 8, 8) == turned).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"image_size": 0}, "--image-size 0"),
+        ({"patch_size": 3}, "whole patches"),
+        ({"row_format": "text"}, "these rows have no images"),
+    ],
+)
+def test_options_without_sense_are_refused(tmp_path, options, match):
+    with pytest.raises(ConfigError, match=match):
+        _prepare(tmp_path, [], lines=[{"text": "a"}], **options)
+
+
+def test_a_job_with_other_images_is_refused(tmp_path):
+    _prepare(tmp_path)
+    vision = VisionSection(kind="clip", image_size=8, patch_size=4, image_token_id=TOKEN)
+    values = {"data.path": str(tmp_path / "out"), "data.seq_len": 16, "model.vocab_size": 258}
+    assert training_faults({**values, "model.vision": vision}) == []
+    (fault,) = training_faults({**values, "model.vision": VisionSection()})
+    assert "holds images, and model.vision.kind=none" in fault.fact
+    other = vision.model_copy(update={"patch_size": 2})
+    (fault,) = training_faults({**values, "model.vision": other})
+    assert "each 4 tokens" in fault.fact and "as 16 tokens" in fault.rule
