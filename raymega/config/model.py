@@ -21,7 +21,7 @@ from raymega.config.fields import (
     Section,
 )
 from raymega.config.heads.section import HeadSection
-from raymega.config.layer_sizes import LayerSizesSection
+from raymega.config.layer_sizes.section import LayerSizesSection
 from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection

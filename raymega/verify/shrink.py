@@ -1,6 +1,6 @@
 """Shrinking of a job to a size that trains in float64 on this machine, with its features kept.
 
-``raymega.verify.shrink_model`` shrinks its model.
+``raymega.verify.shrinking.model`` shrinks its model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout import Device
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_images, cut_streams, shrink_model
-from raymega.verify.shrink_teacher import settle_teacher, shrink_teacher
+from raymega.verify.shrinking.model import MAX_SEQ_LEN, cut_images, cut_streams, shrink_model
+from raymega.verify.shrinking.teacher import settle_teacher, shrink_teacher
 from raymega.verify.small_data import (
     drawn_blend,
     drawn_blocks,

@@ -16,7 +16,6 @@ from math import ceil
 from raymega.plan.expert_capacity import reserved_rows
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
 from raymega.plan.layers.layer_pattern import ALONE, STATES
-from raymega.plan.layers.vision import image_elements, images_at_once
 from raymega.plan.memory.activation_shape import MASK_BYTES, ActivationShape
 from raymega.plan.memory.adapter_bytes import adapter_bytes
 from raymega.plan.memory.attention_bytes import (
@@ -24,10 +23,11 @@ from raymega.plan.memory.attention_bytes import (
     full_attention_bytes,
     latent_attention_bytes,
 )
+from raymega.plan.memory.image_bytes import image_bytes
 from raymega.plan.memory.linear_attention_bytes import linear_bytes, residual_mask_bytes
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.stages import Stage
-from raymega.plan.tensor_table import embedding_tensors, is_tower_frozen
+from raymega.plan.tensor_table import embedding_tensors
 from raymega.schedule.instructions import Op, Schedule
 
 
@@ -241,23 +241,6 @@ def embedding_bytes(shape: ActivationShape) -> int:
     has_norm = shape.family.has_embedding_norm
     norm = (shape.stream_bytes + _statistics_bytes(shape)) * has_norm
     return residual_mask_bytes(shape) + cut + norm + image_bytes(shape)
-
-
-def image_bytes(shape: ActivationShape) -> int:
-    """Return the bytes of a vision tower's activations, and of the features of all images; 0 without one.
-
-    Full recompute keeps each block's input alone. A frozen tower keeps nothing; its projector, little, is counted as nothing.
-    """
-    model, parallel = shape.model, shape.parallel
-    if not model.vision.is_on or is_tower_frozen(model):
-        return 0
-    ranks, tokens = parallel.tp * parallel.cp, shape.seq_len * shape.micro_batch_size
-    images = images_at_once(model, tokens=tokens, ranks=ranks)
-    kept = image_elements(model)
-    if shape.memory.recompute == "full":
-        kept = model.vision.used_layers * model.vision.num_positions * model.vision.hidden_size
-    features = ranks * model.vision.num_patches * model.hidden_size
-    return ceil(images * (kept + features)) * shape.element
 
 
 def head_bytes(shape: ActivationShape) -> int:

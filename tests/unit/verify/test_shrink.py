@@ -14,7 +14,7 @@ from raymega.plan.run_plan import job_values
 from raymega.plan.validation.registry import job_faults
 from raymega.verify.legal_layouts import legal_shapes
 from raymega.verify.shrink import shrink_job
-from raymega.verify.shrink_model import MAX_LAYERS
+from raymega.verify.shrinking.model import MAX_LAYERS
 from tests.unit.verify.jobs import JOBS, make_job
 
 MAX_PARAMS = 2_000_000

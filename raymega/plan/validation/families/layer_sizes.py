@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from raymega.config.layer_sizes import LayerSizesSection
+from raymega.config.layer_sizes.section import LayerSizesSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault

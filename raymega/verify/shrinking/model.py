@@ -13,7 +13,7 @@ from raymega.errors import ConfigError
 from raymega.plan.layers.encoder_decoder import raw_length
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.verify.job_draft import Draft
-from raymega.verify.shrink_layer_sizes import cut_layer_sizes
+from raymega.verify.shrinking.layer_sizes import cut_layer_sizes
 
 MAX_SEQ_LEN = 32
 MAX_VOCAB = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raymega.config.schema import Job, ModelSection
 from raymega.verify.job_draft import Draft
-from raymega.verify.shrink_model import shrink_model
+from raymega.verify.shrinking.model import shrink_model
 
 SHARED = ("vocab_size", "make_vocab_size_divisible_by", "max_positions")
 """Fields of the small model that its teacher has too."""
