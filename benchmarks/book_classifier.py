@@ -22,6 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 MANUALS = {
     "faq": "debian/FAQ/debian-faq.en.txt.gz",
@@ -82,7 +83,8 @@ def main():
 
 def pages_of(books):
     """Return the paragraphs with their manual's number: for training, and held out."""
-    draw, sides = random.Random(1), {"train": [], "held_out": []}
+    draw = random.Random(1)
+    sides: dict[str, list[Any]] = {"train": [], "held_out": []}
     for label, name in enumerate(MANUALS.values()):
         (path,) = (found for at in ("share/doc", "share") for found in books.rglob(f"{at}/{name}"))
         parts = re.split(r"\n\s*\n", gzip.decompress(path.read_bytes()).decode())

@@ -142,8 +142,11 @@ class EncoderDecoderStage(StageModule):
                 "a stage that is not the first needs the hidden state before it"
             )
             encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
-        biases = self._biases(tables, token_layout.streams)
-        streams = self._run_layers(Streams(encoder, decoder, *biases, *keys), token_layout)  # type: ignore[arg-type]
+        own, other, cross = self._biases(tables, token_layout.streams)
+        streams = self._run_layers(
+            Streams(encoder, decoder, own, other, cross, *keys),  # type: ignore[arg-type]
+            token_layout,
+        )
         if self.head is not None:
             return cast(Streams, streams).decoder
         return self._packed(cast(Streams, streams), tables)

@@ -232,7 +232,10 @@ def _with_teacher(parts: TrainingComponents, progress: Callable[[], None]) -> Tr
         )
     for module in parts.modules:
         module.objective = DistillationObjective(
-            job.distillation, job.model.vocab_size, parts.device, teacher and teacher.columns
+            job.distillation,
+            job.model.vocab_size,
+            parts.device,
+            teacher.columns if teacher else None,
         )
     if teacher is None:
         return parts

@@ -146,7 +146,8 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
         WorkerError: The run on one rank failed, so there is no reference.
     """
     began = time.monotonic()
-    options, alone = _for_device(options), ()
+    options = _for_device(options)
+    alone: tuple[Layout, ...] = ()
     # shrink, and sample layouts
     shrunk = shrink_job(
         job,

@@ -167,7 +167,9 @@ def fault_counter(
         varied: Fields that have other values each time, all hashable; none of them names a part.
     """
     left, broken = without_broken_parts(values)
-    checks = [(rule.reads, rule.faults_of) for rule in RULES]
+    checks: list[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Fault]]]] = [
+        (rule.reads, rule.faults_of) for rule in RULES
+    ]
     if has_teacher(left):
         # a fault of both counts twice, which is as far from none as once
         checks += [(rule.reads, _of_teacher(rule)) for rule in RULES]

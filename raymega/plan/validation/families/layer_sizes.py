@@ -125,6 +125,6 @@ def cut_faults(  # fields of one rule
         found += [] if found else exchange_faults(cp, method, inner, tp, heads, kv_heads)
         if width % tp:
             rule = f"it must divide model.ffn_hidden_size={width} (remainder {width % tp})"
-            remedy = f"use one of {divisors(width)}"
+            remedy = f"use one of {divisors(int(width))}"
             found.append(Fault(fact=f"parallel.tp={tp}", rule=rule, remedy=remedy))
         yield from (replace(each, fact=f"{each.fact}, layer {layer}") for each in found)
