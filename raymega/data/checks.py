@@ -34,7 +34,7 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
-from raymega.data.heads.checks import row_form_faults
+from raymega.data.heads.checks import label_faults, row_form_faults
 from raymega.data.heads.form import form_of_values
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import (
@@ -280,6 +280,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
             for fault in row_form_faults(path, field, section.loss_on, form)
         ),
     ]
+    faults += [] if faults else [each for path in fields for each in label_faults(path, form)]
     if faults or (not section.sources and not section.stages):
         return faults
     faults = [*_copy_faults(section), *_tokenizer_faults(section)]
