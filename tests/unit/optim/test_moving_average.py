@@ -1,14 +1,27 @@
 """The moving average of the weights: its formula, its start, its place in a checkpoint, and the way out."""
 
+import numpy as np
 import pytest
 import torch
 
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.init_from import start_faults
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.schema import CheckpointSection
+from raymega.convert.tuned.merge import merge
+from raymega.errors import ConfigError
 from raymega.messages import Requests
+from raymega.plan.memory.state_bytes import rank_state
+from raymega.plan.save_cost import save_cost
+from raymega.storage.registry import open_store
 from raymega.train.build import build_parts
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.params import ALONE
+from tests.unit.checkpoint.support import save_rank
+from tests.unit.convert.folders import NOW
 
 CPU, DECAY, STEPS = torch.device("cpu"), 0.8, 3
 
@@ -65,3 +78,32 @@ def test_an_average_begins_with_the_weights_that_a_run_starts_from():
     assert any((_values(parts, "ema")[n] != w).any() for n, w in _values(parts, "model").items())
     parts.optimizer.sync_weights(is_start=True)
     torch.testing.assert_close(_values(parts, "ema"), _values(parts, "model"), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_the_average_is_a_model(tmp_path):
+    parts = _parts("precision.dtype=float64", "optimizer.lr=0.1")
+    train_step(parts, TrainState(), Requests(), is_recording=False)
+    store, job = open_store(str(tmp_path / "run")), parts.plan.job
+    shard = save_rank(store, list(parts.optimizer.blocks()), rank=0, step=1)
+    manifest = assemble(
+        [shard], world_size=1, attempt=1, created=NOW, grid={}, metrics={},
+        job={"model": job.model.model_dump(mode="json")},
+    )  # fmt: skip
+    commit(store, manifest)
+    done = merge([store.uri], str(tmp_path / "average"), created=NOW, is_average=True)
+    found, wanted = open_checkpoint(done.uri), _values(parts, "ema")
+    assert len(wanted) == len(found.names)
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found.read(f"model/{name}"), values)
+    assert start_faults(CheckpointSection(init_from=done.uri), job.model) == []
+    with pytest.raises(ConfigError, match="holds no moving average"):
+        merge([done.uri], str(tmp_path / "again"), created=NOW, is_average=True)
+
+
+def test_an_average_takes_as_many_bytes_as_the_masters():
+    plan = make_test_plan("precision.dtype=bfloat16")
+    with_it = make_test_plan("precision.dtype=bfloat16", "optimizer.ema_decay=0.9")
+    size, more = (rank_state(each.job, each.stages_of(0), each.grid, tp_rank=0) for each in (plan, with_it))
+    assert more.moment_bytes - size.moment_bytes == size.master_bytes
+    whole, larger = (save_cost(each, 0) for each in (plan, with_it))
+    assert larger != whole
