@@ -103,7 +103,9 @@ def test_a_checkpoint_of_the_average_is_a_model(tmp_path):
 def test_an_average_takes_as_many_bytes_as_the_masters():
     plan = make_test_plan("precision.dtype=bfloat16")
     with_it = make_test_plan("precision.dtype=bfloat16", "optimizer.ema_decay=0.9")
-    size, more = (rank_state(each.job, each.stages_of(0), each.grid, tp_rank=0) for each in (plan, with_it))
+    size, more = (
+        rank_state(each.job, each.stages_of(0), each.grid, tp_rank=0) for each in (plan, with_it)
+    )
     assert more.moment_bytes - size.moment_bytes == size.master_bytes
     whole, larger = (save_cost(each, 0) for each in (plan, with_it))
     assert larger != whole
