@@ -60,6 +60,9 @@ class OptimizerSection(Section):
     """Number format of the optimizer state of matrices and tables between steps: that of the
     masters, bfloat16, or 8 bits with a scale for each 256 neighbours of a row. The state of norms
     and biases keeps the masters' format."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay d of a moving average of the weights, kept with the masters: d * average + (1 - d) * weights after
+    each update, from the first weights on. `raymega checkpoint merge --ema` writes it as a model. 0 keeps none."""
     # Learning rates of groups of tensors.
     embedding_lr: OwnRate = "lr"
     """Peak learning rate of token and position tables, independent of lr; `lr` is the same as lr."""

@@ -35,7 +35,7 @@ from raymega.data.format import (
     read_meta,
     size_faults,
 )
-from raymega.data.heads.checks import image_faults, row_form_faults
+from raymega.data.heads.checks import image_faults, label_faults, row_form_faults
 from raymega.data.heads.form import form_of_values
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_faults, megatron_identity
 from raymega.data.open_split import (
@@ -286,6 +286,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
             for fault in image_faults(path, field, values.get("model.vision", VisionSection()))
         ),
     ]
+    faults += [] if faults else [each for path in fields for each in label_faults(path, form)]
     if faults or (not section.sources and not section.stages):
         return faults
     faults = [*_copy_faults(section), *_tokenizer_faults(section)]

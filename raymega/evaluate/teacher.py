@@ -84,6 +84,7 @@ def teacher_plan_on(job: Job, grid: str) -> RunPlan:
     Raises:
         ConfigError: The grid is not legal for the teacher's model.
     """
+    # the grid of the run has nothing to do with that of its teacher
     values = teacher_job(job).model_dump(mode="json")
     values |= {"parallel": {}, "schedule": {"micro_batch_size": job.schedule.micro_batch_size}}
     values["cluster"]["num_workers"] = "grid"
@@ -116,6 +117,7 @@ def _faults(job: Job, uri: str) -> Iterator[Fault]:
 
 def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> StoredTeacher:
     """Let the workers fill the files of one dataset, then give these their names."""
+    # files of the whole size, which every worker finds by the dataset's path
     num_rows, k = dataset_rows(plan.job, path).num_windows, job.distillation.top_k
     create_logits(path, (num_rows, job.data.seq_len, k))
 
@@ -131,6 +133,7 @@ def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> Sto
         entry_input=path.encode(),
     )
     done = run_entry(plan, spec, ENTRY, log_dir=LOG_DIR, on_report=hear)
+    # a teacher that failed half-way leaves files that no reader takes
     if done.fault is not None:
         raise WorkerError(done.fault)
     finish_logits(path, logits_how(job, path) | {"checkpoint": key})
@@ -138,7 +141,7 @@ def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> Sto
 
 
 def logits_how(job: Job, path: str) -> dict[str, object]:
-    """Return what the logits of a dataset are of, but for the teacher: how rows are cut, and the tokens."""
+    """Return what the logits of a dataset are of besides the teacher: how rows are cut, and the tokens."""
     return {
         **row_cut(job.data),
         "top_k": job.distillation.top_k,

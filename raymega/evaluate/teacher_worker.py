@@ -77,14 +77,17 @@ def write_logits(
         device=device,
         context=scorer.context,
     )
+    # mapped, so that a worker holds no more than what it is writing
     ids, logits = (np.load(file, mmap_mode="r+") for file in (files.ids, files.logits))
     size = plan.batch.micro_batch_size
+    # rows of one pipeline: enough to fill it, and few enough for their residual streams
     at_once = size * plan.grid.dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp
     for first in range(0, source.num_windows, at_once):
         num_rows = min(at_once, source.num_windows - first)
         batch = make_batch(global_batch_size=num_rows, micro_batch_size=size, dp=plan.grid.dp)
         micro_batches = loader.micro_batches(batch, first)
         found = scorer.forward.run(partial(_every_token, k=ids.shape[2]), micro_batches)
+        # of equal copies over tp the first one is written
         is_writer = scorer.has_scores and groups.tp.index == 0
         for micro_batch, (top, tokens) in zip(
             micro_batches, found if is_writer else (), strict=False

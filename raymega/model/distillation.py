@@ -61,7 +61,7 @@ class DistillationObjective:
             head: Head of the stage.
             x: Residual stream, [S/sp, B, D].
             targets: Labels and loss mask, [B, S/cp] each.
-            teacher: What the teacher says of the tokens.
+            teacher: Residual stream of a live teacher, or stored logits.
         """
         labels, mask = targets
         assert isinstance(teacher, TeacherBatch), "a step's micro-batches have it before its passes"
@@ -70,6 +70,7 @@ class DistillationObjective:
         # cross entropy overwrites the logits, so the divergence reads them first
         divergence = self._divergence(columns, teacher, head)
         losses = head.losses_of(columns, labels)
+        # sums over labels: the step divides by their number in the whole batch
         counted = mask.t().to(losses.dtype)
         sums = torch.stack(((divergence * counted).sum(), (losses * counted).sum()))
         self.sums = self.sums + torch.nn.functional.pad(

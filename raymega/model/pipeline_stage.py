@@ -187,7 +187,7 @@ class StageModule(nn.Module):
             rows: Documents in each row; None is one document a row, whole on this rank.
             later: Labels and mask of multi-token prediction; None predicts the next token only.
             encoder: Token types and pairs of encoders; None is type 0 everywhere and no pairs.
-            beside: What :attr:`objective` reads beside labels: pairs, scored documents, a teacher; None for the loss of tokens.
+            beside: Input of :attr:`objective` beside labels: pairs, scored documents, a teacher; None for the loss of tokens.
 
         Returns:
             [S/(cp*sp), B, D] for the next stage, or the last stage's sum of masked token losses, a

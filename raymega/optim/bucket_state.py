@@ -19,7 +19,7 @@ from raymega.optim.state_formats import (
 from raymega.optim.updates import ParamState
 from raymega.parallel.core.buckets import Range
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
-from raymega.plan.memory.optimizer_state import format_of, kinds_of
+from raymega.plan.memory.optimizer_state import AVERAGE, format_of, kinds_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class BucketState:
 
     ``weights``, ``gradient`` and ``master`` are flat and of one length. ``weights`` and ``master`` share
     memory if the compute dtype is float32 or wider. ``members`` are views of them, one for each range of
-    a parameter.
+    a parameter. ``average`` is the moving average of the master; None where the job keeps none.
     """
 
     part: Range
@@ -59,12 +59,15 @@ class BucketState:
     gradient: torch.Tensor
     master: torch.Tensor
     members: tuple[Member, ...]
+    average: torch.Tensor | None = None
 
     @property
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that only an update reads, which may wait on the host."""
         if self.weights.dtype != self.master.dtype:
             yield self.master
+        if self.average is not None:
+            yield self.average
         for member in self.members:
             yield from (kept.memory for kept in member.kept)
 
@@ -76,6 +79,18 @@ class BucketState:
             for member in self.members:
                 for kept in member.kept[number : number + 1]:
                     yield from kept.blocks()
+        yield from self._average_blocks()
+
+    def _average_blocks(self) -> Iterator[TensorBlock]:
+        if self.average is None:
+            return
+        for member in self.members:
+            yield from member.place.blocks(AVERAGE, self.average[member.within])
+
+    def follow_average(self, decay: float) -> None:
+        """Move the average towards the masters, after their update."""
+        if self.average is not None:
+            self.average.lerp_(self.master, 1.0 - decay)
 
     def values(self, name: str) -> Iterator[TensorBlock]:
         """Yield masters and state as update ``name`` reads them: state in the masters' dtype."""
@@ -84,6 +99,7 @@ class BucketState:
             kinds = kinds_of(name, member.param_state.param.spec.role)
             for kind, kept in zip(kinds, member.kept, strict=True):
                 yield from member.place.blocks(kind, kept.open())
+        yield from self._average_blocks()
 
 
 def make_bucket_state(
@@ -108,5 +124,10 @@ def make_bucket_state(
         )
         members.append(Member(place=place, within=within, param_state=param_state, kept=kept))
     return BucketState(
-        part=part, weights=weights, gradient=gradient, master=master, members=tuple(members)
+        part=part,
+        weights=weights,
+        gradient=gradient,
+        master=master,
+        members=tuple(members),
+        average=master.clone() if section.ema_decay else None,
     )

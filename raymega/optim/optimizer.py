@@ -110,6 +110,9 @@ class Optimizer:
         divisor = self._divisor(gradient_factor)
         for number in self._host.turns() if self._is_on_host else range(len(self._update_chunks)):
             self._updates[number].update(step=self._step, lr=lr, divisor=divisor)
+            with torch.no_grad():
+                for bucket_state in self._update_chunks[number]:
+                    bucket_state.follow_average(self._section.ema_decay)
             self._round(self._update_chunks[number])
         self._weights.mark_updated()
 
@@ -151,9 +154,16 @@ class Optimizer:
             master = self._host.on_host(bucket_state.master).to(bucket_state.weights.device)
             yield from counted(part, master, begin=bucket_state.part.begin)
 
-    def sync_weights(self) -> None:
-        """Round masters into weights of a narrower dtype, and mark weights as changed."""
+    def sync_weights(self, *, is_start: bool = False) -> None:
+        """Round masters into weights of a narrower dtype, and mark weights as changed.
+
+        At a start from other weights (``is_start``) the moving average begins with them.
+        """
         self._round(self._bucket_state)
+        if is_start and self._section.ema_decay:
+            with self._host.all_here(), torch.no_grad():
+                for bucket_state in self._bucket_state:
+                    bucket_state.follow_average(0.0)
         self._weights.mark_updated()
 
     @torch.no_grad()

@@ -97,8 +97,9 @@ def _held_bytes(
 
 
 def _bytes_of(job: Job, role: Role, box: Box) -> int:
-    """Return the bytes of a master and its optimizer state."""
+    """Return the bytes of a master, of its moving average and its optimizer state."""
     # The master is in float32 or better; moments may have fewer bits.
     full, form = max(4, DTYPE_BYTES[job.precision.dtype]), format_of(job.optimizer, role)
     of_kind = state_bytes(form, box.num_elements, scale_boxes(box).begun.num_elements, full)
+    full *= 1 + (job.optimizer.ema_decay > 0)  # a moving average is as large as the master
     return box.num_elements * full + of_kind * len(kinds_of(job.optimizer.name, role))

@@ -314,7 +314,7 @@ def init_from(
         ]
         manifest = read_blocks(store, root.key, boxes_by_name(factors))
         load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
-        parts.optimizer.sync_weights()
+        parts.optimizer.sync_weights(is_start=True)
     if section.init_from == "none":
         return
     store, manifest = open_root(section.init_from)
@@ -337,7 +337,7 @@ def init_from(
     source = starting_manifest(read_blocks(store, manifest.key, sources), section, model)
     load(store, source, taken, is_narrowing_allowed=True, progress=progress)
     _finish_upcycling(upcycling, weights, seed)
-    parts.optimizer.sync_weights()
+    parts.optimizer.sync_weights(is_start=True)
     log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
 
 

@@ -150,7 +150,7 @@ DISTILLATION_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a reference pass costs nothing",
         file="planner/cost/forward_time.py",
-        old="    return sum(_pass_s(each, device, software) for each in passes_before(plan))\n",
+        old="    return sum((_pass_s(each, device, software) for each in passes_before(plan)), 0.0)\n",
         new="    return 0.0\n",
         tests=(
             "tests/unit/planner/cost/test_forward_time.py::test_a_step_has_the_forward_passes_of_its_reference",

@@ -18,9 +18,10 @@ def merge_(
     base: Annotated[str, typer.Option(metavar="URI")] = "",
     dtype: str = "saved",
     weights: Annotated[list[float] | None, typer.Option("--weight")] = None,
+    is_average: Annotated[bool, typer.Option("--ema")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge adapters into their base, or average the weights of several checkpoints.
+    """Merge adapters into their base, average the weights of several checkpoints, or take a run's moving average.
 
     The result holds weights alone, as an imported model does: it can be evaluated, exported, and started from.
 
@@ -30,11 +31,20 @@ def merge_(
         base: Weights that the adapters change; default: those that their run started from.
         dtype: Number format of the result: saved, float64, float32, bfloat16 or float16.
         weights: Weight of each checkpoint in the mean, in their order; default: equal.
+        is_average: Read the moving averages that runs with optimizer.ema_decay keep, in place of the weights.
 
     Example: raymega checkpoint merge ~/.raymega/runs/tuned --out merged
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    done = merge(uris, out, created=created, base=base, dtype=dtype, weights=weights or ())
+    done = merge(
+        uris,
+        out,
+        created=created,
+        base=base,
+        dtype=dtype,
+        weights=weights or (),
+        is_average=is_average,
+    )
     if as_json:
         print_json(json_object(done, uri="output", key="manifest"))
         return

@@ -23,6 +23,7 @@ def with_new_head(model: ModelSection) -> tuple[ModelSection, dict[str, list[str
     if model.head.is_on:
         return model, {}
     headed = model.model_copy(update={"head": NEW_HEAD})
+    # tensors that only one of the two models has
     before, after = ([tensor.name for tensor in model_tensors(each)] for each in (model, headed))
     rules = {
         "reinit": [name for name in after if name not in before],
@@ -34,7 +35,8 @@ def with_new_head(model: ModelSection) -> tuple[ModelSection, dict[str, list[str
 def set_rows(values: dict[str, dict[str, Any]], model: ModelSection) -> str:
     """Set what the rows of a model's head need in a job's values, and return the input of `raymega data prepare`."""
     values["data"] |= {"packing": "best_fit"}
-    values["data"].pop("loss_on", None)
+    values["data"].pop("loss_on", None)  # labels are of documents
+    # a reward model learns from pairs
     loss = REWARD_LOSS if model.head.kind == "reward" else "none"
     if loss != "none":
         values["preference"] = {"loss_type": loss}

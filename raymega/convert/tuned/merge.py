@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from raymega.convert.number_formats import Array, recast
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.adapters import adapter_names, is_adapter, is_target
 from raymega.plan.layers.global_tensor import GlobalTensor
+from raymega.plan.memory.optimizer_state import AVERAGE
 from raymega.plan.tensor_table import model_tensors
 from raymega.plan.upcycling import Upcycling
 from raymega.storage.registry import open_store, store_faults
@@ -49,7 +50,7 @@ class Merged:
     sources: tuple[str, ...]
 
 
-def merge(
+def merge(  # noqa: PLR0913  # the command is the one place that calls it
     uris: Sequence[str],
     out: str,
     *,
@@ -57,6 +58,7 @@ def merge(
     base: str = "",
     dtype: str = "saved",
     weights: Sequence[float] = (),
+    is_average: bool = False,
 ) -> Merged:
     """Write one checkpoint of weights from several.
 
@@ -67,6 +69,7 @@ def merge(
         base: Checkpoint that the adapters change; empty for the one that the run started from.
         dtype: Number format of the result, or ``saved`` for that of the base or of the first checkpoint.
         weights: Weight of each checkpoint in the mean, relative to their sum; none are all 1.
+        is_average: Whether to read the moving averages of the weights in their place; one checkpoint is enough then.
 
     Raises:
         ConfigError: The checkpoints do not fit together; nothing was written.
@@ -76,12 +79,15 @@ def merge(
     store = open_store(out)
     raise_faults(ConfigError, occupied_faults(store))
     checkpoints = [open_checkpoint(uri) for uri in uris]
+    if is_average:
+        checkpoints = [_averaged(each, uri) for each, uri in zip(checkpoints, uris, strict=True)]
     models = [tuned_model_of(each.manifest) for each in checkpoints]
     if len(uris) == 1 and models[0].lora.r:
         raise_faults(ConfigError, _weight_faults(weights))
         values: _Adapted | _Mean = _adapted(checkpoints[0], models[0], base)
     else:
-        raise_faults(ConfigError, _mean_faults(uris, models, weights, base))
+        faults = _mean_faults(uris, models, weights, base)
+        raise_faults(ConfigError, [] if is_average and len(uris) == 1 else faults)
         values = _Mean(checkpoints, [*weights] or [1.0] * len(uris), models[0])
     target = values.dtype if dtype == "saved" else dtype
     tensors = model_tensors(values.model)
@@ -100,6 +106,29 @@ def merge(
         num_parameters=sum(tensor.num_parameters for tensor in tensors),
         sources=tuple(f"{each.store.uri}/{each.manifest.key}" for each in values.checkpoints),
     )  # fmt: skip
+
+
+def _averaged(checkpoint: Checkpoint, uri: str) -> Checkpoint:
+    """Return a checkpoint as if it had been saved with the moving averages in the place of its weights.
+
+    Frozen weights, and tensors that no update changes, have none and stay.
+    """
+    begin, boxes = f"{AVERAGE}/", checkpoint.manifest.boxes
+    held = {box.tensor.removeprefix(begin) for box in boxes if box.tensor.startswith(begin)}
+    if not held:
+        raise ConfigError(
+            fact=f"--ema, and {uri} holds no moving average",
+            rule="a run keeps one with optimizer.ema_decay above 0",
+            remedy="leave --ema out, or train with optimizer.ema_decay=0.999, for example",
+        )
+    kept = [
+        replace(box, tensor=f"{WEIGHTS}/{box.tensor.removeprefix(begin)}")
+        if box.tensor.startswith(begin)
+        else box
+        for box in boxes
+        if box.tensor.removeprefix(f"{WEIGHTS}/") not in held
+    ]
+    return Checkpoint(checkpoint.store, replace(checkpoint.manifest, boxes=tuple(kept)))
 
 
 def merged_model(model: ModelSection) -> ModelSection:

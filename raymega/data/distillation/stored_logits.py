@@ -178,6 +178,7 @@ def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]
             remedy="copy the dataset to a folder, or set distillation.teacher=live",
         )
         return
+    # the file that tells what the others hold is written last
     how = stored_how(path)
     if not how:
         yield Fault(
@@ -186,6 +187,7 @@ def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]
             remedy=f"{remedy}, or set distillation.teacher=live",
         )
         return
+    # rows, number of logits, tokens
     wanted = row_cut(section)
     for field, value in wanted.items():
         if how.get(field) != value:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from raymega.config.data import is_computed
 from raymega.config.vision.section import VisionSection
-from raymega.data.format import RowFormat
+from raymega.data.arrow import TokenStream
+from raymega.data.format import RowFormat, local_folder
 from raymega.data.megatron import is_megatron
 from raymega.data.rows import RowForm
-from raymega.data.streaming.remote_dataset import meta_at
+from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import Fault
 
 FORMATS: dict[str, RowFormat] = {
@@ -17,6 +18,45 @@ FORMATS: dict[str, RowFormat] = {
     "tokens": "token_classification", "answers": "kto",
 }  # fmt: skip
 """Format of the datasets, as of `raymega data prepare --format`, that a form of rows is read from."""
+
+
+PORTION = 2**22
+"""Number of labels that are looked at together."""
+
+
+def label_faults(path: str, form: RowForm) -> Iterator[Fault]:
+    """Yield the fault of a dataset, in a folder and of the form that the job reads, with a label that the head lacks.
+
+    All labels are read, a byte a token; what is in an object store is told when its row is read.
+    """
+    has_limit = form.kind == "choices" or form.num_classes > 0
+    if not has_limit or is_computed(path) or is_megatron(path) or is_remote(path):
+        return
+    found = _largest_target(path)
+    # a class is its byte less 1; of a choice the byte has the number of choices times 2
+    if form.kind == "choices" and found // 2 > form.size:
+        yield Fault(
+            fact=f"{path} has a question with {found // 2} choices",
+            rule=f"model.head.num_choices={form.size}, and a question's choices are scored together",
+            remedy=f"set model.head.num_choices={found // 2}, and prepare questions of one number of choices",
+        )
+    elif form.num_classes and found > form.num_classes:
+        yield Fault(
+            fact=f"{path} has the label {found - 1}",
+            rule=f"model.head.num_labels={form.num_classes} has classes 0 to {form.num_classes - 1}",
+            remedy=f"set model.head.num_labels={found} or more",
+        )
+
+
+def _largest_target(path: str) -> int:
+    """Return the largest byte beside the tokens of a dataset's splits."""
+    largest = 0
+    for split in meta_at(path).splits.values():
+        stream = TokenStream(local_folder(path), split)
+        for start in range(0, stream.num_tokens, PORTION):
+            stop = min(start + PORTION, stream.num_tokens)
+            largest = max(largest, int(stream.read_targets(start, stop).max()))
+    return largest
 
 
 def row_form_faults(path: str, field: str, loss_on: str, form: RowForm) -> Iterator[Fault]:

@@ -35,7 +35,7 @@ DATASET_FIELDS = ("path", "sources", "stages", "validation", "cache_bytes")
 """Fields of the data section that are not compared as they are written."""
 STORED = "preference.stored_log_probs"
 """Place in an identity of the digests of stored references, by dataset and split."""
-KEPT_OF_OPTIMIZER = {"name", "state_dtype"}
+KEPT_OF_OPTIMIZER = {"name", "state_dtype", "ema_decay"}
 
 
 def identity_faults(

@@ -180,7 +180,7 @@ class ScoreBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherBatch:
-    """What a teacher says of the tokens of a micro-batch: a live one's residual stream, or stored logits.
+    """Answer of a teacher on the tokens of a micro-batch: a live one's residual stream, or stored logits.
 
     Attributes:
         hidden: Residual stream behind the teacher's blocks, [S/(cp*sp), B, D], on ranks of the last stage.
@@ -194,7 +194,7 @@ class TeacherBatch:
 
 
 LossInput = PairBatch | ScoreBatch | TeacherBatch
-"""What a loss reads beside the labels of a micro-batch."""
+"""Input of a loss beside the labels of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +213,7 @@ class MicroBatch:
             predicts; None where it predicts only the next one.
         encoder: Token types and pairs of segments; None where the model is no encoder.
         pairs: Pairs of answers, or documents with scores; None where the loss is that of tokens.
-        teacher: What a teacher says of the tokens; None without one, and before it is known.
+        teacher: Answer of a teacher on the tokens; None without one, and before it is known.
     """
 
     tokens: Tensor

@@ -20,7 +20,7 @@ from raymega.parallel.tensor_parallel.vocab_embedding import local_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceTerms:
-    """What a divergence is of.
+    """Vocabulary, temperature and direction of a divergence.
 
     Attributes:
         vocab_size: Number of real tokens, V. Columns from V on are padding without probability or gradient.

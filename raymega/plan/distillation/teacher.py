@@ -49,6 +49,7 @@ def teacher_job(job: Job) -> Job:
         for section, fields in RESET.items()
     }
     model = job.distillation.model_of_teacher(job.model).model_copy(update=dict(UNTRAINED))
+    # the ranks of experts hold a teacher without experts as any other ranks do
     if not model.moe.num_experts:
         changes["parallel"] |= {field: _default_of("parallel", field) for field in OF_EXPERTS}
     # initial values unlike the model's own, where no checkpoint is read

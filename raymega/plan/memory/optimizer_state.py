@@ -65,6 +65,8 @@ PORTION_ELEMENTS = 2**24
 Format = Literal["master", "bfloat16", "8bit"]
 SHORT_ROLES = ("matrix", "embedding", "head")
 """Roles that ``optimizer.state_dtype`` applies to; the rest is too little to be worth rounding."""
+AVERAGE = "ema"
+"""Kind of the moving average of the weights, in the masters' format, which is no state of an update."""
 CODES, SCALES = ".codes", ".scales"
 """Suffixes of the saved names of 8-bit state."""
 
@@ -94,9 +96,10 @@ def format_of(optimizer: OptimizerSection, role: Role) -> Format:
 def saved_kinds(optimizer: OptimizerSection, role: Role) -> tuple[str, ...]:
     """Return the kinds of state of ``role``, as checkpoints name them."""
     kinds = kinds_of(optimizer.name, role)
+    average = (AVERAGE,) * (optimizer.ema_decay > 0)
     if format_of(optimizer, role) != "8bit":
-        return kinds
-    return tuple(f"{kind}{part}" for kind in kinds for part in (CODES, SCALES))
+        return kinds + average
+    return tuple(f"{kind}{part}" for kind in kinds for part in (CODES, SCALES)) + average
 
 
 def state_bytes(form: Format, num_elements: int, num_blocks: int, master_bytes: int) -> int:

@@ -379,7 +379,7 @@ def _with_state_on_host(size: StateSize, *, most: int) -> StateSize:
 def _moment_bytes(
     optimizer: OptimizerSection, held: Elements, owned: int, ranks: int, full: int
 ) -> int:
-    """Return the bytes of optimizer state of what a rank owns.
+    """Return the bytes of optimizer state of what a rank owns, and of the weights' moving average.
 
     Muon keeps one kind of state of matrices, and AdamW's two of the rest. The result is the mean
     over ranks that share. It ignores which rank owns a vector inside a bucket, and which blocks of
@@ -393,4 +393,4 @@ def _moment_bytes(
         form, kinds = format_of(optimizer, role), kinds_of(optimizer.name, role)
         blocks = held.blocks * count // max(1, held.total - held.small)
         total += len(kinds) * state_bytes(form, count, blocks, full)
-    return total
+    return total + owned * full * (optimizer.ema_decay > 0)

@@ -27,7 +27,7 @@ def passes_before(plan: RunPlan) -> list[RunPlan]:
 
 def reference_s(plan: RunPlan, device: Accelerator, software: Software) -> float:
     """Return the seconds of the forward passes that a step begins with; 0 where it has none."""
-    return sum(_pass_s(each, device, software) for each in passes_before(plan))
+    return sum((_pass_s(each, device, software) for each in passes_before(plan)), 0.0)
 
 
 def _pass_s(plan: RunPlan, device: Accelerator, software: Software) -> float:

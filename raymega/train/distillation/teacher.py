@@ -31,8 +31,8 @@ class Teacher:
     """Part of a live teacher that one rank holds; it has no gradients and no optimizer state.
 
     Attributes:
-        weights: Its chunks and their weights, cut over dp where those of the run are.
-        forward: Its forward-only pipeline.
+        weights: Chunks of the teacher and their weights, cut over dp where those of the run are.
+        forward: Forward-only pipeline of the teacher.
         replicas: Ranks that hold the same weights.
     """
 
@@ -60,6 +60,7 @@ class Teacher:
     def add_to(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the teacher's residual stream, on ranks of the last stage."""
         found: list[Tensor] = self.forward.run(StageModule.evaluated, micro_batches)
+        # logits of a whole step would be far larger, so the loss makes them
         if not found:  # not the last stage
             return list(micro_batches)
         return [
@@ -128,6 +129,7 @@ def load_teacher(
     """
     if uri == "none":
         return
+    # sharded weights are read in parts, without a gather
     store, root = open_root(uri)
     blocks, places = list(teacher.blocks()), dict[str, list[Box]]()
     for block in blocks:

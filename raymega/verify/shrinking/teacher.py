@@ -26,6 +26,7 @@ def shrink_teacher(draft: Draft, job: Job, max_params: int) -> None:
     if not section.is_live:
         draft.set("distillation.top_k", min(section.top_k, small.vocab_size // 2))
         draft.set(FIELD, "same", "stored logits are drawn")
+    # a teacher of the model's own section is shrunk with it
     if not isinstance(section.teacher_model, ModelSection) or not section.is_live:
         return
     # the teacher in the place of the model, cut by the same rules

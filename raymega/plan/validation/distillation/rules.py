@@ -73,6 +73,7 @@ def vocabulary_faults(
             remedy="set distillation.loss_type=forward_kl, or leave distillation.teacher_model out",
         )
         return
+    # tp cuts the padded table
     rows = -(-vocab_size // multiple) * multiple
     if teacher.vocab_size != vocab_size:
         yield Fault(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
+from raymega.config.heads.section import HeadSection
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
@@ -30,6 +31,7 @@ QUESTIONS = [
     for n in range(9)
 ]
 WORDS = [{"tokens": ["ab", "c", "dd"], "tags": [1, -100, n % 2]} for n in range(5)]
+TAGGED = [{"tokens": ["ab", "c"], "tags": [n % 3, -100]} for n in range(6)]
 ANSWERED = [{"prompt": f"q{n}?", "completion": f"yes {n}.", "label": n % 2 == 0} for n in range(7)]
 
 
@@ -275,3 +277,25 @@ def test_inspection_packs_as_a_job_does(tmp_path, model, row_format, rows, form,
     if row_format == "kto":
         labels = sum(int(source.row(index).mask.sum()) for index in range(source.num_windows))
         assert found["labels"] == labels
+
+
+@pytest.mark.parametrize(
+    ("row_format", "rows", "head", "told"),
+    [
+        ("classification", CLASSES, {"kind": "sequence_classification", "num_labels": 2}, "has the label 2"),
+        ("token_classification", TAGGED, {"kind": "token_classification", "num_labels": 2}, "has the label 2"),
+        ("multiple_choice", QUESTIONS, {"kind": "multiple_choice", "num_choices": 2}, "a question with 3 choices"),
+    ],
+)  # fmt: skip
+def test_a_label_that_the_head_lacks_is_found_before_a_run(
+    tmp_path, model, row_format, rows, head, told
+):
+    _prepare(tmp_path, model, rows, row_format)
+    values = {
+        "data.path": str(tmp_path / "out"), "data.packing": "best_fit", "data.seq_len": 64, "data.global_batch_size": 4,
+        "model.family": "llama", "run.eval_samples": 0,
+    }  # fmt: skip
+    (fault,) = training_faults(values | {"model.head": HeadSection(**head)})
+    assert told in fault.fact
+    enough = {name: value + 1 for name, value in head.items() if name != "kind"}
+    assert training_faults(values | {"model.head": HeadSection(**head | enough)}) == []
