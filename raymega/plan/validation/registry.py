@@ -128,6 +128,8 @@ RULES: tuple[Rule, ...] = (
     rules.reward_faults,
 )
 
+_Check = Callable[[Mapping[str, Any]], list[Fault]]
+
 
 def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of every rule whose fields are all in ``values`` (dotted path to value)."""
@@ -151,10 +153,11 @@ def fault_counter(
         varied: Fields that have other values each time, all hashable; none of them names a part.
     """
     left, broken = without_broken_parts(values)
-    checks = [(rule.reads, rule.faults_of) for rule in RULES]
+    checks: list[tuple[tuple[str, ...], _Check]] = [(r.reads, r.faults_of) for r in RULES]
     checks.append((PARTNER_FIELDS, unused_faults))
     # what no varied field bears on is counted here, once and for all
-    always, depending = len(broken), []
+    always = len(broken)
+    depending: list[tuple[Callable[..., Any], _Check, dict[Any, int]]] = []
     for reads, check in checks:
         if own := [path for path in reads if path in varied]:
             found: dict[Any, int] = {}
