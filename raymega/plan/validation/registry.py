@@ -143,6 +143,8 @@ RULES: tuple[Rule, ...] = (
     distillation.stored_faults,
 )
 
+_Check = Callable[[Mapping[str, Any]], list[Fault]]
+
 
 def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     """Return the faults of every rule whose fields are all in ``values`` (dotted path to value)."""
@@ -167,15 +169,14 @@ def fault_counter(
         varied: Fields that have other values each time, all hashable; none of them names a part.
     """
     left, broken = without_broken_parts(values)
-    checks: list[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Fault]]]] = [
-        (rule.reads, rule.faults_of) for rule in RULES
-    ]
+    checks: list[tuple[tuple[str, ...], _Check]] = [(r.reads, r.faults_of) for r in RULES]
     if has_teacher(left):
         # a fault of both counts twice, which is as far from none as once
         checks += [(rule.reads, _of_teacher(rule)) for rule in RULES]
     checks.append((PARTNER_FIELDS, unused_faults))
     # what no varied field bears on is counted here, once and for all
-    always, depending = len(broken), []
+    always = len(broken)
+    depending: list[tuple[Callable[..., Any], _Check, dict[Any, int]]] = []
     for reads, check in checks:
         if own := [path for path in reads if path in varied]:
             found: dict[Any, int] = {}

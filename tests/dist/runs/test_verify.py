@@ -36,6 +36,12 @@ def _verify(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess:
     )
 
 
+def _copy_package(folder: Path) -> None:
+    """With the bytecode of what is not changed, but for files that another process is about to complete."""
+    unfinished = shutil.ignore_patterns("*.pyc.*")
+    shutil.copytree(ROOT / "raymega", folder / "raymega", ignore=unfinished)
+
+
 def _lines(done: subprocess.CompletedProcess) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -44,9 +50,7 @@ def _lines(done: subprocess.CompletedProcess) -> list[dict]:
 def broken(tmp_path_factory) -> Path:
     """A copy of the package whose column-parallel linear forgets to sum its input's gradient."""
     folder = tmp_path_factory.mktemp("broken")
-    shutil.copytree(
-        ROOT / "raymega", folder / "raymega", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    _copy_package(folder)
     stream = folder / "raymega" / "parallel" / "tensor_parallel" / "sequence_parallel.py"
     text = stream.read_text()
     assert text.count(COLUMN_SUM) == 1
@@ -78,7 +82,7 @@ def test_gpt2_with_biases_and_no_rope_passes():
 
 def test_what_a_rank_raised_within_a_schedule_is_told_with_its_place(tmp_path):
     package = tmp_path / "package"
-    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    _copy_package(package)
     with (package / "raymega" / "model" / "layers" / "lm_head.py").open("a") as file:
         file.write(
             "\n\ndef _fail(*_):\n    raise ValueError('planted')\n\n\nHead.loss_sum = _fail\n"
@@ -123,7 +127,7 @@ def test_planted_mistake_is_told_to_people_too(broken):
 def test_mistake_that_float64_never_meets_is_found_in_the_runs_own_dtype(tmp_path):
     """Of gradients in float32 the fused update takes a divisor; float64's are scaled before."""
     package = tmp_path / "package"
-    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    _copy_package(package)
     file = package / "raymega" / "optim" / "optimizer.py"
     text = file.read_text()
     assert text.count("torch.full((), 1 / factor,") == 1
@@ -139,7 +143,7 @@ def test_mistake_that_float64_never_meets_is_found_in_the_runs_own_dtype(tmp_pat
 @pytest.mark.wide
 def test_what_a_checkpoint_lacks_is_found_by_the_run_that_is_resumed(tmp_path):
     package = tmp_path / "package"
-    shutil.copytree(ROOT / "raymega", package / "raymega", ignore=shutil.ignore_patterns("*.pyc"))
+    _copy_package(package)
     file = package / "raymega" / "train" / "state.py"
     text = file.read_text()
     assert text.count("        samples=samples,\n") == 1

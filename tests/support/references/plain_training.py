@@ -45,7 +45,7 @@ def training_plan(model, layout, *options):
 
 
 def train_rank(env, plan_json, numbers=("loss", "grad_norm")):
-    """These numbers of each step, and this rank's blocks of the trained weights; what is frozen must not move."""
+    """Values named by ``numbers`` of each step, and this rank's blocks of the trained weights; what is frozen must not move."""
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     init_from(parts, plan.job.checkpoint)

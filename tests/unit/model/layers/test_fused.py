@@ -78,6 +78,7 @@ def test_fused_layers_equal_those_that_are_not(family):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.sample(1)
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_fused_layers_keep_no_more_for_backward(family):
