@@ -7,6 +7,7 @@ systems are then compared by the same count (Chowdhery et al. 2022, PaLM, append
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from raymega.config.schema import ModelSection
 from raymega.plan.layers.encoder_decoder import is_decoder_layer, side_lengths
@@ -130,6 +131,7 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
     return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))
 
 
+@lru_cache(maxsize=16)
 def loss_cost(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
     if parts_of(model).is_encoder_decoder:
