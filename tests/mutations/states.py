@@ -192,7 +192,7 @@ STATES: tuple[ProofMutation, ...] = (
     ),
     ProofMutation(
         name="widths by layer begin with the second",
-        file="config/layer_sizes.py",
+        file="config/attention.py",
         old="sizes[layer % len(sizes)] for name",
         new="sizes[(layer + 1) % len(sizes)] for name",
         tests=(SIZES_LOGITS,),

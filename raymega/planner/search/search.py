@@ -171,6 +171,7 @@ def fastest(
         for place, candidate in enumerate(candidates(space))
         if (least_s := judge.least_s(candidate)) < inf
     ]
+    # The order by least times lets the loop end early: no later layout can be faster than its least time.
     by_grid: dict[str, tuple[float, int, RankedLayout]] = {}
     for least_s, place, candidate in sorted(drafts, key=itemgetter(0, 1)):
         slowest = sorted(total_s for total_s, _, _ in by_grid.values())[top + MORE - 1 :]
@@ -185,6 +186,7 @@ def fastest(
             mine = (found.time.total_s, place, found)
             by_grid[grid] = min(mine, by_grid.get(grid, mine), key=itemgetter(0, 1))
     few = [found for _, _, found in sorted(by_grid.values(), key=itemgetter(0, 1))[: top + MORE]]
+    # Where no layout leaves the margin, the whole search gives it up.
     if not few:
         few = list(search(job, device, num_devices=num_devices, top=top, fixed=fixed).best)
     return _best_played([each for each in few if fits(each.plan.grid)], device)
