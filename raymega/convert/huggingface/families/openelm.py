@@ -48,7 +48,7 @@ def _values(config: Config) -> dict[str, Any]:
     # widths are told as rounded multiples of the model's
     divisor = config["ffn_dim_divisor"]
     widths = [_width(each, config["model_dim"], divisor) for each in config["ffn_multipliers"]]
-    listed = {
+    listed: dict[str, Any] = {
         "ffn_hidden_size": widths,
         "num_heads": config["num_query_heads"],
         "num_kv_heads": config["num_kv_heads"],

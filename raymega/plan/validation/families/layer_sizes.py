@@ -112,7 +112,7 @@ def cut_faults(  # fields of one rule
     # layers of the same sizes break the same rules: the first of them is named
     seen = set()
     for layer in range(num_layers):
-        own = {
+        own: dict[str, Any] = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "ffn_hidden_size": ffn_hidden_size,
