@@ -8,6 +8,7 @@ from pydantic import Field
 
 from raymega.config.attention import (
     AttentionSection,
+    LayerSizesSection,
     LinearAttentionSection,
     MultipliersSection,
 )
@@ -21,7 +22,6 @@ from raymega.config.fields import (
     Section,
 )
 from raymega.config.heads.section import HeadSection
-from raymega.config.layer_sizes.section import LayerSizesSection
 from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection

@@ -7,6 +7,7 @@ systems are then compared by the same count (Chowdhery et al. 2022, PaLM, append
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.distillation.teacher import teacher_job
@@ -149,6 +150,7 @@ def pass_times(model: ModelSection, *, seq_len: int) -> Durations:
     return Durations(forward=1.0, backward=2.0, weight=matrices / (matrices + attention))
 
 
+@lru_cache(maxsize=16)
 def loss_cost(model: ModelSection, seq_len: float) -> float:
     """Return the FLOPs of what follows the last layer over those of that layer, scores left out."""
     if parts_of(model).is_encoder_decoder:

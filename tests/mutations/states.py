@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.families import LOGITS, STEPS
+from tests.mutations.families import LOGITS, STEPS, WAY_BACK
 from tests.mutations.proofs import ProofMutation
 
 DELTA_TESTS = "tests/unit/model/linear_attention/test_delta_rule.py"
@@ -10,6 +10,12 @@ CHUNKS = f"{DELTA_TESTS}::test_chunks_give_what_the_recurrence_gives_document_by
 CONVOLUTION = f"{DELTA_TESTS}::test_convolution_begins_anew_with_each_document"
 GRIDS = "tests/dist/parallel/test_linear_attention.py::test_layer_is_the_recurrence_on_each_grid"
 ALONE = "tests/dist/model/test_packing.py::test_packed_rows_give_what_their_documents_give_alone"
+SIZES_LOGITS = (
+    "tests/dist/model/test_layer_sizes.py::test_logits_are_those_of_layers_with_these_sizes"
+)
+STAGE_BYTES = (
+    "tests/dist/model/test_activation_bytes.py::test_plan_predicts_stages_of_blocks_that_differ"
+)
 DELTA_RULE = "model/linear_attention/delta_rule.py"
 DELTA_NET = "model/linear_attention/gated_delta_net.py"
 MAMBA = "model/linear_attention/mamba2.py"
@@ -148,5 +154,54 @@ STATES: tuple[ProofMutation, ...] = (
         old='role in ("matrix", "head", "filter")',
         new='role in ("matrix", "head")',
         tests=(STEPS,),
+    ),
+    ProofMutation(
+        name="experts of Nemotron-H have GELU",
+        file="model/families.py",
+        old="inside = make_gate(activation, model) if has_gate else named_activation(activation)",
+        new="inside = make_gate(activation, model) if has_gate else None",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="experts of Nemotron-H take a width that their config.json does not say",
+        file="convert/huggingface/moe_config.py",
+        old="""return {**values, "shared_expert_intermediate_size": shared}""",
+        new="""return {**values, "shared_expert_intermediate_size": 0 * shared}""",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="an export says that an indexer chooses twice as many tokens",
+        file="convert/huggingface/families/deepseek_v32.py",
+        old="**theirs(_SIZES, model.mla),",
+        new="**theirs(_SIZES, model.mla), 'index_topk': 2 * model.mla.index_topk,",
+        tests=(WAY_BACK,),
+    ),
+    ProofMutation(
+        name="an indexer's weights are trained",
+        file="plan/tensor_table.py",
+        old="replace(each, is_frozen=True, is_carried=True)",
+        new="replace(each, is_carried=True)",
+        tests=(STEPS,),
+    ),
+    ProofMutation(
+        name="all layers attend with the heads of the largest",
+        file="model/families.py",
+        old='name, model = f"{at}.attention", sized_model(model, layer)',
+        new='name = f"{at}.attention"',
+        tests=(SIZES_LOGITS,),
+    ),
+    ProofMutation(
+        name="widths by layer begin with the second",
+        file="config/attention.py",
+        old="sizes[layer % len(sizes)] for name",
+        new="sizes[(layer + 1) % len(sizes)] for name",
+        tests=(SIZES_LOGITS,),
+    ),
+    ProofMutation(
+        name="a stage's bytes are those of its first kind of block",
+        file="plan/memory/activation_shape.py",
+        old="groups.setdefault(layer_kind(self.model, number), []).append(number)",
+        new="groups.setdefault(layer_kind(self.model, 0), []).append(number)",
+        tests=(STAGE_BYTES,),
     ),
 )

@@ -89,6 +89,7 @@ class ActivationShape:
         groups: dict[LayerKind, list[int]] = {}
         for number in numbers:
             groups.setdefault(layer_kind(self.model, number), []).append(number)
+        # a model of one kind of layer is its own: views of it would only cost time
         if len(groups) == 1 and not self.model.layer_sizes.is_on and len(self._kinds) == 1:
             ((kind, alike),) = groups.items()
             return [(len(alike), self, kind[1])]

@@ -5,7 +5,7 @@ No run has fitted these estimates: the form in plain torch is bound by memory tr
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ def mean_over_blocks(
     numbers = [n for n in range(model.num_layers) if model.holds_experts(n) == has_experts]
     if not numbers or not (is_mixed(model) or model.layer_sizes.is_on):
         return time_of(shape, has_experts=has_experts)
-    found, total = Counter[str](), len(numbers)
+    total = len(numbers)
+    found: dict[str, float] = defaultdict(float)
     for number, own, _ in shape.blocks(numbers):
         for name, value in asdict(_time_of_kind(time_of, own, has_experts=has_experts)).items():
             found[name] += number / total * value

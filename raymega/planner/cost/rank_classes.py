@@ -16,9 +16,11 @@ from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
 StageKind = tuple[frozenset[tuple[LayerKind, int]], int, tuple[int, int], bool, bool]
-"""Kind of a stage; stages of one kind cost the same. It has the number of blocks of each kind, the number of
-the decoder's where there are two sides, the numbers of (dense, expert) blocks that run no product in fp8 where others
-do, and whether the stage is the first and the last one."""
+"""Kind of a stage; stages of one kind cost the same.
+
+It has the number of blocks of each kind, and of the decoder's where there are two sides. Then come the numbers of
+(dense, expert) blocks that run no product in fp8 where others do, and whether the stage is the first and the last one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -171,6 +171,7 @@ def fastest(
         for place, candidate in enumerate(candidates(space))
         if (least_s := judge.least_s(candidate)) < inf
     ]
+    # The order by least times lets the loop end early: no later layout can be faster than its least time.
     by_grid: dict[str, tuple[float, int, RankedLayout]] = {}
     for least_s, place, candidate in sorted(drafts, key=itemgetter(0, 1)):
         slowest = sorted(total_s for total_s, _, _ in by_grid.values())[top + MORE - 1 :]
@@ -185,6 +186,7 @@ def fastest(
             mine = (found.time.total_s, place, found)
             by_grid[grid] = min(mine, by_grid.get(grid, mine), key=itemgetter(0, 1))
     few = [found for _, _, found in sorted(by_grid.values(), key=itemgetter(0, 1))[: top + MORE]]
+    # Where no layout leaves the margin, the whole search gives it up.
     if not few:
         few = list(search(job, device, num_devices=num_devices, top=top, fixed=fixed).best)
     return _best_played([each for each in few if fits(each.plan.grid)], device)
@@ -221,6 +223,7 @@ class _Shared:
     plan: RunPlan
     ranks: tuple[RankClass, ...]
     least_bytes: int
+    least_of_a_rank: int
     grid_name: str
 
 
@@ -236,6 +239,7 @@ class Judge:
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
         self._costs: dict[tuple[object, ...], StageCosts] = {}
         self._least_s: dict[tuple[int, int], float] = {}
+        self._too_large: set[tuple[int, int]] = set()
 
     def verdict(self, job: Job) -> RankedLayout | str:
         """Return the prediction for ``job``, or the reason that rules it out."""
@@ -277,12 +281,16 @@ class Judge:
 
     def fitting(self, job: Job) -> RankedLayout | None:
         """Return the prediction for ``job``; None where it breaks a rule or does not fit."""
-        shared = self._share(job)
-        if shared is None or not self._rules.is_legal(job):
+        shared, costs = self._share(job), self._costs_of(job)
+        key = id(shared), id(costs)
+        if shared is None or key in self._too_large or not self._rules.is_legal(job):
             return None
-        plan, costs = with_options(shared.plan, job), self._costs_of(job)
+        plan = with_options(shared.plan, job)
         memory = memory_use(plan, shared.ranks, costs, limit_bytes=self._limit_bytes)
         if memory.total_bytes > self._limit_bytes:
+            # activations that leave no room for the most sharded state need not be counted again
+            if memory.activation_bytes + shared.least_of_a_rank > self._limit_bytes:
+                self._too_large.add(key)
             return None
         known = PrecomputedCosts(costs=costs, ranks=shared.ranks)
         return RankedLayout(
@@ -306,10 +314,12 @@ class Judge:
             else:
                 plan = plan_of_legal(job)
                 ranks = rank_kinds(plan)
+                fullest, emptiest = _least(plan, ranks)
                 self._shared[key] = _Shared(
                     plan=plan,
                     ranks=ranks,
-                    least_bytes=_least(plan, ranks),
+                    least_bytes=fullest,
+                    least_of_a_rank=emptiest,
                     grid_name=plan.grid.describe(),
                 )
         return self._shared[key]
@@ -327,13 +337,14 @@ class Judge:
         return self._costs[whole]
 
 
-def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> int:
-    """Return the bytes below which no sharding brings the fullest rank's state."""
+def _least(plan: RunPlan, ranks: Sequence[RankClass]) -> tuple[int, int]:
+    """Return the bytes below which no sharding brings the state of the fullest rank, and of any."""
     most_cut = {"sharding": SHARDINGS[-1], "data_parallel_shard_degree": "all"}
     job = plan.job.with_values(parallel=most_cut)
     states = (state_of(job, rank.elements, plan.grid) for rank in ranks)
     # Gathered weights and passing gradients do not count: lower levels have none.
-    return RESERVED_BYTES + max(each.total_bytes - each.passing_bytes for each in states)
+    sizes = [RESERVED_BYTES + each.total_bytes - each.passing_bytes for each in states]
+    return max(sizes), min(sizes)
 
 
 def _as_yaml(value: object) -> str:

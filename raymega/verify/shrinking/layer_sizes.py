@@ -22,6 +22,7 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
     sizes, count = model.layer_sizes, model.num_layers
     if not sizes.is_on:
         return
+    # widths keep their ratio to the largest, which the model's own cut has set
     if widths := sizes.ffn_hidden_size:
         share = model.ffn_hidden_size / max(widths)
         new = [like(width, max(1, round(width * share))) for width in widths[:count]]

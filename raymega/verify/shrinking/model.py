@@ -286,6 +286,8 @@ def _resize_latents(
         "qk_rope_head_dim": rope,
         "v_head_dim": min(values, nope + rope),
     }
+    if mla.index_n_heads:  # short rows are chosen whole by any index_topk
+        smaller |= {"index_n_heads": min(2, mla.index_n_heads), "index_head_dim": nope + rope}
     for name, number in smaller.items():
         draft.set(f"model.mla.{name}", number)
 

@@ -126,6 +126,28 @@ def test_small_job_is_left_as_it_is():
     assert shrunk.changes == () and shrunk.job.model == job.model and shrunk.job.data == job.data
 
 
+def test_sizes_by_layer_stay_different_and_legal():
+    """OpenELM's 3B: heads, key heads and widths grow with the layer."""
+    heads, kv_heads = (12, 12, 16, 16, 20, 24), (3, 3, 4, 4, 5, 6)
+    widths = (1536, 2048, 3072, 4096, 6144, 7680)
+    job = make_job(
+        "model.family=qwen3", "model.hidden_size=3072", "model.head_dim=128", "model.num_layers=36",
+        "model.num_heads=24", "model.num_kv_heads=6", "model.ffn_hidden_size=7680", "parallel.pp=1",
+        f"model.layer_sizes={{num_heads: {list(heads)}, num_kv_heads: {list(kv_heads)}, "
+        f"ffn_hidden_size: {list(widths)}}}",
+    )  # fmt: skip
+    small = _shrink(job).job
+    sizes, model = small.model.layer_sizes, small.model
+    assert count_parameters(model) <= MAX_PARAMS
+    assert not job_faults(job_values(small))
+    assert len(set(sizes.num_kv_heads)) > 1 and len(set(sizes.ffn_hidden_size)) > 1
+    ratios = [q // kv for q, kv in zip(sizes.num_heads, sizes.num_kv_heads, strict=True)]
+    assert ratios == [4] * len(ratios)
+    assert {shape.tp for shape in legal_shapes(small, 8)} == {
+        shape.tp for shape in legal_shapes(job, 8)
+    }
+
+
 def test_changes_are_named_once_with_the_jobs_own_value():
     changes = {
         change.field: change for change in _shrink(make_job(file="llama-70b-512gpu.yaml")).changes

@@ -33,6 +33,7 @@ def _blocks(dense: int, count: int) -> list[str]:
 
 def _values(config: Config) -> dict[str, Any]:
     dense, count = config["first_k_dense_replace"], config["num_hidden_layers"]
+    # a list wins in transformers; ours is the number at the front
     listed = config.get("mlp_layer_types")
     if listed and list(listed) != _blocks(dense, count):
         rule = (

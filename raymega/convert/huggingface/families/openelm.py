@@ -45,9 +45,10 @@ def _width(multiplier: float, width: int, divisor: int) -> int:
 
 
 def _values(config: Config) -> dict[str, Any]:
+    # widths are told as rounded multiples of the model's
     divisor = config["ffn_dim_divisor"]
     widths = [_width(each, config["model_dim"], divisor) for each in config["ffn_multipliers"]]
-    listed = {
+    listed: dict[str, Any] = {
         "ffn_hidden_size": widths,
         "num_heads": config["num_query_heads"],
         "num_kv_heads": config["num_kv_heads"],
@@ -62,6 +63,7 @@ def _values(config: Config) -> dict[str, Any]:
 
 def _config(model: ModelSection) -> dict[str, Any]:
     layers = [sized_model(model, layer) for layer in range(model.num_layers)]
+    # the largest common divisor gives the widths back exactly
     widths = [each.ffn_hidden_size for each in layers]
     return {
         **theirs(_SETTINGS, model),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from raymega.config.layer_sizes.section import LayerSizesSection
+from raymega.config.attention import LayerSizesSection
 from raymega.config.mla import MlaSection
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
@@ -109,9 +109,10 @@ def cut_faults(  # fields of one rule
     """Check that tp and cp cut the heads and widths of each layer, as they do those of the model."""
     if not sizes.is_on:
         return
+    # layers of the same sizes break the same rules: the first of them is named
     seen = set()
     for layer in range(num_layers):
-        own = {
+        own: dict[str, Any] = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "ffn_hidden_size": ffn_hidden_size,

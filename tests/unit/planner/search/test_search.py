@@ -19,7 +19,7 @@ from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.cost.working_memory import attention_bytes_in_backward
 from raymega.planner.search.candidates import Space, candidates
-from raymega.planner.search.search import MEMORY_MARGIN, Judge, search
+from raymega.planner.search.search import MEMORY_MARGIN, Judge, fastest, search
 
 JOBS = Path(__file__).parents[4] / "jobs"
 H100 = CATALOGUE["h100"]
@@ -46,6 +46,28 @@ def test_what_is_found_is_legal_and_fits(five):
     times = [found.time.total_s for found in result.best]
     assert times == sorted(times)
     assert len({found.plan.grid.describe() for found in result.best}) == 5
+
+
+@pytest.mark.parametrize("num_devices", [6, 7, 8])
+def test_what_is_fastest_is_the_best_of_the_search(num_devices):
+    """Layouts that are not priced could not have been among the best; a job of two kinds of blocks, with experts."""
+    changes = [
+        "model.moe={num_experts: 8, top_k: 2, intermediate_size: 48}",
+        "model.attention={layer_types: [gated_delta_net, full]}",
+        "model.linear_attention={num_key_heads: 4, num_value_heads: 8, key_head_dim: 6, value_head_dim: 5}",
+        "model.family=qwen3_next",
+        "parallel.pp=1",
+    ]
+    job = load_job(JOBS / "verify.yaml", changes)
+    wanted = search(job, H100, num_devices=num_devices, top=2).best[0]
+    assert fastest(job, H100, num_devices=num_devices, top=2) == wanted
+    other = fastest(
+        job, H100, num_devices=num_devices, top=2, fits=lambda grid: grid != wanted.plan.grid
+    )
+    assert num_devices == 7 or (other is not None and other.plan.grid != wanted.plan.grid)
+    assert fastest(job, H100, num_devices=num_devices, top=2, fits=lambda _: False) is None, (
+        "of 7 ranks there is one grid"
+    )
 
 
 @pytest.mark.parametrize("file", ["llama-7b-16gpu.yaml", "verify.yaml"])
