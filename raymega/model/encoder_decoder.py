@@ -71,9 +71,7 @@ class EncoderDecoderStage(StageModule):
         # labels are the decoder's, and the decoder's output is dropped as the encoder's is
         behind, head = slice(self._num_encoder(layout), None), language_head(self.head)
         x = self.end_dropout(head.norm(x), self._keys(layout)[1])
-        return self._used(
-            head, head.loss_sum_after_norm(x, labels[:, behind], mask[:, behind])
-        )
+        return self._used(head, head.loss_sum_after_norm(x, labels[:, behind], mask[:, behind]))
 
     def document_logits(self, source: Tensor, target: Tensor) -> Tensor:
         """Return this rank's columns of the logits, [T, 1, V/tp], of one document on one stage and one cp rank.

@@ -111,9 +111,7 @@ def head_names(model: ModelSection) -> dict[str, tuple[str, ...]]:
     return {f"{prefix}.pooler.dense": ("head.pooler",), "classifier": ("head.score",)}
 
 
-def with_headless_pooling(
-    model: ModelSection, folder: Path, *, has_pooler: bool
-) -> ModelSection:
+def with_headless_pooling(model: ModelSection, folder: Path, *, has_pooler: bool) -> ModelSection:
     """Return an encoder without a head, pooled as ``folder`` says: by sentence-transformers' file, or by its pooler."""
     path, is_mean = folder / "1_Pooling" / "config.json", not has_pooler
     if path.is_file():

@@ -59,7 +59,10 @@ def test_bert_has_the_losses_of_megatron_core(tmp_path):
     mask = (torch.arange(SOURCE) % 7 == 3).double().expand(3, -1)
     with torch.no_grad():
         x = module._residual_stream(
-            tokens, None, module._token_layout(whole_rows(SOURCE, tokens.device), mask, None), pairs.token_types
+            tokens,
+            None,
+            module._token_layout(whole_rows(SOURCE, tokens.device), mask, None),
+            pairs.token_types,
         )
         ours = module.head.loss_sum(x, tokens.flip(1), mask)
         our_pairs = module.head.segment_pairs.loss_sum(module.head.norm(x), pairs)
@@ -78,7 +81,9 @@ def _t5_losses(_env, weights):
         future = torch.ones(TARGET, TARGET, dtype=torch.bool).triu(1)
         masks = [torch.zeros(n, SOURCE, dtype=torch.bool) for n in (SOURCE, TARGET)]
         masks = [each.expand(3, 1, -1, -1) for each in (masks[0], future, masks[1])]
-        return model(source, target, *masks, lm_labels=target.flip(1)), model(source, target, *masks)
+        return model(source, target, *masks, lm_labels=target.flip(1)), model(
+            source, target, *masks
+        )
 
 
 def test_t5_has_the_losses_of_megatron_core(tmp_path):
@@ -98,5 +103,3 @@ def test_t5_has_the_losses_of_megatron_core(tmp_path):
     exact = cross_entropy(logits.transpose(1, 2), labels[:, SOURCE:], reduction="sum")
     assert float(ours) == pytest.approx(float(exact), rel=LIMIT)
     assert float(ours) == pytest.approx(float(losses.sum()), rel=FLOAT32_LIMIT)
-
-

@@ -46,9 +46,7 @@ def _embeddings(env, model, uri, dtype, sentences, pp, is_cut, method):
     groups = env.groups
     sp = SequenceParallel(tp=groups.tp, is_sequence_parallel=is_cut)
     experts = ExpertGroups(ep=groups.ep, etp=groups.etp, micro=groups.micro, sp=sp)
-    context = make_context(
-        groups, ParallelSection(cp=groups.cp.size, cp_method=method), CommLog()
-    )
+    context = make_context(groups, ParallelSection(cp=groups.cp.size, cp_method=method), CommLog())
     modules = make_stage_modules(
         model, num_stages=pp, sp=sp, experts=experts, context=context, dtype=getattr(torch, dtype)
     )
@@ -101,8 +99,13 @@ def test_way_back_is_bit_exact(tmp_path):
     hf_export(done.uri, tmp_path / "back")
     whole, back = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "back"))
     # a pooler that no mean reads, and the numbers of positions, stay away
-    assert {name.partition(".")[0] for name in whole.keys() - back.keys()} == {"pooler", "embeddings"}
-    assert back.keys() <= whole.keys() and all(torch.equal(back[name], whole[name]) for name in back)
+    assert {name.partition(".")[0] for name in whole.keys() - back.keys()} == {
+        "pooler",
+        "embeddings",
+    }
+    assert back.keys() <= whole.keys() and all(
+        torch.equal(back[name], whole[name]) for name in back
+    )
     sentences = minilm.tokenised(folder, multiple=1)
     ours, theirs = (
         minilm.embeddings_of_transformers(at, sentences, torch.float32)

@@ -74,7 +74,9 @@ def _plainly(model, plan, given):
             given.read(sample, source, target)
             read = [torch.from_numpy(row.tokens[part])[None] for part in (source, target)]
             made = hf_t5.logits(model, *read)[0]
-            loss = cross_entropy(made, torch.from_numpy(row.labels[target]), reduction="sum") / count
+            loss = (
+                cross_entropy(made, torch.from_numpy(row.labels[target]), reduction="sum") / count
+            )
             loss.backward()
             total += float(loss.detach())
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])

@@ -38,7 +38,9 @@ class GivenDropout:
     def read(self, sample, source, target):
         """Set the sample, and the places in its row [.] of the tokens that encoder and decoder read."""
         for side, at in {"encoder": source, "decoder": target}.items():
-            self.keys[side] = row_keys(self.seed, torch.tensor([sample]), torch.as_tensor(at)[:, None])[:, 0]
+            self.keys[side] = row_keys(
+                self.seed, torch.tensor([sample]), torch.as_tensor(at)[:, None]
+            )[:, 0]
 
     def drop(self, x, side, place, rate):
         """Drop features of x [1, S, N] of a side."""

@@ -88,7 +88,9 @@ def test_stages_are_split_by_the_cost_of_each_side():
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("family", ["t5", "t5_v1_1"])
-@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)], ids=["whole", "hidden", "weights"])
+@pytest.mark.parametrize(
+    "rates", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)], ids=["whole", "hidden", "weights"]
+)
 def test_kept_bytes_are_those_of_the_formula(stage, family, rates):
     dropped = dict(zip(("hidden_dropout", "attention_dropout"), rates, strict=True))
     sizes = SIZES["uneven"][0]
