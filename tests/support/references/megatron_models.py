@@ -31,6 +31,7 @@ def on_cpu():
     """Let megatron-core run without a GPU in a process that has joined a world of one."""
     from megatron.core import parallel_state
 
+    # its groups live in module variables, so a process makes them once
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     with (
@@ -75,6 +76,7 @@ def bert(weights, num_layers):
             },
             weights,
         )
+        # theirs are three matrices, its rows are of one head after another
         for kind in ("weight", "bias"):
             parts = [weights[f"{there}.attention.self.{n}.{kind}"] for n in ("query", "key", "value")]  # fmt: skip
             found[f"{here}.self_attention.linear_qkv.{kind}"] = _by_head(*parts)
@@ -135,11 +137,13 @@ def _t5_layer(weights, there, here):
         },
         weights,
     )
+    # gate and up are halves of one matrix
     wide = [weights[f"{there}.{last}.DenseReluDense.{name}.weight"] for name in ("wi_0", "wi_1")]
     found[f"{here}.mlp.linear_fc1.weight"] = torch.cat(wide)
     q, k, v = (weights[f"{there}.0.SelfAttention.{name}.weight"] for name in "qkv")
     found[f"{here}.self_attention.linear_qkv.weight"] = _by_head(q * sqrt(HEAD_WIDTH), k, v)
     if last == 2:
+        # attention to the encoder has its queries apart
         q, k, v = (weights[f"{there}.1.EncDecAttention.{name}.weight"] for name in "qkv")
         found[f"{here}.cross_attention.linear_q.weight"] = q * sqrt(HEAD_WIDTH)
         found[f"{here}.cross_attention.linear_kv.weight"] = _by_head(k, v)
