@@ -126,8 +126,8 @@ TWO_STREAM_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="the encoder's output is not normalised",
         file="model/stream_block.py",
-        old="streams._replace(encoder=self._normal(self.end_norm, x))",
-        new="streams._replace(encoder=x)",
+        old="x = self.end_dropout(self._normal(self.end_norm, x), keys)",
+        new="x = self.end_dropout(x, keys)",
         tests=(LOGITS,),
     ),
     ProofMutation(

@@ -35,6 +35,7 @@ def tokenised(folder, *, multiple):
     """Return the token ids of each sentence, cut so that ``multiple`` divides their number."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # the file pads and cuts to 128 tokens, as its authors trained
     tokenizer.no_padding()
     tokenizer.enable_truncation(FULL_LENGTH)
     texts = [*SENTENCES, " ".join(SENTENCES * 3)]

@@ -12,6 +12,7 @@ class GivenDropout:
     def __init__(self, model, seed, *, hidden, weights):
         self.seed, self.hidden, self.weights = seed, hidden, weights
         self.keys, self.place, self.num_heads = {}, "", model.config.num_heads
+        # blocks are numbered through both sides
         own = len(model.encoder.block)
         for side, stack in {"encoder": model.encoder, "decoder": model.decoder}.items():
             stack.dropout = _Ends(self, side)
@@ -52,6 +53,7 @@ class GivenDropout:
     def drop_weights(self, weights, p, *, training):  # in place of torch's function
         """Drop some of the weights [1, H, Q, K] of the attention that was entered last."""
         del p, training
+        # each head has a key of its own, so that masks do not depend on tensor parallelism
         side, place = self.place
         heads = [
             self.drop(weights[:, head], side, f"{place}.weights.{head}", self.weights)

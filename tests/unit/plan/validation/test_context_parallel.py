@@ -77,9 +77,11 @@ def test_heads_that_ranks_can_exchange_are_not_refused(kv_heads):
 
 def test_weights_are_dropped_on_whole_rows_only():
     assert (
-        weight_dropout_faults(0.1, 2, "all_to_all") == weight_dropout_faults(0.1, 1, "ring") == []
+        weight_dropout_faults(0.1, "llama", 2, "all_to_all")
+        == weight_dropout_faults(0.1, "llama", 1, "ring")
+        == []
     )
-    (fault,) = weight_dropout_faults(0.1, 2, "ring")
+    (fault,) = weight_dropout_faults(0.1, "llama", 2, "ring")
     assert "parallel.cp_method=all_to_all" in fault.remedy
 
 
