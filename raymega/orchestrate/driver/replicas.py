@@ -133,7 +133,8 @@ class ReplicaRecovery:
         if self._may_go_on:
             found = continuation(self._grids, self._group.held(), self._group.ready())
         self._may_go_on = False
-        if found is None:
+        # ranks hold what they have saved or more; should a checkpoint be newer, it counts
+        if found is None or found.step < state.saved_step:
             return None
         if not self._restore.hold(CheckpointId(attempt=state.attempt, step=found.step)):
             return None

@@ -42,6 +42,7 @@ class Witness:
     def __init__(self, fleet):
         self.fleet, self.timeline = fleet, fleet.timeline
         self.trained_by, self.committed, self.num_steps, self.num_late = {}, {}, 0, 0
+        self.num_held = 0  # attempts that continued from the workers' memory
         self._newest_attempt, self._stepped_s = 0, self.timeline.now_s
         self._looked_s, self._stepping_since_s = self.timeline.now_s, None
         self._num_threads, self.most_recovery_s = threading.active_count(), 0.0
