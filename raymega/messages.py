@@ -149,7 +149,7 @@ class StartWorker:
         skipped_samples: Ranges (first, end) of global samples that the run skips: at ``first`` it
             continues with ``end``.
         entry_input: Input of the entry module beside its plan: requests to score.
-        reported_step: Steps that the driver has heard of, where the ranks go on from the state ``restore``
+        reported_step: Steps that the driver has heard of, where the ranks continue from the state ``restore``
             that they hold in their own memory; -1 where they load it.
     """
 
@@ -168,7 +168,7 @@ class StartWorker:
 
     @property
     def is_held(self) -> bool:
-        """True where the ranks go on from the state in their own memory."""
+        """True where the ranks continue from the state in their own memory."""
         return self.reported_step >= 0
 
 

@@ -82,7 +82,6 @@ def lose_and_wait(*victims):
     [
         ("dp2", (0,), 1),
         ("dp4", (1, 2), 2),
-        ("dp4", (3,), 3),
         ("tp2-pp2-dp2", (3,), 1),
         ("hybrid-dp4", (2,), 2),
     ],
@@ -99,6 +98,24 @@ def test_lost_replica_costs_no_step_and_joins_again(run, grid, victims, left):
     (recovered,) = outcome.all("recovered")
     assert recovered["lost_steps"] == 0
     agree(run, outcome, grid, left)
+
+
+def test_batch_that_does_not_divide_by_the_replicas_left_is_the_same_batch(run):
+    """Eight samples on three replicas; three of four are hardly slower, so nobody waits for the fourth."""
+    begun = {}
+
+    def act(running, step):
+        begun.setdefault(running.attempt, step)
+        if (running.attempt, step) == (1, 5):
+            running.kill_worker(3)
+        if running.attempt == 2 and step == begun[2] + 5:
+            running.signal_driver(signal.SIGTERM)
+
+    more = ("checkpoint.every=0", "elastic.scale_up=false")
+    outcome = run("uneven", *GRIDS["dp4"], *more, on_step=act)
+    assert outcome.code == 75, outcome.stderr
+    assert [event["grid"]["dp"] for event in outcome.all("attempt")] == [4, 3]
+    agree(run, outcome, "dp4", 3)
 
 
 def test_spare_gets_the_state_of_a_replica_bit_for_bit(run):

@@ -153,7 +153,7 @@ def worker(cluster, rank, node):
         "location": lambda: location,
         "host_rendezvous": lambda host: f"{host}:1",
         "next_reports": lambda _: [Progress(rank=rank, step=1)],
-        "abort": lambda *_: True,
+        "abort": lambda *_: -1,
     }
     return FakeActor(cluster, answers)
 

@@ -40,7 +40,7 @@ def tell(fleet):
     print(
         f"{fleet.timeline.now_s / 60:.0f} minutes, {fleet.witness.num_steps} steps, "
         f"{len(fleet.witness.committed)} checkpoints, {fleet.witness.num_late} came too late, "
-        f"longest time without a step {fleet.witness.most_recovery_s / 60:.1f} minutes"
+        f"{fleet.witness.num_held} attempts from memory, longest time without a step {fleet.witness.most_recovery_s / 60:.1f} minutes"
     )
 
 
@@ -58,6 +58,14 @@ SHAPES = {
     "ramp": (
         {"tp": 1, "dp": 4, "num_nodes": 3, "gpus": 2},
         ("data.batch_ramp=[{until_samples: 1000, global_batch_size: 4}]", "checkpoint.every=7"),
+    ),
+    "replicas": (
+        {"tp": 2, "dp": 4, "num_nodes": 5, "gpus": 2},
+        ("elastic.on_replica_loss=continue",),
+    ),
+    "replicas-no-room": (
+        {"tp": 1, "dp": 4, "num_nodes": 4, "gpus": 1},
+        ("elastic.on_replica_loss=continue", "elastic.min_workers=1", "checkpoint.every=7"),
     ),
     "monitors": ({"tp": 4, "dp": 17, "num_nodes": 10, "gpus": 8}, ()),
 }

@@ -109,7 +109,7 @@ class LeaseGrant:
         renewals: Number of renewals so far.
         is_released: Whether the driver has ended, so that another may take the run at once.
         manifests: Keys of the manifests that existed when the grant was made, in grants of earlier builds.
-        checkpoints: Those checkpoints, as ranges: thousands that are kept regularly take a few lines, and a
+        checkpoints: Ranges of those checkpoints. Thousands that are kept regularly take a few lines, and each
             renewal writes the grant anew.
     """
 
@@ -238,7 +238,7 @@ def _is_valid(grant: LeaseGrant, before: Collection[CheckpointId], manifest: str
 
 
 def superseded_grants(store: Store, epoch: int) -> list[str]:
-    """Return the keys of grants that nobody reads any more once ``epoch`` is granted.
+    """Return the keys of grants that no driver needs once ``epoch`` is granted.
 
     A damaged grant is replaced by the one before it, so the newest KEPT_GRANTS stay.
     """

@@ -1,4 +1,4 @@
-"""The state that a process keeps when its attempt ends, so that the next one can go on from it.
+"""The state that a process keeps when its attempt ends, so that the next one can continue from it.
 
 A rank notes after each whole step that its masters and moments are those of that step. When other ranks are
 lost, they stay where they are, and the ranks of the next attempt take them over, without a store. Ranks
@@ -38,7 +38,7 @@ class HeldState:
     Attributes:
         blocks: Blocks of masters, moments and weights without a gradient.
         scalars: Scalars after that step, as in a checkpoint; empty while an update changes the blocks.
-        report: What rank 0 reports of that step; None for the state that the attempt began with.
+        report: Event of that step for rank 0 to report; None for the state that the attempt began with.
         is_finished: Whether what follows the step is done too: its evaluation and its saves.
     """
 
@@ -110,8 +110,8 @@ def take_over(
         raise CheckpointError(
             Fault(
                 fact=f"of ranks {', '.join(map(str, replicas.ranks))} {len(owners)} hold step {step}",
-                rule="a state that goes on in memory is held by one replica at least, in equal blocks",
-                remedy="none is needed: the run goes on from a snapshot or a checkpoint",
+                rule="a state that continues in memory is held by one replica at least, in equal blocks",
+                remedy="none is needed: the run continues from a snapshot or a checkpoint",
             )
         )
     scalars = held.scalars if has else {}
@@ -132,6 +132,7 @@ def fill(blocks: Sequence[TensorBlock], sources: Sequence[TensorBlock]) -> bool:
             return False
         if any(uncovered_cells(block.box, [source.box for source in here])):
             return False
+    # the same layout has equal boxes; a bucket that is cut elsewhere has pieces
     for block in blocks:
         for source in by_name[block.name]:
             common = block.box.intersect(source.box)
@@ -143,11 +144,13 @@ def fill(blocks: Sequence[TensorBlock], sources: Sequence[TensorBlock]) -> bool:
 def _share(scalars: Scalars, blocks: Sequence[TensorBlock], replicas: Group, owner: int) -> Scalars:
     """Send the owner's values and scalars to the other replicas; return the scalars."""
     device = blocks[0].values.device
+    # bytes, as some formats of state have no collective of their own
     for block in blocks:
         values = block.values.detach()
         sent = values.contiguous().view(-1).view(torch.uint8)
         broadcast(sent, replicas, owner)
         values.copy_(sent.view(values.dtype).view(values.shape))
+    # the scalars, whose length the others do not know
     text = torch.frombuffer(bytearray(json.dumps(scalars).encode()), dtype=torch.uint8).to(device)
     length = broadcast(torch.tensor([text.numel()], device=device), replicas, owner)
     if replicas.index != owner:
@@ -163,4 +166,4 @@ def _shape_of(blocks: Sequence[TensorBlock]) -> int:
 
 
 HELD = HeldState()
-"""What this process holds; a process has one world, and so one state."""
+"""State that this process holds; a process has one world, and so one state."""

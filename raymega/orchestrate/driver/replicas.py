@@ -1,4 +1,4 @@
-"""Decides whether a run goes on from the state in its workers' memory, on which grid, and with which ranks.
+"""Decides whether a run continues from the state in its workers' memory, on which grid, and with which ranks.
 
 Data-parallel replicas hold the same state. When workers are lost, each part of it may still be on a rank
 of another replica. The decision is pure; ``checkpoint/load/held_state.py`` takes the state over.
@@ -27,7 +27,7 @@ from raymega.planner.search.fallback import with_replicas
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """A state that workers hold, and the grid on which they go on from it.
+    """A state that workers hold, and the grid on which they continue from it.
 
     Attributes:
         step: Completed steps of the state.
@@ -65,7 +65,7 @@ def continuation(
     held: Mapping[int, int],
     locations: Sequence[WorkerLocation],
 ) -> Continuation | None:
-    """Return how the run goes on from what ``held`` tells; None where a part of the state is lost.
+    """Return how the run continues from what ``held`` tells; None where a part of the state is lost.
 
     The job's own grid is taken when the loaded processes suffice for it, else the present one, else one with
     as many replicas as are whole.
@@ -79,10 +79,12 @@ def continuation(
     unit = unit_of(job)
     if not unit:
         return None
+    # what is whole in each stage, and the step that all stages share
     whole = [_whole_units(now.grid, stage, unit, held) for stage in range(now.grid.pp)]
     step = _common_step(whole, held)
     if not 0 <= step < job.run.steps:
         return None
+    # the grid: as it is, the job's own again, or with fewer replicas
     if grids.fits(now.grid, locations) and (now is full or not grids.can_be_full(locations)):
         return Continuation(step=step, plan=now, homes=None)
     if grids.can_be_full(locations):
@@ -96,7 +98,7 @@ def continuation(
 
 
 class ReplicaRecovery:
-    """State that the workers of a run hold: whether the next attempt may go on from it, and does."""
+    """State that the workers of a run hold: whether the next attempt may continue from it, and does."""
 
     def __init__(self, grids: ScalingPolicy, restore: RestorePoint, group: WorkerGroup) -> None:
         """Begin with nothing held."""
@@ -121,7 +123,7 @@ class ReplicaRecovery:
         return True
 
     def find(self, state: RunState, *, saved_every: int) -> Continuation | None:
-        """Return how the run goes on from what the workers hold; None where it has to load a state.
+        """Return how the run continues from what the workers hold; None where it has to load a state.
 
         Args:
             state: State of the run at the end of the attempt.
@@ -131,7 +133,8 @@ class ReplicaRecovery:
         if self._may_go_on:
             found = continuation(self._grids, self._group.held(), self._group.ready())
         self._may_go_on = False
-        if found is None:
+        # ranks hold what they have saved or more; should a checkpoint be newer, it counts
+        if found is None or found.step < state.saved_step:
             return None
         if not self._restore.hold(CheckpointId(attempt=state.attempt, step=found.step)):
             return None
@@ -142,7 +145,7 @@ class ReplicaRecovery:
         return found
 
     def begin_attempt(self) -> int:
-        """Return the step that the driver has heard of, if the attempt goes on from what is held; else -1."""
+        """Return the step that the driver has heard of, if the attempt continues from what is held; else -1."""
         self._may_go_on = False
         return self._reported_step if self._restore.start.source == "replicas" else -1
 

@@ -146,7 +146,7 @@ class RestorePoint:
         return saved.step if saved else 0
 
     def hold(self, at: CheckpointId) -> bool:
-        """Start from the state ``at`` that workers hold; return False if they could not go on from it before."""
+        """Start from the state ``at`` that workers hold; return False if they could not continue from it before."""
         key = manifest_key(at)
         if self._going_back or key in self._unreadable["replicas"]:
             return False

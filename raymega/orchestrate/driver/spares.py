@@ -6,7 +6,7 @@ from raymega.events import SparesChanged
 
 
 class SpareWatch:
-    """What was last told about a run's spares; each change is told once."""
+    """Watch over a run's spares, which tells each change once."""
 
     def __init__(self, wanted: int) -> None:
         """Watch over ``wanted`` spares, the job's elastic.spares; 0 tells nothing."""

@@ -33,6 +33,7 @@ class Worker(Actor):
         self.group, self.number, self.fleet, self.node = group, number, fleet, None
         self.mailbox, self.reports_ref, self.training, self.rank = [], None, None, -1
         self.step, self.is_stuck, self._waiting = 0, False, []
+        self.held = self.held_before = None  # state and samples after the last two whole steps
         if group.node is not None:
             self.be_placed(group.node)
 
@@ -84,7 +85,8 @@ class Worker(Actor):
         is_free = not self.is_stuck
         if is_free:
             self.training, self.mailbox = None, []
-        self.reply(ref, is_free, delay_s=0.5 if is_free else patience_s)
+        held_step = self.held[0].step if self.held else -1
+        self.reply(ref, held_step if is_free else None, delay_s=0.5 if is_free else patience_s)
 
     def on_thread_status(self, ref):
         waits_for = "" if self.is_stuck else "all_reduce"
@@ -141,10 +143,14 @@ class Training:
         self.timeline, self.draw = fleet.timeline, fleet.draw
         self.attempt, self.restore = message.attempt, message.restore
         self.skipped = message.skipped_samples
-        self.plan = read_plan(message.plan_json)
-        self.workers, self.is_over, self.requests = {}, False, {"save": False, "stop": False}
+        self.plan, self.is_held = read_plan(message.plan_json), message.is_held
+        # fewer replicas have more micro-batches each
+        full = fleet.plan.batch.num_micro_batches
+        self.step_s = fleet.step_s * self.plan.batch.num_micro_batches / full
+        self.workers, self.is_over = {}, False
+        self.requests = {"save": False, "stop": False, "regroup": False}
         self.state, self.trained, self.is_saving, self.is_last = None, (), False, False
-        self.num_checked = self.num_saved = 0
+        self.num_checked = self.num_saved = self.saved_step = 0
 
     # From the start to the first step.
 
@@ -162,11 +168,13 @@ class Training:
         if number + 1 < len(PHASES):
             self._later(self.draw.uniform(0.5, 5.0), self._enter, number + 1)
         else:
-            self._later(self.fleet.step_s, self._step)
+            self._later(self.step_s, self._step)
 
     def _restore(self):
         """Load the state, as workers do; a checkpoint that cannot be read is an error of rank 0."""
         self.state = first_state(self.plan.job.precision)
+        if self.is_held:
+            return self._take_over()
         if self.restore:
             try:
                 manifest = read_manifest(self.fleet.objects, self.restore)
@@ -178,7 +186,32 @@ class Training:
                 return False
             self.state = state_from(manifest.state, self.plan.job.precision)
             self.trained = self.fleet.witness.trained_by[checkpoint_of(self.restore)]
+        self._hold()
         return True
+
+    def _take_over(self):
+        """Continue from what the workers hold: of each place on the grid some replica must hold the step."""
+        step, grid = checkpoint_of(self.restore).step, self.plan.grid
+        holders = {}
+        for rank, worker in self.workers.items():
+            if worker.held and worker.held[0].step == step:
+                at = grid.coords(rank)
+                holders[at.tp, at.cp, at.pp] = worker.held
+        if len(holders) != grid.world_size // grid.dp:
+            self.fleet.accuse(f"of {self.restore} only {sorted(holders)} are held")
+            return False
+        self.state, self.trained = next(iter(holders.values()))
+        if any(held != (self.state, self.trained) for held in holders.values()):
+            self.fleet.accuse(f"different states of {self.restore} are held")
+        self.fleet.witness.num_held += 1
+        self._hold()
+        return True
+
+    def _hold(self):
+        for worker in self.workers.values():
+            is_next = worker.held and worker.held[0].step == self.state.step - 1
+            worker.held_before = worker.held if is_next else None
+            worker.held = (self.state, self.trained)
 
     # Steps.
 
@@ -192,9 +225,10 @@ class Training:
         batch = batch_at(self.plan.ramp, self.plan.batch, first)
         self.trained = self._read(batch, first)
         self.state = self.state.advance(samples=batch.global_batch_size, tokens=1)
+        self._hold()
         self.fleet.witness.see_step(self)
         step = self.state.step
-        metrics = {"train/loss": 1.0, "train/step_time_s": self.fleet.step_s}
+        metrics = {"train/loss": 1.0, "train/step_time_s": self.step_s}
         for rank, worker in self.workers.items():
             worker.step = step
             worker.report(
@@ -203,12 +237,19 @@ class Training:
             )  # fmt: skip
         self.is_last = step >= job.run.steps or self.requests["stop"]
         if self._is_due(step) or self.is_last or self.requests["save"]:
-            self.requests["save"], self.is_saving = False, True
+            self.requests["save"], self.is_saving, self.saved_step = False, True, step
             self.fleet.witness.see_save(self.attempt, step, self.trained)
             for rank in self.workers:
                 self._save(rank, step, self.state.scalars(), number=0)
-        if not self.is_last:
-            self._later(self.fleet.step_s, self._step)
+        if self.requests["regroup"] and not self.is_last and not self.is_saving:
+            self._finish(step)
+        elif not self.is_last:
+            self._later(self.step_s, self._step)
+
+    def _finish(self, step):
+        for rank, worker in self.workers.items():
+            worker.report(WorkerFinished(rank=rank, step=step, stopped=True))
+        self.is_over = True
 
     def _is_due(self, step):
         every = self.plan.job.checkpoint.every
@@ -264,15 +305,14 @@ class Training:
         if self.num_saved == len(self.workers):
             self.num_saved, self.is_saving = 0, False
             if self.is_last and shard.step == self.state.step:
-                for rank, worker in self.workers.items():
-                    worker.report(WorkerFinished(rank=rank, step=shard.step, stopped=True))
-                self.is_over = True
+                self._finish(shard.step)
 
     # Requests and failures.
 
     def request(self, worker, requests):
         self.requests["stop"] |= requests.stop
         self.requests["save"] |= requests.save and worker.rank == 0
+        self.requests["regroup"] |= requests.regroup and worker.rank == 0
 
     def stop(self):
         self.is_over = True
@@ -282,6 +322,12 @@ class Training:
         if self.is_over or self.workers.get(worker.rank) is not worker:
             return
         self.is_over = True
+        # some ranks may not have heard of the step's sums, so they did not update; then no save had begun
+        was_saved = self.state and self.saved_step == self.state.step
+        if self.state and not was_saved and self.draw.random() < 0.3:
+            for other in self.workers.values():
+                if other.held_before and self.draw.random() < 0.5:
+                    other.held = other.held_before
         for rank, other in self.workers.items():
             if not other.is_dead and self.draw.random() < 0.7:
                 broken = WorkerFailed(

@@ -42,6 +42,8 @@ class Witness:
     def __init__(self, fleet):
         self.fleet, self.timeline = fleet, fleet.timeline
         self.trained_by, self.committed, self.num_steps, self.num_late = {}, {}, 0, 0
+        self._last_step = 0  # of all commits: it is asked for in each tick
+        self.num_held = 0  # attempts that continued from the workers' memory
         self._newest_attempt, self._stepped_s = 0, self.timeline.now_s
         self._looked_s, self._stepping_since_s = self.timeline.now_s, None
         self._num_threads, self.most_recovery_s = threading.active_count(), 0.0
@@ -49,7 +51,7 @@ class Witness:
     @property
     def is_done(self):
         """True when the last step is committed."""
-        return any(at.step >= self.fleet.plan.job.run.steps for at in self.committed)
+        return self._last_step >= self.fleet.plan.job.run.steps
 
     # One driver.
 
@@ -104,6 +106,7 @@ class Witness:
             self.fleet.accuse(f"{key} says {manifest.state}, at {samples} samples")
         self._see_files(key)
         self.committed[at] = self.timeline.now_s
+        self._last_step = max(self._last_step, at.step)
 
     def see_step(self, training):
         now_s = self.timeline.now_s

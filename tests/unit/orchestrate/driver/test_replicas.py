@@ -160,7 +160,7 @@ def test_step_that_the_driver_has_not_heard_of_is_no_end_of_the_recovery(world):
     assert world.sink.of(StepFinished)[-1].step == 5, "step 4 was there already"
 
 
-@pytest.mark.parametrize("held", [{}, {0: 3, 2: 3}, {0: 3, 1: 4}], ids=str)
+@pytest.mark.parametrize("held", [{}, {0: 3, 2: 3}, {0: 3, 1: 4}, {0: 1, 1: 1, 2: 1}], ids=str)
 def test_what_is_not_held_whole_is_loaded(world, held):
     begin(world, held=held)
     world.tick_until(State.STARTING)
