@@ -16,7 +16,13 @@ from raymega.plan.validation.unused_fields import default_of, settled
 from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.shrink_model import MAX_SEQ_LEN, cut_images, cut_streams, shrink_model
+from raymega.verify.shrink_model import (
+    MAX_SEQ_LEN,
+    cut_images,
+    cut_sections,
+    cut_streams,
+    shrink_model,
+)
 from raymega.verify.small_data import (
     drawn_blend,
     drawn_blocks,
@@ -70,6 +76,7 @@ def shrink_job(
     _shorten(draft, steps)
     _free_stages(draft)
     shrink_model(draft, max_params)
+    cut_sections(draft)
     for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
         draft.set(field, new, why)
     if seed is not None:
