@@ -92,7 +92,33 @@ def logits(model, tokens, images, vision):
             setattr(turns, name, angles)
         given = {} if pixels is None else _as_patches(pixels, vision)
         kinds = (tokens == TOKEN).int()
+        if any(map(_has_neighbours, tokens)):
+            # transformers takes images without a token between them for one, and fails
+            given["position_ids"] = torch.stack([_positions(row, vision.edge) for row in tokens], 1)
+        else:
+            found, _ = model.model.get_rope_index(tokens, kinds, given.get("image_grid_thw"))
+            assert (found[:, 0] == _positions(tokens[0], vision.edge)).all()
         return model(input_ids=tokens, mm_token_type_ids=kinds, use_cache=False, **given).logits
+
+
+def _has_neighbours(tokens):
+    """Whether an image of a row follows another at once."""
+    runs = "".join("i" if token == TOKEN else " " for token in tokens.tolist()).split()
+    return any(len(run) > PATCHES for run in runs)
+
+
+def _positions(tokens, edge):
+    """Time, row and column of each token of a row, [3, S], token by token as Qwen2-VL's paper says."""
+    found, position, patch = [], 0, 0
+    for token in tokens.tolist():
+        if token != TOKEN:
+            found.append((position,) * 3)
+            position += 1
+            continue
+        found.append((position, position + patch // edge, position + patch % edge))
+        patch = (patch + 1) % edge**2
+        position += edge if patch == 0 else 0
+    return torch.tensor(found).t()
 
 
 def _as_patches(pixels, vision):
