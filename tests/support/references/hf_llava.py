@@ -102,7 +102,7 @@ def logits(model, tokens, images, vision):
 
 
 def _has_neighbours(tokens):
-    """Whether an image of a row follows another at once."""
+    """Return whether an image of a row follows another at once."""
     runs = "".join("i" if token == TOKEN else " " for token in tokens.tolist()).split()
     return any(len(run) > PATCHES for run in runs)
 
