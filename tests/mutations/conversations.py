@@ -60,7 +60,7 @@ CONVERSATION_MUTATIONS = (
     ConversationMutation(
         name="a truncated conversation goes on in the next row",
         file="data/packing.py",
-        old="is_truncated=self._documents.is_truncated",
+        old="is_truncated=self.documents.is_truncated",
         new="is_truncated=False",
         caught="chatml best_fit: other labels",
     ),

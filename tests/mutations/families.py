@@ -151,8 +151,8 @@ FAMILIES: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="the embedding is not scaled",
         file="model/families.py",
-        old="model.multipliers.embedding * width,",
-        new="model.multipliers.embedding,",
+        old="model.multipliers.embedding * width",
+        new="model.multipliers.embedding",
         tests=(LOGITS,),
     ),
     ProofMutation(

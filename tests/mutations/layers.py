@@ -218,8 +218,8 @@ LAYERS: tuple[Mutation, ...] = (
     Mutation(
         name="dropout counts positions from zero on every context-parallel rank",
         file="data/loader.py",
-        old="row_positions=held, ",
-        new="row_positions=held - held[:, :1], ",
+        old="row_positions=held,",
+        new="row_positions=held - held[:, :1],",
         layout=Layout(cp=2),
         job=DROPOUT,
     ),
