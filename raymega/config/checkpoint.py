@@ -20,7 +20,7 @@ FunctionField = Literal[
     "attention.partial_rotary_factor", "attention.sliding_rope_theta", "multipliers.embedding",
     "multipliers.residual", "multipliers.logits_scaling", "multipliers.logit_softcap", "head.pooling",
     "linear_attention.time_step_min", "encoder_decoder.relative_attention_max_distance",
-    "vision.activation", "vision.norm_eps", "vision.feature_layer", "vision.image_token_id", "vision.image_mean",
+    "vision.activation", "vision.norm_eps", "vision.feature_layer", "vision.mrope_section", "vision.image_token_id", "vision.image_mean",
     "vision.image_std",
 ]  # fmt: skip
 """Fields of the model that change what it computes, but no tensor's shape."""

@@ -118,6 +118,7 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
             ends=None if rows.ends is None else change(rows.ends),
             order=_both(rows.order, change),
             streams=None if rows.streams is None else _both_places(rows.streams, change),
+            axes=None if rows.axes is None else change(rows.axes),
             images=None if rows.images is None else Images(*map(change, rows.images)),
         ),
     )

@@ -16,7 +16,7 @@ import torch
 from raymega.config.heads.section import Pooling
 from raymega.data.batch_copy import PackedBatches, pack_batches
 from raymega.data.heads.score_batch import score_batch
-from raymega.data.images.image_batch import ImageShare
+from raymega.data.images.image_batch import ImageShare, row_axes
 from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
 from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
@@ -57,6 +57,7 @@ class Loader(Generic[R]):
         empty: Callable[[int], Row] = empty_row,
         pooling: Pooling | Literal["none"] = "none",
         images: ImageShare | None = None,
+        edge: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -71,13 +72,14 @@ class Loader(Generic[R]):
             empty: Function from S to the row of a slot without a sample.
             pooling: Tokens of a document that a head's scores are read at; none where documents have no scores.
             images: Share of the images that this rank's tower reads; None without images, and behind the first stage.
+            edge: Tokens along an image's edge, for M-RoPE; 0 without it.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
         self._is_encoder, self._empty, self._pooling = is_encoder, empty, pooling
-        self._images = images
+        self._images, self._edge = images, edge
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -138,6 +140,7 @@ class Loader(Generic[R]):
                     row_positions=held,
                     streams=self._places(rows),
                     images=None if self._images is None else self._images.images(rows, take),
+                    axes=row_axes(rows, take, self._edge) if self._edge else None,
                 ),
                 self._context,
             ),

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from raymega.config.schema import MemorySection
+from raymega.config.schema import MemorySection, ModelSection
+from raymega.model.attention.rope import Rope
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.vision.embedding import ImageEmbedding
 from raymega.parallel.context_parallel.context import Rows, TokenLayout, whole_rows
-from raymega.parallel.context_parallel.images import Images
+from raymega.parallel.context_parallel.images import Images, image_axes
 from raymega.parallel.core.host_copies import HostMemory
 
 
 class VisionStage(StageModule):
     """Stage of a model that reads images; see :class:`StageModule`."""
+
+    def __init__(self, model: ModelSection, stage: Any, **parts: Any) -> None:
+        super().__init__(model, stage, **parts)
+        self.mrope_section, self.edge = model.vision.mrope_section, model.vision.edge
 
     def recompute(self, memory: MemorySection, host: HostMemory | None = None) -> None:
         """Choose what backward recomputes; full recompute is of the tower's blocks, too."""
@@ -35,11 +41,29 @@ class VisionStage(StageModule):
         """Return this rank's columns of the logits, [S, 1, V/tp], of one document [S] on one stage and one cp rank."""
         # one row without padding, as an independent computation has it
         rows: Rows = whole_rows(len(tokens), tokens.device)._replace(images=images)
+        if self.mrope_section:
+            axes = image_axes(images.places[0], (len(tokens),), self.edge)
+            rows = rows._replace(axes=axes[:, None])
         layout = self._token_layout(rows, torch.ones_like(tokens[None]), None)
         x = self._residual_stream(tokens[None], None, layout)
         assert self.head is not None, "only the last stage makes logits"
         self.before_use(self.head)
         return cast(Tensor, self.head(x))
+
+    def _token_layout(self, rows: Rows, mask: Tensor, samples: Tensor | None) -> TokenLayout:
+        layout = super()._token_layout(rows, mask, samples)
+        if rows.axes is None or not isinstance(self.rope, Rope):
+            return layout
+        # of each axis its own feature pairs: cosines and sines are [S/cp, B, 1, K/2]
+        by_axis = [self.rope.rotations(axis.t()) for axis in rows.axes.unbind()]
+        cos, sin = (
+            torch.cat(
+                [turns[part].split(self.mrope_section, -1)[n] for n, turns in enumerate(by_axis)],
+                -1,
+            )
+            for part in range(2)
+        )
+        return replace(layout, rotations=(cos, sin))
 
     @property
     def _image_embedding(self) -> ImageEmbedding:

@@ -17,7 +17,13 @@ from raymega.verify.job_draft import Change, Draft
 from raymega.verify.layout import Device
 from raymega.verify.layout_sampling import is_power_of_two
 from raymega.verify.legal_layouts import layout_of
-from raymega.verify.shrinking.model import MAX_SEQ_LEN, cut_images, cut_streams, shrink_model
+from raymega.verify.shrinking.model import (
+    MAX_SEQ_LEN,
+    cut_images,
+    cut_sections,
+    cut_streams,
+    shrink_model,
+)
 from raymega.verify.shrinking.teacher import settle_teacher, shrink_teacher
 from raymega.verify.small_data import (
     drawn_blend,
@@ -74,6 +80,7 @@ def shrink_job(  # noqa: PLR0913  # what may be small depends on all of them
     _shorten(draft, steps)
     _free_stages(draft)
     shrink_model(draft, max_params)
+    cut_sections(draft)
     shrink_teacher(draft, job, max_params)
     for field, new, why in small_datasets(job, draft.job(), is_data_there=is_data_there):
         draft.set(field, new, why)

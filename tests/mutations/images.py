@@ -127,6 +127,27 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
         tests=(f"{ROW_TESTS}::test_an_image_is_whole_tokens_of_one_document",),
     ),
     ProofMutation(
+        name="an image moves what follows by its tokens, not by its height",
+        file="parallel/context_parallel/images.py",
+        old="(patch == edge**2 - 1) * edge,",
+        new="torch.ones_like(places),",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="a token rotates by its column in place of its row",
+        file="parallel/context_parallel/images.py",
+        old="time + patch // edge * is_image, time + patch % edge * is_image",
+        new="time + patch % edge * is_image, time + patch // edge * is_image",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="patches of a square are merged by column",
+        file=TOWER,
+        old="squares.permute(0, 1, 3, 2, 4, 5)",
+        new="squares.permute(0, 1, 3, 4, 2, 5)",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
         name="the class token is projected",
         file=TOWER,
         old="x[:, int(self.vision.has_class_token) :]",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raymega.config.encoder import NO_TOKEN, TokenId
-from raymega.config.fields import Fraction, NonNegative, PositiveFloat, Section
+from raymega.config.fields import Fraction, NonNegative, Positive, PositiveFloat, Section
 
 CHANNELS = 3
 """Colours of a pixel."""
@@ -20,14 +20,15 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 class VisionSection(Section):
     """Vision tower and projector (LLaVA): each image becomes a fixed number of tokens of the sequence."""
 
-    kind: Literal["none", "clip", "siglip"] = "none"
+    kind: Literal["none", "clip", "siglip", "qwen2_vl"] = "none"
     """none: the model reads text alone. clip: CLIP's ViT, with a class token that is left out of the output, and a
-    norm before the blocks. siglip: SigLIP's, with neither, and a bias of its patches."""
+    norm before the blocks. siglip: SigLIP's, with neither, and a bias of its patches. qwen2_vl: Qwen2-VL's, which rotates queries and keys by row
+    and column in place of a table of positions, and merges patches before the projector."""
     # Sizes of the tower.
     image_size: NonNegative = 0
     """Height and width of an image in pixels, after it is resized."""
     patch_size: NonNegative = 0
-    """Height and width of a patch; each is a token of the sequence."""
+    """Height and width of a patch in pixels; each is a token of the sequence, unless patches are merged."""
     num_layers: NonNegative = 0
     """Blocks of the tower, those behind feature_layer included."""
     hidden_size: NonNegative = 0
@@ -45,7 +46,12 @@ class VisionSection(Section):
     feature_layer: int = -2
     """Block whose output is projected: 1 is the first one's, -1 the last one's, -2 that of the one before. What lies
     behind it is kept and saved, and never trained."""
+    spatial_merge_size: Positive = 1
+    """qwen2_vl only: patches along each edge of a square that becomes one token. Qwen2-VL has 2."""
     # Images among tokens.
+    mrope_section: Annotated[tuple[NonNegative, ...], Field(max_length=3)] = ()
+    """M-RoPE: pairs of a head's features that rotate by a token's time, row and column in its image; text has one
+    position on all three, and an image moves what follows it by its height in tokens. Empty rotates all by place."""
     image_token_id: TokenId = NO_TOKEN
     """Id of the token that stands in the text for a patch; no label."""
     image_mean: Annotated[tuple[Channel, ...], ONE_EACH] = CLIP_MEAN
@@ -66,9 +72,14 @@ class VisionSection(Section):
         return self.image_size // max(1, self.patch_size)
 
     @property
+    def edge(self) -> int:
+        """Tokens along an edge of an image."""
+        return self.grid // self.spatial_merge_size
+
+    @property
     def num_patches(self) -> int:
-        """P, tokens of an image."""
-        return self.grid**2
+        """P, tokens of an image: its patches, or the squares of patches that are merged."""
+        return self.edge**2
 
     @property
     def has_class_token(self) -> bool:
@@ -83,7 +94,17 @@ class VisionSection(Section):
     @property
     def num_positions(self) -> int:
         """Tokens that the tower reads of an image."""
-        return self.num_patches + self.has_class_token
+        return self.grid**2 + self.has_class_token
+
+    @property
+    def merged_size(self) -> int:
+        """Features of the patches that become one token."""
+        return self.hidden_size * self.spatial_merge_size**2
+
+    @property
+    def has_positions(self) -> bool:
+        """True where the tower adds a table of positions, and has a norm behind its blocks."""
+        return self.kind != "qwen2_vl"
 
     @property
     def used_layers(self) -> int:

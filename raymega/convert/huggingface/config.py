@@ -28,8 +28,10 @@ from raymega.convert.huggingface.architectures import (
 )
 from raymega.convert.huggingface.config_types import kind_faults
 from raymega.convert.huggingface.families.family import KINDS, HfFamily
-from raymega.convert.huggingface.families.llava import LLAVA, llava_config, text_of, vision_of
-from raymega.convert.huggingface.families.llava import TRAINING as NOT_IN_CONFIG
+from raymega.convert.huggingface.families.image_families import (
+    IMAGE_FAMILIES,
+    image_family_of,
+)
 from raymega.convert.huggingface.families.table import architecture, hf_family, known_types
 from raymega.convert.huggingface.heads import compared_head, head_config, head_values
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
@@ -66,10 +68,11 @@ def model_from(config: Config) -> ModelSection:
 
 def _section_of(config: Config) -> ModelSection:
     """Return the model section of ``config``, before the rules of job files are applied to it."""
-    if config.get("model_type") != LLAVA:
+    family = IMAGE_FAMILIES.get(str(config.get("model_type")))
+    if family is None:
         return _text_section_of(config)
     with _in_words_of_config():
-        text, vision = text_of(config), vision_of(config)
+        text, vision = family.text_of(config), family.vision_of(config)
     return _text_section_of(text).model_copy(update={"vision": vision})
 
 
@@ -138,7 +141,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
     if model.vision.is_on:
         alone = model.model_copy(update={"vision": VisionSection()})
         text = _config_of(alone, dtype=dtype, carried=carried.get("text_config") or {})
-        return {**llava_config(model, text, carried), "dtype": dtype}
+        return {**image_family_of(model.vision).config(model, text, carried), "dtype": dtype}
     kind = architecture_of(model)
     known = architecture(kind)
     if known is None:
@@ -213,7 +216,7 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
         "multipliers": model.multipliers.model_dump(),
         "linear_attention": model.linear_attention.model_dump(),
         "head": compared_head(model), "layer_sizes": _sizes_by_layer(model),
-        "vision": model.vision.model_dump(exclude={*NOT_IN_CONFIG}),
+        "vision": model.vision.model_dump(exclude={*image_family_of(model.vision).unsaid}),
     }  # fmt: skip
     if not parts_of(model).is_causal:  # what pairs are trained for does not show in the network
         parts["encoder"] = model.encoder.model_dump(exclude={"sentence_loss"})
@@ -366,7 +369,7 @@ def _difference_faults(
 def _unknown(config: Config) -> Fault:
     return Fault(
         fact=f"config.json has model_type={config.get('model_type')!r}",
-        rule=f"the architectures that can be converted are {', '.join(known_types())}",
+        rule=f"the architectures that can be converted are {', '.join((*known_types(), *IMAGE_FAMILIES))}",
         remedy="convert one of those; docs/extending.md shows how a family is added",
     )
 

@@ -108,7 +108,8 @@ def hf_export(
         config |= trained_tokens(
             manifest
         )  # what the decoder was trained with is no choice of the tokenizer
-    if model.vision.is_on and PREPROCESSOR not in beside:
+    # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
+    if model.vision.has_positions and model.vision.is_on and PREPROCESSOR not in beside:
         beside[PREPROCESSOR] = json.dumps(preprocessor(model.vision), indent=2).encode()
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
@@ -239,6 +240,7 @@ def _values(
                 rule="float16 ends at 65504",
                 remedy="export with --dtype bfloat16 or float32",
             )
+        values = values.reshape(tensor.shape) if tensor.unfolded else values
         yield values.T if tensor.is_transposed else values
 
 

@@ -22,7 +22,8 @@ from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
 from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
-from raymega.convert.huggingface.families.llava import known_name, with_pixels
+from raymega.convert.huggingface.families.image_families import image_family_of
+from raymega.convert.huggingface.families.llava import with_pixels
 from raymega.convert.huggingface.heads import with_headless_pooling
 from raymega.convert.huggingface.names import (
     HEAD,
@@ -226,7 +227,9 @@ def _unreadable(folder: Path, problem: str) -> Fault:
 def _known(entries: Mapping[str, WeightEntry], model: ModelSection) -> dict[str, WeightEntry]:
     """Return the weights by their current names."""
     if model.vision.is_on:
-        return {known_name(name): entry for name, entry in entries.items()}
+        return {
+            image_family_of(model.vision).known_name(name): entry for name, entry in entries.items()
+        }
     # Files of a model saved without its language-model head lack the outermost prefix.
     own = FIRST_PREFIX.get(architecture_of(model))
     prefix = own or FIRST_PREFIX.get(model.family, "model.")
@@ -369,7 +372,7 @@ def _values(
     # Otherwise ours is a range of rows of theirs (q, k and v of GPT-2), padded in token tables.
     ((theirs, row),) = places[tensor.name]
     entry = entries[theirs.name]
-    stack = entry.read()
+    stack = entry.read().reshape(theirs.parts[0].shape) if theirs.unfolded else entry.read()
     if theirs.is_of_all_experts:
         return recast(theirs.part_of_experts(stack, tensor.name), entry.dtype, dtype)
     if theirs.is_transposed:

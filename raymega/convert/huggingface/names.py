@@ -17,7 +17,8 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.families.bert import COPIES, UNREAD_BIASES, with_own_head
 from raymega.convert.huggingface.families.family import StackedExperts
-from raymega.convert.huggingface.families.llava import CLASS_TOKEN, TEXT_PREFIX, vision_names
+from raymega.convert.huggingface.families.image_families import image_family_of
+from raymega.convert.huggingface.families.llava import CLASS_TOKEN
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
 from raymega.convert.huggingface.heads import head_names
@@ -128,6 +129,7 @@ class HfTensor:
         is_interleaved: Whether the outputs of its parts alternate one by one.
         divisor: Divisor of our values; the last norm includes muP's factor of the logits, which their
             models cannot express.
+        unfolded: Shape of theirs where ours has two of its dims as one; empty where dims are alike.
     """
 
     name: str
@@ -139,10 +141,13 @@ class HfTensor:
     is_of_all_experts: bool = False
     is_interleaved: bool = False
     divisor: float = 1.0
+    unfolded: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of their tensor."""
+        if self.unfolded:
+            return self.unfolded
         if self.expert >= 0:
             return self.parts[0].shape[1:]
         if self.is_of_all_experts:
@@ -186,7 +191,7 @@ class HfTensor:
 
 def head_name(model: ModelSection) -> str:
     """Return their name of a decoder's head."""
-    return f"{TEXT_PREFIX}{HEAD}" if model.vision.is_on else HEAD
+    return f"{image_family_of(model.vision).text_prefix}{HEAD}" if model.vision.is_on else HEAD
 
 
 def hf_tensors(model: ModelSection) -> list[HfTensor]:
@@ -195,14 +200,22 @@ def hf_tensors(model: ModelSection) -> list[HfTensor]:
     if not model.vision.is_on:
         return text
     ours = {tensor.name: tensor for tensor in model_tensors(model)}
+    family = image_family_of(model.vision)
     named = {
-        f"{theirs}.{kind}": f"{part}.{kind}"
-        for theirs, (part,) in vision_names(model.vision).items()
+        f"{theirs}.{kind}": [f"{part}.{kind}" for part in parts]
+        for theirs, parts in family.vision_names(model.vision).items()
         for kind in ("weight", "bias")
-    } | dict((CLASS_TOKEN,))
-    tower = [_hf_tensor(name, [part], ours, model) for name, part in named.items() if part in ours]
+    }
+    if model.vision.has_class_token:
+        named[CLASS_TOKEN[0]] = [CLASS_TOKEN[1]]
+    shapes = family.unfolded(model.vision)
+    tower = [
+        replace(_hf_tensor(name, parts, ours, model), unfolded=shapes.get(name, ()))
+        for name, parts in named.items()
+        if parts[0] in ours
+    ]
     # token table first, as in other models: a tied head is compared with it
-    return [*(replace(each, name=f"{TEXT_PREFIX}{each.name}") for each in text), *tower]
+    return [*(replace(each, name=f"{family.text_prefix}{each.name}") for each in text), *tower]
 
 
 def _text_tensors(model: ModelSection) -> list[HfTensor]:

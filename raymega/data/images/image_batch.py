@@ -11,7 +11,7 @@ import torch
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.data.images.image_rows import no_places
 from raymega.data.rows import TEXT, Ints, Row
-from raymega.parallel.context_parallel.images import Images
+from raymega.parallel.context_parallel.images import Images, image_axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,3 +48,15 @@ class ImageShare:
         for at, image in enumerate(every[self.index * count : (self.index + 1) * count]):
             pixels[at] = image()
         return Images(torch.from_numpy(pixels), take(places))
+
+
+def row_axes(
+    rows: Sequence[Row], take: Callable[[Sequence[Ints]], torch.Tensor], edge: int
+) -> torch.Tensor:
+    """Return the positions of M-RoPE of rows, [3, B, S/cp], by the tokens that ``take`` leaves a rank."""
+    axes = []
+    for row in rows:
+        # an empty slot has no places
+        places = no_places(len(row.tokens)) if row.image_places is None else row.image_places
+        axes.append(image_axes(torch.from_numpy(places), row.documents, edge).numpy())
+    return torch.stack([take([each[axis] for each in axes]) for axis in range(3)])

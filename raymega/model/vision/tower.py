@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from raymega.config.vision.section import VisionSection
+from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.model.layers.mlp import named_activation
 from raymega.model.layers.norms import Norm
 from raymega.parallel.tensor_parallel.layers import ParameterFactory, ReplicatedLinear
-from raymega.plan.layers.vision import VISION
+from raymega.plan.layers.vision import FRAMES, VISION
 
+ROPE_BASE = 10000.0
+"""Base of the wavelengths of rows and columns, Qwen2-VL's."""
 WHITE = 255.0
 """Largest value of a pixel's colour."""
 
@@ -37,14 +39,35 @@ class VisionBlock(nn.Module):
         self.down = ReplicatedLinear(factory, f"{at}.mlp.down")
         self.activation = named_activation(vision.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [N, T, D] of N images to the same shape."""
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Map x [N, T, D] of N images to the same shape; ``turns`` rotate queries and keys, [T, K/2] each."""
         q, k, v = (
             part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for part in self.qkv(self.attention_norm(x)).chunk(3, dim=2)
         )
+        if turns is not None:
+            q, k = _turned(q, *turns), _turned(k, *turns)
         x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))
+
+
+def _turns(
+    vision: VisionSection, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of each patch, [grid * grid, K/2]: half of the pairs rotate by row, half by column."""
+    width = vision.hidden_size // vision.num_heads // 2
+    pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
+    at = torch.arange(vision.grid, dtype=torch.float64, device=device)
+    angles = at[:, None] * ROPE_BASE ** (-pairs / width)
+    rows, columns = angles.repeat_interleave(vision.grid, 0), angles.repeat(vision.grid, 1)
+    both = torch.cat((rows, columns), 1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate feature i of x [N, heads, T, K] with feature i + K/2."""
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class VisionTower(nn.Module):
@@ -62,14 +85,21 @@ class VisionTower(nn.Module):
         self.patches = factory.make(f"{VISION}.patches.weight")
         self.patch_bias = factory.make_if_any(f"{VISION}.patches.bias")
         self.class_token = factory.make_if_any(f"{VISION}.class_token.weight")
-        self.positions = factory.make(f"{VISION}.positions.weight")
+        self.positions = factory.make_if_any(f"{VISION}.positions.weight")
+        self.turns: tuple[Tensor, Tensor] | None = None
+        if not vision.has_positions:
+            self.turns = _turns(
+                vision, factory.device, torch.promote_types(self.dtype, torch.float32)
+            )
         self.pre_norm = norm(f"{VISION}.pre_norm") if vision.has_class_token else nn.Identity()
         # blocks behind the projected one are kept for checkpoints, and never run
         self.layers = nn.ModuleList(
             VisionBlock(factory, f"{VISION}.layers.{layer}", vision)
             for layer in range(vision.num_layers)
         )
-        self.post_norm = norm(f"{VISION}.post_norm")
+        # behind all blocks, and never run; or before patches are merged
+        self.post_norm = norm(f"{VISION}.post_norm") if vision.has_positions else None
+        self.merge_norm = None if vision.has_positions else norm(f"{VISION}.projector.norm")
         self.projector_up = ReplicatedLinear(factory, f"{VISION}.projector.up")
         self.projector_down = ReplicatedLinear(factory, f"{VISION}.projector.down")
         self.activation = named_activation("gelu")
@@ -77,18 +107,31 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels [N, 3, height, width] uint8 to features [N * P, D] of the language model."""
         # a convolution whose stride is its size is a product with each patch
-        x = linear(self._cut(pixels), self.patches.flatten(1), self.patch_bias)
+        weight = self.patches
+        if not self.vision.has_positions:  # both frames of an image are alike
+            weight = weight.unflatten(1, (CHANNELS, FRAMES)).sum(2)
+        x = linear(self._cut(pixels), weight.flatten(1), self.patch_bias)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)
-        x = self.pre_norm(x + self.positions)
+        x = self.pre_norm(x if self.positions is None else x + self.positions)
         for block in self.layers[: self.vision.used_layers]:
             if self.is_remade and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, self.turns, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x)
+                x = block(x, self.turns)
         # its part is done: the patches have read it
-        x = x[:, int(self.vision.has_class_token) :].flatten(0, 1)
+        x = self._merged(x[:, int(self.vision.has_class_token) :]).flatten(0, 1)
         return self.projector_down(self.activation(self.projector_up(x)))
+
+    def _merged(self, x: Tensor) -> Tensor:
+        """Normalise and merge squares of patches, [N, grid * grid, D] -> [N, P, D * merge^2], row after row."""
+        if self.merge_norm is None:
+            return x
+        edges = (self.vision.edge, self.vision.spatial_merge_size)
+        # rows, row inside a square, columns, column inside it
+        squares = self.merge_norm(x).unflatten(1, (self.vision.grid, self.vision.grid))
+        squares = squares.unflatten(2, edges).unflatten(1, edges)
+        return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
 
     def _cut(self, pixels: Tensor) -> Tensor:
         """Return the normalised patches of images, [N, P, 3 * patch * patch], row after row of the image."""

@@ -96,6 +96,7 @@ class Rows(NamedTuple):
         order: See TokenLayout.
         streams: See TokenLayout.
         images: See TokenLayout.
+        axes: Positions [3, B, S/cp] int64 of this rank's tokens in time, row and column; None without M-RoPE.
 
     What depends on documents and rank alone is None where :func:`make_token_layout` and others are to
     compute it. A loader computes it ahead, because a forward that did would wait for a copy to the device.
@@ -109,6 +110,7 @@ class Rows(NamedTuple):
     order: tuple[Tensor, Tensor] | None = None
     streams: tuple[Places, Places] | None = None
     images: Images | None = None
+    axes: Tensor | None = None
 
 
 class EncoderInput(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +22,22 @@ class Images(NamedTuple):
 
     pixels: Tensor
     places: Tensor
+
+
+def image_axes(places: Tensor, documents: Sequence[int], edge: int) -> Tensor:
+    """Return the positions of a row's tokens in time, row and column for M-RoPE, [3, S] int64.
+
+    Args:
+        places: Feature of each token of the row, [S] int64, as :class:`Images` has them.
+        documents: Lengths of the row's documents; positions begin anew with each.
+        edge: Tokens along an edge of an image.
+    """
+    is_image = places >= 0
+    patch = places.clamp(min=0) % edge**2
+    # text moves on by one; an image by its edge, behind its last patch
+    step = torch.where(is_image, (patch == edge**2 - 1) * edge, torch.ones_like(places))
+    before = step.cumsum(0) - step
+    lengths = torch.tensor(documents)
+    begin = (before[lengths.cumsum(0) - lengths]).repeat_interleave(lengths)
+    time = before - begin
+    return torch.stack((time, time + patch // edge * is_image, time + patch % edge * is_image))

@@ -11,6 +11,8 @@ from raymega.config.schema import ModelSection
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 
+FRAMES = 2
+"""Frames of a patch in Qwen2-VL, which sees an image as two that are alike."""
 VISION = "vision"
 PROJECTOR = f"{VISION}.projector."
 """Begins of the names of all tensors of tower and projector, and of the projector's."""
@@ -23,23 +25,27 @@ def vision_tensors(model: ModelSection) -> list[GlobalTensor]:
         return []
     width, patch, std = vision.hidden_size, vision.patch_size, vision.initializer_range
     # patches, class token, positions
+    # colours and frames are one dim: a checkpoint holds tensors of at most four
+    inputs = CHANNELS if vision.has_positions else CHANNELS * FRAMES
     shapes: dict[str, tuple[tuple[int, ...], Role]] = {
-        "patches.weight": ((width, CHANNELS, patch, patch), "embedding")
+        "patches.weight": ((width, inputs, patch, patch), "embedding")
     }
     if vision.has_class_token:
         shapes["class_token.weight"] = ((width,), "bias")
-    else:
+    elif vision.has_positions:
         shapes["patches.bias"] = ((width,), "bias")
-    shapes["positions.weight"] = ((vision.num_positions, width), "embedding")
+    if vision.has_positions:
+        shapes["positions.weight"] = ((vision.num_positions, width), "embedding")
     # norms and blocks
     if vision.has_class_token:
         shapes |= _norm("pre_norm", width)
     for layer in range(vision.num_layers):
         shapes |= _block(f"layers.{layer}", vision)
-    shapes |= _norm("post_norm", width)
-    # projector
-    shapes |= _linear("projector.up", model.hidden_size, width)
-    shapes |= _linear("projector.down", model.hidden_size, model.hidden_size)
+    # projector, with a norm before patches are merged
+    shapes |= _norm("post_norm" if vision.has_positions else "projector.norm", width)
+    inner = model.hidden_size if vision.has_positions else vision.merged_size
+    shapes |= _linear("projector.up", inner, vision.merged_size)
+    shapes |= _linear("projector.down", model.hidden_size, inner)
     # each rank works on images of its own: its gradient is a term, whatever the stream is cut by
     return [
         GlobalTensor(
@@ -68,10 +74,10 @@ def image_flops(model: ModelSection) -> float:
         return 0.0
     tokens, width = vision.num_positions, vision.hidden_size
     block = 4 * width**2 + 2 * width * vision.ffn_hidden_size
-    projector = model.hidden_size * (width + model.hidden_size)
-    weights = vision.used_layers * tokens * block + vision.num_patches * (
-        CHANNELS * vision.patch_size**2 * width + projector
-    )
+    inner = model.hidden_size if vision.has_positions else vision.merged_size
+    projector = inner * (vision.merged_size + model.hidden_size)
+    patches = vision.grid**2 * CHANNELS * vision.patch_size**2 * width
+    weights = vision.used_layers * tokens * block + vision.num_patches * projector + patches
     return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
 
 
@@ -94,8 +100,9 @@ def image_elements(model: ModelSection) -> int:
         return 0
     inner = 3 if vision.activation == "quick_gelu" else 2
     block = vision.num_positions * (8 * vision.hidden_size + inner * vision.ffn_hidden_size)
-    patches = vision.num_patches * CHANNELS * vision.patch_size**2
-    ends = vision.num_patches * (vision.hidden_size + 3 * model.hidden_size) + patches
+    patches = vision.grid**2 * CHANNELS * vision.patch_size**2
+    projected = model.hidden_size if vision.has_positions else vision.merged_size
+    ends = vision.num_patches * (vision.merged_size + 2 * projected + model.hidden_size) + patches
     return vision.used_layers * block + ends
 
 

@@ -110,6 +110,7 @@ RULES: tuple[Rule, ...] = (
     vision.idle_vision_faults,
     vision.vision_size_faults,
     vision.vision_option_faults,
+    vision.mrope_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,

@@ -65,9 +65,11 @@ def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, floa
     sizes += 2 * [(vision.num_positions, width)]
     block = sum(matmul_s(device, rows, *each, element=element) for each in sizes)
     block += memory_s(device, rows * (TOWER_PASSES * width + 2 * inner) * element)
-    patches, wide = images * vision.num_patches, model.hidden_size
-    ends = [(CHANNELS * vision.patch_size**2, width), (width, wide), (wide, wide)]
+    patches, wide, merged = images * vision.num_patches, model.hidden_size, vision.merged_size
+    between = wide if vision.has_positions else merged
     forward = vision.used_layers * block
+    forward += matmul_s(device, rows, CHANNELS * vision.patch_size**2, width, element=element)
+    ends = [(merged, between), (between, wide)]
     forward += sum(matmul_s(device, patches, *each, element=element) for each in ends)
     # each product has two in backward
     repeated = forward if shape.memory.recompute == "full" else 0.0

@@ -69,7 +69,8 @@ def cut_streams(draft: Draft) -> None:
 def cut_images(draft: Draft) -> None:
     """Cut images so that several fit into a shrunk row, and the tower to a few narrow blocks with the same parts."""
     vision = draft.job().model.vision
-    grid, patch = min(vision.grid, MAX_GRID), min(vision.patch_size, MAX_PATCH)
+    merge = vision.spatial_merge_size
+    grid, patch = min(vision.edge, MAX_GRID) * merge, min(vision.patch_size, MAX_PATCH)
     layers = min(vision.num_layers, MAX_TOWER_LAYERS)
     heads = min(vision.num_heads, MAX_TOWER_HEADS)
     smaller = {
@@ -84,6 +85,15 @@ def cut_images(draft: Draft) -> None:
         smaller.pop("feature_layer")
     for name, number in smaller.items():
         draft.set(f"model.vision.{name}", number)
+
+
+def cut_sections(draft: Draft) -> None:
+    """Let the sections of M-RoPE be all pairs of a narrower head again."""
+    model = draft.job().model
+    pairs, sections = model.rope_width // 2, model.vision.mrope_section
+    if sections and sum(sections) != pairs:
+        row = pairs * 3 // 8
+        draft.set("model.vision.mrope_section", (pairs - 2 * row, row, row))
 
 
 def _cut_positions(draft: Draft) -> None:

@@ -1,6 +1,7 @@
-"""Transformers' LLaVA as the outside witness of models that read images: logits, training steps, and the way back."""
+"""Transformers' LLaVA and Qwen2-VL as the outside witness of models that read images: logits, training steps, and the way back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.parallel import ParallelSection
 from raymega.convert.huggingface.exporter import hf_export
-from raymega.convert.huggingface.families.llava import known_name
+from raymega.convert.huggingface.families.image_families import image_family_of
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.images.image_batch import ImageShare
@@ -49,9 +50,12 @@ def kind(request):
 
 def _import(folder, model):
     model.save_pretrained(folder / "theirs")
-    return hf_import(
+    done = hf_import(
         folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8
     )
+    # config.json of Qwen2-VL does not say how large images are
+    vision = done.model.vision.model_copy(update={"image_size": hf_llava.IMAGE_SIZE})
+    return replace(done, model=done.model.model_copy(update={"vision": vision}))
 
 
 class _Rows:
@@ -85,7 +89,14 @@ def _outputs(env, model, uri, num_stages, is_cut):
     share = ImageShare(
         vision=model.vision, index=groups.cp.index * tp + groups.tp.index, size=tp * cp
     )
-    loader = Loader(_Rows(model.vision), dp_rank=0, device="cpu", context=context, images=share)
+    loader = Loader(
+        _Rows(model.vision),
+        dp_rank=0,
+        device="cpu",
+        context=context,
+        images=share,
+        edge=model.vision.edge,
+    )
     batch = make_batch(global_batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, dp=1)
     (micro,) = loader.micro_batches(batch, 0)
     hidden = None
@@ -132,13 +143,17 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_llava.make_model(kind)
     done = _import(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")
-    again, wanted = hf_llava.load_model(tmp_path / "back"), theirs.state_dict()
+    again, wanted = hf_llava.load_model(tmp_path / "back", kind), theirs.state_dict()
     assert again.state_dict().keys() == wanted.keys()
     for name, values in again.state_dict().items():
         assert torch.equal(values, wanted[name]), name
-    settings = again.config.to_dict(), theirs.config.to_dict()
-    for name in ("vision_feature_layer", "vision_feature_select_strategy", "image_token_index"):
-        assert settings[0][name] == settings[1][name], name
+    settings, mine = theirs.config.to_dict(), again.config.to_dict()
+    named = ("vision_feature_layer", "vision_feature_select_strategy", "image_token_index")
+    for name in ("image_token_id",) if kind == "qwen2_vl" else named:
+        assert mine[name] == settings[name], name
+    if kind == "qwen2_vl":
+        assert mine["text_config"]["rope_parameters"] == settings["text_config"]["rope_parameters"]
+        return
     pixels = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert pixels["image_mean"] == list(done.model.vision.image_mean)
 
@@ -161,7 +176,10 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, trained):
     plan = training_plan(done.model, layout, *options)
     results = run_grid(train_rank, plan.grid, plan.to_json())
     if trained == "frozen tower":
-        theirs.model.vision_tower.requires_grad_(False)
+        tower = theirs.model.visual if kind == "qwen2_vl" else theirs.model.vision_tower
+        tower.requires_grad_(False)
+        if kind == "qwen2_vl":
+            tower.merger.requires_grad_(True)
     curve = hf_llava.train_plainly(theirs, plan)
     assert curve[0][1] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"
     for ours, _ in results:
@@ -169,8 +187,9 @@ def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, trained):
     whole = whole_weights(results)
     theirs.save_pretrained(tmp_path / "trained")
     saved = load_file(tmp_path / "trained" / "model.safetensors")
+    known_name = image_family_of(done.model.vision).known_name
     wanted = {known_name(name): values for name, values in saved.items()}
     for at in hf_tensors(done.model):
         rows = np.concatenate([whole[part.name] for part in at.parts])[: at.num_rows]
-        found = plain_models.difference(torch.from_numpy(rows), wanted[at.name])
+        found = plain_models.difference(torch.from_numpy(rows.reshape(at.shape)), wanted[at.name])
         assert found < TRAINING_LIMIT, at.name

@@ -1,4 +1,4 @@
-"""Small random LLaVA models of transformers in float64, and the loop that anyone would write around them."""
+"""Small random LLaVA and Qwen2-VL models of transformers in float64, and the loop that anyone would write around them."""
 
 import numpy as np
 import torch
@@ -9,6 +9,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -23,12 +25,37 @@ TOWER = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 12,
     "patch_size": 6,
 }  # fmt: skip
-KINDS = ("clip", "siglip")
+QWEN_TOWER = {
+    "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "patch_size": 3, "hidden_size": SIZES["hidden_size"],
+}  # fmt: skip
+KINDS = ("clip", "siglip", "qwen2_vl")
+IMAGE_SIZE = 12
 PATCHES = 4
 
 
 def make_model(kind, seed=0):
-    """A model whose every parameter is random: CLIP's tower before Llama, or SigLIP's before a tied Qwen2."""
+    """A model whose every parameter is random: CLIP's tower before Llama, or SigLIP's before a tied Qwen2; or Qwen2-VL."""
+    # what is not drawn below, such as buffers, is the same each time too
+    torch.manual_seed(seed)
+    model = _make(kind).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            # norms stay near 1, so that no layer is nearly off
+            values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
+    return model
+
+
+def _make(kind):
+    if kind == "qwen2_vl":
+        # heads of 3 pairs: one of time, one of the row, one of the column
+        rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 1]}
+        config = Qwen2VLConfig(
+            text_config={**SIZES, "rope_parameters": rope}, vision_config=QWEN_TOWER, image_token_id=TOKEN,
+            video_token_id=257, vision_start_token_id=256, vision_end_token_id=255,
+        )  # fmt: skip
+        return Qwen2VLForConditionalGeneration(config)
     if kind == "clip":
         text, tower = LlamaConfig(**SIZES), CLIPVisionConfig(**TOWER)
         options = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
@@ -40,21 +67,13 @@ def make_model(kind, seed=0):
         vision_config=tower, text_config=text, image_token_index=TOKEN, image_seq_length=PATCHES,
         tie_word_embeddings=text.tie_word_embeddings, **options,
     )  # fmt: skip
-    # what is not drawn below, such as buffers, is the same each time too
-    torch.manual_seed(seed)
-    model = LlavaForConditionalGeneration(config).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, values in model.named_parameters():
-            noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
-            # norms stay near 1, so that no layer is nearly off
-            values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in name else 0.0))
-    return model
+    return LlavaForConditionalGeneration(config)
 
 
-def load_model(folder):
+def load_model(folder, kind):
     """Load a folder with the class of transformers that made it."""
-    return LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()
+    made = Qwen2VLForConditionalGeneration if kind == "qwen2_vl" else LlavaForConditionalGeneration
+    return made.from_pretrained(folder, dtype="auto").eval()
 
 
 def logits(model, tokens, images, vision):
@@ -65,7 +84,52 @@ def logits(model, tokens, images, vision):
     )
     pixels = (torch.as_tensor(images).double() / 255 - mean) / std if len(images) else None
     with in_float64(model):
-        return model(input_ids=tokens, pixel_values=pixels, use_cache=False).logits
+        if vision.kind != "qwen2_vl":
+            return model(input_ids=tokens, pixel_values=pixels, use_cache=False).logits
+        # angles of rows and columns were made in float32, as those of text
+        turns = model.model.visual.rotary_pos_emb
+        for name, angles in type(turns)(turns.config).named_buffers():
+            setattr(turns, name, angles)
+        given = {} if pixels is None else _as_patches(pixels, vision)
+        kinds = (tokens == TOKEN).int()
+        if any(map(_has_neighbours, tokens)):
+            # transformers takes images without a token between them for one, and fails
+            given["position_ids"] = torch.stack([_positions(row, vision.edge) for row in tokens], 1)
+        else:
+            found, _ = model.model.get_rope_index(tokens, kinds, given.get("image_grid_thw"))
+            assert (found[:, 0] == _positions(tokens[0], vision.edge)).all()
+        return model(input_ids=tokens, mm_token_type_ids=kinds, use_cache=False, **given).logits
+
+
+def _has_neighbours(tokens):
+    """Return whether an image of a row follows another at once."""
+    runs = "".join("i" if token == TOKEN else " " for token in tokens.tolist()).split()
+    return any(len(run) > PATCHES for run in runs)
+
+
+def _positions(tokens, edge):
+    """Time, row and column of each token of a row, [3, S], token by token as Qwen2-VL's paper says."""
+    found, position, patch = [], 0, 0
+    for token in tokens.tolist():
+        if token != TOKEN:
+            found.append((position,) * 3)
+            position += 1
+            continue
+        found.append((position, position + patch // edge, position + patch % edge))
+        patch = (patch + 1) % edge**2
+        position += edge if patch == 0 else 0
+    return torch.tensor(found).t()
+
+
+def _as_patches(pixels, vision):
+    """Pixels as Qwen2-VL's processor gives them: patches of both frames, square after square."""
+    edges = (vision.edge, vision.spatial_merge_size, vision.patch_size)
+    cut = pixels.unflatten(3, edges).unflatten(
+        2, edges
+    )  # image, colour, then rows and columns in three steps each
+    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)[..., None, :, :].expand(*[-1] * 6, 2, -1, -1)
+    sizes = torch.tensor([[1, vision.grid, vision.grid]] * len(pixels))
+    return {"pixel_values": cut.flatten(5).flatten(0, 4), "image_grid_thw": sizes}
 
 
 def _document_losses(model, row, vision):

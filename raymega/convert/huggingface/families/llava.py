@@ -176,7 +176,7 @@ def llava_config(model: ModelSection, text: Config, carried: Config) -> dict[str
 def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a config.json with the mean and deviation of pixels that the folder's preprocessor has."""
     path = folder / PREPROCESSOR
-    if config.get("model_type") != LLAVA or not path.is_file():
+    if "vision_config" not in config or not path.is_file():
         return config
     found = json.loads(path.read_text(encoding="utf-8"))
     return config | {name: found[name] for name in ("image_mean", "image_std") if name in found}
@@ -186,7 +186,7 @@ def preprocessor(vision: VisionSection) -> dict[str, Any]:
     """Return the preprocessor_config.json of a model, by which a processor makes the pixels that it was trained on."""
     # the whole image as a square, which is what `raymega data prepare` makes
     size = {"height": vision.image_size, "width": vision.image_size}
-    kind = "CLIPImageProcessor" if vision.kind == "clip" else "SiglipImageProcessor"
+    kind = "SiglipImageProcessor" if vision.kind == "siglip" else "CLIPImageProcessor"
     return {
         "image_processor_type": kind, "do_resize": True, "size": size, "do_center_crop": False, "do_rescale": True,
         "do_normalize": True, "resample": 3, "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),

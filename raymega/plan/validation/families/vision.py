@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from raymega.config.attention import AttentionSection
 from raymega.config.heads.section import HeadSection
+from raymega.config.mla import MlaSection
 from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
@@ -41,15 +43,16 @@ def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> 
             remedy=f"set model.vision.{missing[0]}, for example as the imported model's vision_config",
         )
         return
+    square = vision.patch_size * vision.spatial_merge_size
     edge, patch, token = vision.image_size, vision.patch_size, vision.image_token_id
     layers, used = vision.num_layers, vision.used_layers
     yield from broken_rows(
         (
             (
-                edge % patch > 0,
-                f"model.vision.patch_size={patch}",
-                f"it must divide model.vision.image_size={edge} (remainder {edge % patch})",
-                f"set model.vision.image_size={max(patch, edge // patch * patch)}",
+                edge % square > 0,
+                f"model.vision.patch_size={patch} with spatial_merge_size={vision.spatial_merge_size}",
+                f"{square} must divide model.vision.image_size={edge} (remainder {edge % square})",
+                f"set model.vision.image_size={max(square, edge // square * square)}",
             ),
             (
                 vision.hidden_size % vision.num_heads > 0,
@@ -70,7 +73,20 @@ def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> 
                 "set it to the id that the tokenizer has for <image>",
             ),
             (
-                edge % patch == 0 and vision.num_patches >= seq_len,
+                vision.spatial_merge_size > 1 and vision.has_positions,
+                f"model.vision.spatial_merge_size={vision.spatial_merge_size} with model.vision.kind={vision.kind}",
+                "patches are merged before the projector of qwen2_vl alone",
+                "set model.vision.spatial_merge_size=1, or model.vision.kind=qwen2_vl",
+            ),
+            (
+                not vision.has_positions and vision.hidden_size % (4 * vision.num_heads) > 0,
+                f"model.vision.num_heads={vision.num_heads} with model.vision.kind={vision.kind}",
+                f"half of a head's feature pairs rotate by row and half by column, so {4 * vision.num_heads} must "
+                f"divide model.vision.hidden_size={vision.hidden_size}",
+                "set fewer heads, or a larger model.vision.hidden_size",
+            ),
+            (
+                edge % square == 0 and vision.num_patches >= seq_len,
                 f"data.seq_len={seq_len}",
                 f"an image is {vision.num_patches} tokens, and some text has to follow it",
                 f"set data.seq_len={2 * vision.num_patches} or more",
@@ -128,6 +144,39 @@ def vision_option_faults(  # one an option
                 f"preference.loss_type={pair_loss} with {name}",
                 rows,
                 "set preference.loss_type=none",
+            ),
+        )
+    )
+
+
+@reads("model.vision hidden_size num_heads head_dim attention mla")
+def mrope_faults(
+    vision: VisionSection,
+    width: int,
+    heads: int,
+    head_dim: int | str,
+    attention: AttentionSection,
+    mla: MlaSection,
+) -> Iterator[Fault]:
+    """Check that the sections of M-RoPE are three, and all of a head's rotated pairs."""
+    sections = vision.mrope_section
+    if not (vision.is_on and sections):
+        return
+    whole = width // heads if isinstance(head_dim, str) else head_dim
+    pairs = int(whole * attention.partial_rotary_factor) // 2
+    yield from broken_rows(
+        (
+            (
+                len(sections) != 3 or sum(sections) != pairs,
+                f"model.vision.mrope_section=[{', '.join(map(str, sections))}]",
+                f"its three numbers, of time, row and column, add up to the {pairs} pairs of a head that RoPE rotates",
+                f"set model.vision.mrope_section=[{pairs - 2 * (pairs * 3 // 8)}, {pairs * 3 // 8}, {pairs * 3 // 8}]",
+            ),
+            (
+                mla.kv_lora_rank > 0 or attention.sliding_rope_theta > 0,
+                f"model.vision.mrope_section with {'model.mla' if mla.kv_lora_rank else 'sliding_rope_theta'}",
+                "M-RoPE rotates whole heads by one base",
+                "set model.vision.mrope_section=[]",
             ),
         )
     )

@@ -100,7 +100,8 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               "attention.sinks", *(f"encoder.{field}" for field in EncoderSection.model_fields),
               "encoder_decoder.num_encoder_layers", "encoder_decoder.relative_attention_num_buckets",
               "head.kind", "head.num_labels", "head.num_choices", "vision.kind", "vision.image_size", "vision.patch_size",
-              "vision.num_layers", "vision.hidden_size", "vision.num_heads", "vision.ffn_hidden_size"}  # fmt: skip
+              "vision.num_layers", "vision.hidden_size", "vision.num_heads", "vision.ffn_hidden_size",
+              "vision.spatial_merge_size"}  # fmt: skip
     training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
                 "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
