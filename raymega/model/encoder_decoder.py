@@ -144,7 +144,8 @@ class EncoderDecoderStage(StageModule):
             )
             encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
         biases = self._biases(tables, token_layout.streams)
-        streams = self._run_layers(Streams(encoder, decoder, *biases, *keys), token_layout)  # type: ignore[arg-type]
+        shared = Streams(encoder, decoder, biases[0], biases[1], biases[2], keys[0], keys[1])
+        streams = self._run_layers(shared, token_layout)  # type: ignore[arg-type]
         if self.head is not None:
             return cast(Streams, streams).decoder
         return self._packed(cast(Streams, streams), tables)

@@ -65,7 +65,10 @@ class StreamBlock(TransformerBlock):
         self.cross_dropout: ResidualDropout | None = None
         if cross is not None:
             self.cross_norm, self.cross_attention, self.cross_dropout = cross
-        self.end_norm, self.end_dropout = end or (None, None)
+        self.end_norm: nn.Module | None = None
+        self.end_dropout: ResidualDropout | None = None
+        if end is not None:
+            self.end_norm, self.end_dropout = end
 
     def remake(self, parts: Collection[str]) -> None:
         """Choose what backward recomputes, by the job's memory.recompute_parts."""
