@@ -142,11 +142,9 @@ class EncoderDecoderStage(StageModule):
                 "a stage that is not the first needs the hidden state before it"
             )
             encoder, decoder, tables = self._unpacked(hidden, count, tokens.shape[1])
-        own, other, cross = self._biases(tables, token_layout.streams)
-        streams = self._run_layers(
-            Streams(encoder, decoder, own, other, cross, *keys),  # type: ignore[arg-type]
-            token_layout,
-        )
+        biases = self._biases(tables, token_layout.streams)
+        shared = Streams(encoder, decoder, biases[0], biases[1], biases[2], keys[0], keys[1])
+        streams = self._run_layers(shared, token_layout)  # type: ignore[arg-type]
         if self.head is not None:
             return cast(Streams, streams).decoder
         return self._packed(cast(Streams, streams), tables)
