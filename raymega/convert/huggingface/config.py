@@ -28,7 +28,7 @@ from raymega.convert.huggingface.architectures import (
 )
 from raymega.convert.huggingface.config_types import kind_faults
 from raymega.convert.huggingface.families.family import KINDS, HfFamily
-from raymega.convert.huggingface.families.image_families import (
+from raymega.convert.huggingface.families.images.image_families import (
     IMAGE_FAMILIES,
     image_family_of,
 )

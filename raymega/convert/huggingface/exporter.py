@@ -30,7 +30,7 @@ from raymega.convert.huggingface.extra_files import (
     has_tokenizer,
     trained_tokens,
 )
-from raymega.convert.huggingface.families.llava import PREPROCESSOR, preprocessor
+from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, preprocessor
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast

@@ -19,11 +19,12 @@ import yaml
 from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
+from raymega.convert.huggingface.buffers import is_buffer
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.extra_files import CONFIG, PREFIX, files_to_carry
 from raymega.convert.huggingface.families.bert import PAIRS, POOLERS, UNREAD_BIASES
-from raymega.convert.huggingface.families.image_families import image_family_of
-from raymega.convert.huggingface.families.llava import with_pixels
+from raymega.convert.huggingface.families.images.image_families import image_family_of
+from raymega.convert.huggingface.families.images.llava import with_pixels
 from raymega.convert.huggingface.heads import with_headless_pooling
 from raymega.convert.huggingface.names import (
     HEAD,
@@ -32,7 +33,6 @@ from raymega.convert.huggingface.names import (
     has_own_table,
     head_name,
     hf_tensors,
-    is_buffer,
     num_further,
     original_of,
 )

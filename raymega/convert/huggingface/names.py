@@ -17,8 +17,8 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import architecture_of
 from raymega.convert.huggingface.families.bert import COPIES, UNREAD_BIASES, with_own_head
 from raymega.convert.huggingface.families.family import StackedExperts
-from raymega.convert.huggingface.families.image_families import image_family_of
-from raymega.convert.huggingface.families.llava import CLASS_TOKEN
+from raymega.convert.huggingface.families.images.image_families import image_family_of
+from raymega.convert.huggingface.families.images.llava import CLASS_TOKEN
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
 from raymega.convert.huggingface.heads import head_names
@@ -30,12 +30,6 @@ from raymega.plan.tensor_table import block_name, model_tensors
 TABLES = ("embedding.tokens.weight", "head.weight", "head.bias")
 """Tensors with one row per token; ours have padded rows behind the vocabulary."""
 
-# Buffers in old files: causal masks, RoPE's angles, numbers of positions.
-_BUFFER = re.compile(
-    r".*\.(EncDecAttention\.relative_attention_bias\.weight|(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)"
-)
-LEFT_OUT = "mtp."
-"""Begin of names of multi-token prediction in files of Qwen3-Next and Nemotron-H, which transformers has no modules for."""
 HEAD = "lm_head.weight"
 HEADS = (HEAD, "embed_out.weight")
 """Names of the head, which never have the prefix of the other tensors."""
@@ -43,11 +37,6 @@ ROUTER = "moe.router"
 # "Further" blocks are those of multi-token prediction, which follow the model's layers there.
 FURTHER_COPY = re.compile(r"model\.layers\.(\d+)\.(embed_tokens|shared_head\.head)\.weight")
 MOST_FURTHER = 16
-
-
-def is_buffer(name: str) -> bool:
-    """Return whether a tensor is a buffer that old files hold, or of a module that transformers leaves out, and no weight."""
-    return name.startswith(LEFT_OUT) or _BUFFER.fullmatch(f".{name}") is not None
 
 
 _GPT2_OUTER: Mapping[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.parallel import ParallelSection
 from raymega.convert.huggingface.exporter import hf_export
-from raymega.convert.huggingface.families.image_families import image_family_of
+from raymega.convert.huggingface.families.images.image_families import image_family_of
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.images.image_batch import ImageShare

@@ -8,10 +8,11 @@ from transformers.models.auto.modeling_auto import (
 
 from raymega.config.heads.section import HeadSection
 from raymega.convert.huggingface.architectures import OWN_TYPES
+from raymega.convert.huggingface.buffers import is_buffer
 from raymega.convert.huggingface.config import config_from, model_from
 from raymega.convert.huggingface.families.table import HF_FAMILIES
 from raymega.convert.huggingface.heads import head_config
-from raymega.convert.huggingface.names import hf_tensors, is_buffer, num_further
+from raymega.convert.huggingface.names import hf_tensors, num_further
 from raymega.errors import ConfigError
 from raymega.plan.layers.family_parts import family_parts
 from tests.unit.convert.folders import make_model

@@ -9,8 +9,8 @@ from typing import Any
 from raymega.config.schema import ModelSection
 from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.architectures import Config
-from raymega.convert.huggingface.families import llava, qwen2_vl
 from raymega.convert.huggingface.families.family import Names
+from raymega.convert.huggingface.families.images import llava, qwen2_vl
 
 
 def _none(_: VisionSection) -> dict[str, tuple[int, ...]]:
