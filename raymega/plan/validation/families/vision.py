@@ -43,6 +43,7 @@ def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> 
             remedy=f"set model.vision.{missing[0]}, for example as the imported model's vision_config",
         )
         return
+    # the smallest square of pixels that is a token
     square = vision.patch_size * vision.spatial_merge_size
     edge, patch, token = vision.image_size, vision.patch_size, vision.image_token_id
     layers, used = vision.num_layers, vision.used_layers

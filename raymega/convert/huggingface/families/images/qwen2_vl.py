@@ -34,11 +34,13 @@ _CURRENT = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visu
 
 def text_of(config: Config) -> dict[str, Any]:
     """Return the config.json of the language model, whose RoPE has one position a token."""
+    # the first release has the language model's settings beside the others
     found = config.get("text_config")
     text = dict(found) if isinstance(found, Mapping) else {**config}
     if not isinstance(found, Mapping):
         text = {name: value for name, value in text.items() if name not in _OUTER}
     is_tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
+    # the three positions of M-RoPE are the vision section's; what is left is ordinary RoPE
     for name in ("rope_parameters", "rope_scaling"):
         rope = text.get(name)
         if isinstance(rope, Mapping):
@@ -70,6 +72,7 @@ def vision_of(config: Config) -> VisionSection:
         raise KeyError("vision_config")
     tower = {**_TOWER, **{name: value for name, value in stated.items() if value is not None}}
     raise_faults(ConfigError, [*_faults(tower)])
+    # images have any size there; here all have one, whole squares of merged patches
     square = tower["patch_size"] * tower["spatial_merge_size"]
     return VisionSection.model_validate(
         {
@@ -104,6 +107,7 @@ def qwen2_vl_config(model: ModelSection, text: Config, carried: Config) -> dict[
         ConfigError: The sizes are none that a config.json of this class can express.
     """
     vision = model.vision
+    # what their class has no setting for
     ratio, rest = divmod(vision.ffn_hidden_size, vision.hidden_size)
     plain = (rest, vision.activation, vision.feature_layer, vision.norm_eps)
     if plain != (0, "quick_gelu", -1, _NORM_EPS) or not vision.mrope_section:
@@ -117,6 +121,7 @@ def qwen2_vl_config(model: ModelSection, text: Config, carried: Config) -> dict[
                 remedy="export it with dcp-export, which keeps raymega's names",
             )
         )
+    # the language model's settings in a table of their own, as later releases write them
     left_out = ("rope_theta", "rope_scaling", "architectures", "dtype")
     rope = {**text["rope_parameters"], "mrope_section": list(vision.mrope_section)}
     inner = {name: value for name, value in text.items() if name not in left_out}
@@ -156,6 +161,7 @@ def known_name(name: str) -> str:
 def vision_names(vision: VisionSection) -> Names:
     """Return their modules of tower and merger, and ours."""
     here = VISION
+    # patches and merger, then the blocks; queries, keys and values are stacked there
     names: dict[str, tuple[str, ...]] = {
         "visual.patch_embed.proj": (f"{here}.patches",),
         "visual.merger.ln_q": (f"{here}.projector.norm",),
