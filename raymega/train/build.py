@@ -291,7 +291,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             empty=empty_row_of(job.model),
             pooling=score_pooling(job.model),
             images=_image_share(plan, rank),
-            edge=job.model.vision.edge if job.model.vision.mrope_section else 0,
+            edge=job.model.vision.mrope_edge,
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.

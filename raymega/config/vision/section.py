@@ -97,6 +97,11 @@ class VisionSection(Section):
         return self.grid**2 + self.has_class_token
 
     @property
+    def mrope_edge(self) -> int:
+        """Positions by which an image moves what follows it under M-RoPE; 0 without M-RoPE."""
+        return self.edge if self.mrope_section else 0
+
+    @property
     def merged_size(self) -> int:
         """Features of the patches that become one token."""
         return self.hidden_size * self.spatial_merge_size**2

@@ -95,7 +95,7 @@ def _outputs(env, model, uri, num_stages, is_cut):
         device="cpu",
         context=context,
         images=share,
-        edge=model.vision.edge,
+        edge=model.vision.mrope_edge,
     )
     batch = make_batch(global_batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, dp=1)
     (micro,) = loader.micro_batches(batch, 0)
