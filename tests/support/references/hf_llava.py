@@ -71,7 +71,11 @@ def load_model(folder, kind):
     """Load a folder with the class of transformers that made it."""
     import transformers as hf
 
-    made = hf.Qwen2VLForConditionalGeneration if kind == "qwen2_vl" else hf.LlavaForConditionalGeneration
+    made = (
+        hf.Qwen2VLForConditionalGeneration
+        if kind == "qwen2_vl"
+        else hf.LlavaForConditionalGeneration
+    )
     return made.from_pretrained(folder, dtype="auto").eval()
 
 

@@ -81,7 +81,9 @@ def _store(job, folder, *options):
     """Write the logits of the initial weights of the job's teacher, as a worker does."""
     plan = teacher_plan_on(job, "")
     scorer = build_scorer(plan, rank=0, groups=ALONE, device=CPU)
-    drawn = build_parts(_plan(folder, *options), rank=0, groups=ALONE, device=CPU).teacher.weights.modules
+    drawn = build_parts(
+        _plan(folder, *options), rank=0, groups=ALONE, device=CPU
+    ).teacher.weights.modules
     for ours, theirs in zip(scorer.modules, drawn, strict=True):
         for param, value in zip(ours.parameters(), theirs.parameters(), strict=True):
             param.data.copy_(value)

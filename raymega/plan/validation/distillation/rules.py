@@ -92,9 +92,7 @@ def vocabulary_faults(
 
 
 @reads("distillation.loss_type teacher_model, model.vision")
-def image_faults(
-    loss: str, teacher: ModelSection | str, vision: VisionSection
-) -> Iterator[Fault]:
+def image_faults(loss: str, teacher: ModelSection | str, vision: VisionSection) -> Iterator[Fault]:
     """Check that a teacher reads the images of the model's rows as the same tokens."""
     if loss == "none" or not isinstance(teacher, ModelSection):
         return

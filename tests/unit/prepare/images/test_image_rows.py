@@ -137,9 +137,7 @@ def test_any_failure_of_a_parser_is_a_broken_image():
     Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(stream, "DDS")
     raw = bytearray(stream.getvalue())
     raw[80:84] = bytes(4)  # flags of a pixel format that is none: Pillow raises NotImplementedError
-    text = json.dumps(
-        {"text": "<image>", "prompt": "", "images": [base64.b64encode(raw).decode()]}
-    )
+    text = json.dumps({"text": "<image>", "prompt": "", "images": [base64.b64encode(raw).decode()]})
     meta = ImageMeta(size=8, num_patches=4, token_id=9)
     with pytest.raises(BrokenImageError, match="image 0 is broken: Unknown pixel format"):
         image_document(text, lambda part: np.array([9] * bool(part)), meta, bos_id=-1, eod_id=2)
