@@ -109,7 +109,9 @@ RULES: tuple[Rule, ...] = (
     encoder_decoder.run_option_faults,
     vision.idle_vision_faults,
     vision.vision_size_faults,
+    vision.image_length_faults,
     vision.vision_option_faults,
+    vision.vision_run_faults,
     vision.mrope_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
@@ -141,6 +143,7 @@ RULES: tuple[Rule, ...] = (
     rules.reward_faults,
     distillation.objective_faults,
     distillation.vocabulary_faults,
+    distillation.image_faults,
     distillation.stored_faults,
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from raymega.config.heads.section import HeadSection
 from raymega.config.schema import ModelSection
+from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import broken_rows, reads
@@ -88,6 +89,22 @@ def vocabulary_faults(
             remedy=f"import the teacher with --make-vocab-size-divisible-by {multiple}, and set "
             f"distillation.teacher_model.make_vocab_size_divisible_by={multiple}",
         )
+
+
+@reads("distillation.loss_type teacher_model, model.vision")
+def image_faults(loss: str, teacher: ModelSection | str, vision: VisionSection) -> Iterator[Fault]:
+    """Check that a teacher reads the images of the model's rows as the same tokens."""
+    if loss == "none" or not isinstance(teacher, ModelSection):
+        return
+    for field in ("is_on", "image_size", "num_patches", "image_token_id", "mrope_edge"):
+        own, wanted = getattr(teacher.vision, field), getattr(vision, field)
+        if own != wanted:
+            yield Fault(
+                fact=f"distillation.teacher_model.vision has {field}={own}, and model.vision {field}={wanted}",
+                rule="both read the same rows, and each image is the same pixels and tokens to them",
+                remedy="take a teacher that reads images as the model does",
+            )
+            return
 
 
 @reads(
