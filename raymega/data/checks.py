@@ -269,8 +269,12 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     if values.get("distillation.loss_type", "none") != "none" and (
         values.get("distillation.teacher") == "stored"
     ):
-        top_k = values.get("distillation.top_k", 1)
-        faults = [each for path in section.datasets for each in logit_faults(path, section, top_k)]
+        top_k, vocab_size = values.get("distillation.top_k", 1), values.get("model.vocab_size", 0)
+        faults = [
+            each
+            for path in section.datasets
+            for each in logit_faults(path, section, top_k=top_k, vocab_size=vocab_size)
+        ]
         if faults:
             return faults
     faults = [

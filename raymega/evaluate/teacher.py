@@ -13,6 +13,7 @@ from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.config.schema import Job
 from raymega.data.distillation.stored_logits import (
+    VOCABULARY,
     content_of,
     create_logits,
     dataset_rows,
@@ -141,9 +142,10 @@ def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> Sto
 
 
 def logits_how(job: Job, path: str) -> dict[str, object]:
-    """Return what the logits of a dataset are of besides the teacher: how rows are cut, and the tokens."""
+    """Return what the logits of a dataset are of besides the teacher: how rows are cut, their tokens, the vocabulary."""
     return {
         **row_cut(job.data),
+        VOCABULARY: job.model.vocab_size,
         "top_k": job.distillation.top_k,
         "content": content_of(path),
     }
