@@ -141,6 +141,7 @@ RULES: tuple[Rule, ...] = (
     rules.reward_faults,
     distillation.objective_faults,
     distillation.vocabulary_faults,
+    distillation.vision_faults,
     distillation.stored_faults,
 )
 
