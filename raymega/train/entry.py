@@ -172,7 +172,7 @@ def _train(
     )
     phases.passed("built")
     # restore
-    if parts.teacher is not None:  # it is in no state of the run: neither in a checkpoint nor held in memory
+    if parts.teacher is not None:  # it is in no checkpoint of the run, and no process holds it
         uri = plan.job.distillation.teacher_checkpoint
         load_teacher(parts.teacher, uri, progress=progress)
     is_unfinished = start.is_held and not HELD.is_finished

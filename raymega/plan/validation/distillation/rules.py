@@ -97,9 +97,7 @@ def vocabulary_faults(
 
 
 @reads("distillation.loss_type teacher_model, model.vision")
-def vision_faults(
-    loss: str, teacher: ModelSection | str, vision: VisionSection
-) -> Iterator[Fault]:
+def vision_faults(loss: str, teacher: ModelSection | str, vision: VisionSection) -> Iterator[Fault]:
     """Check that a teacher sees the images that the model sees, as they were prepared for it."""
     if loss == "none" or not isinstance(teacher, ModelSection):
         return

@@ -46,7 +46,10 @@ def test_a_teacher_with_a_tower_of_its_own_sees_the_same_images() -> None:
             [_teacher(f", vision: {{{TOWER}}}"), "model.vision={}"],
             "vision has is_on=True, and model.vision False",
         ),
-        (["distillation.teacher=stored"], "model.vision.kind=clip with distillation.teacher=stored"),
+        (
+            ["distillation.teacher=stored"],
+            "model.vision.kind=clip with distillation.teacher=stored",
+        ),
     ],
     ids=["text-alone", "other-pixels", "images-for-none", "stored"],
 )
