@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.checkpoint.load.init_from import teacher_faults
+from raymega.checkpoint.load.pinned_source import teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
