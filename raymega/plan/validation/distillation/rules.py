@@ -15,7 +15,7 @@ from raymega.plan.validation.rule import broken_rows, reads
 SEEN = (
     "image_size", "patch_size", "spatial_merge_size", "image_token_id", "image_mean", "image_std", "mrope_edge",
 )  # fmt: skip
-"""What a vision section says of an image: its pixels, its tokens and their positions."""
+"""Fields of a vision section that decide an image's pixels, its tokens and their positions."""
 
 
 @reads(
