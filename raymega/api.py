@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import list_manifests
-from raymega.checkpoint.load.adapter_base import base_faults, base_of
-from raymega.checkpoint.load.init_from import resume_faults, start_faults, teacher_faults
+from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.load.pinned_source import (
+    BASE,
+    TEACHER,
+    pin_faults,
+    pinned,
+    teacher_faults,
+)
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
 from raymega.config.load import ParsedJob, parse_job
@@ -125,7 +131,7 @@ def load_chosen(
     if choice is not None:
         parsed = parsed.with_overrides(choice.overrides)
     if is_for_training:
-        parsed = _with_base(parsed)
+        parsed = _with_pins(parsed)
     faults = [*parsed.faults, *job_faults(parsed.values), *credential_faults(parsed.values)]
     if is_in_ray_job:
         faults += relative_path_faults(Path(path), overrides)
@@ -284,19 +290,26 @@ def _known_references(job: Job) -> dict[str, float]:
         return {}
 
 
-def _with_base(parsed: ParsedJob) -> ParsedJob:
-    """Return the job with the manifest of its base, which a run with adapters reads again in each restart."""
-    values = parsed.values
-    model, start = (
-        _section(values, "model", ModelSection),
-        values.get("checkpoint.init_from", "none"),
-    )
-    uri = _run_uri(values)
-    if parsed.faults or model is None or not model.lora.r or start == "none" or store_faults(uri):
+def _with_pins(parsed: ParsedJob) -> ParsedJob:
+    """Return the job with the manifests that it reads again in each restart: adapters' base, and a live teacher."""
+    values, uri = parsed.values, _run_uri(parsed.values)
+    fields = [field for field in _pinned_fields(values) if values.get(field, "none") != "none"]
+    if parsed.faults or not fields or store_faults(uri):
         return parsed
+    own = open_store(uri)
     return parsed.with_overrides(
-        [f"checkpoint.init_from={json.dumps(base_of(start, open_store(uri)))}"]
+        f"{field}={json.dumps(pinned(values[field], own, field=field))}" for field in fields
     )
+
+
+def _pinned_fields(values: Mapping[str, Any]) -> list[str]:
+    """Return the fields that name checkpoints which the job reads again in each restart."""
+    model, teacher = (
+        _section(values, "model", ModelSection),
+        _section(values, "distillation", DistillationSection),
+    )
+    is_read = {BASE: model and model.lora.r > 0, TEACHER: teacher and teacher.is_live}
+    return [field for field, is_due in is_read.items() if is_due]
 
 
 def _run_uri(values: Mapping[str, Any]) -> str:
@@ -327,10 +340,12 @@ def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
             if model and schedule:
                 size, fp8 = schedule.micro_batch_size, values.get("precision.fp8", "none")
                 yield from resume_faults(open_store(uri), model, micro_batch_size=size, fp8=fp8)
-            # Adapters alone are saved: their base is read again.
-            if not (model and model.lora.r):
+            # Adapters alone are saved: their base is read again, as a teacher is.
+            fields = _pinned_fields(values)
+            for field in fields:
+                yield from pin_faults(values.get(field, "none"), open_store(uri), field=field)
+            if BASE not in fields:
                 return
-            yield from base_faults(values.get("checkpoint.init_from", "none"), open_store(uri))
     # checkpoint that a new run starts from
     if values.get("checkpoint.init_from", "none") != "none":
         model = _section(values, "model", ModelSection)

@@ -269,8 +269,10 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     if values.get("distillation.loss_type", "none") != "none" and (
         values.get("distillation.teacher") == "stored"
     ):
-        top_k = values.get("distillation.top_k", 1)
-        faults = [each for path in section.datasets for each in logit_faults(path, section, top_k)]
+        wanted = {"top_k": values.get("distillation.top_k", 1), "vocab_size": vocab_size}
+        faults = [
+            each for path in section.datasets for each in logit_faults(path, section, **wanted)
+        ]
         if faults:
             return faults
     faults = [

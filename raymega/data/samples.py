@@ -246,6 +246,6 @@ def _taught(paths: Sequence[str], split: str, job: Job) -> list[TeacherRows]:
             vocab_size=job.model.vocab_size,
         )
         if is_synthetic(path)
-        else open_logits(path, job.data, section.top_k)
+        else open_logits(path, job.data, top_k=section.top_k, vocab_size=job.model.vocab_size)
         for path in paths
     ]

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.checkpoint.load.init_from import teacher_faults
+from raymega.checkpoint.load.pinned_source import teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.config.schema import Job
 from raymega.data.distillation.stored_logits import (
+    VOCABULARY,
     content_of,
     create_logits,
     dataset_rows,
@@ -106,6 +107,12 @@ def _faults(job: Job, uri: str) -> Iterator[Fault]:
             rule="a teacher is a model with weights",
             remedy="set distillation.teacher_checkpoint, or give --checkpoint URI",
         )
+    if job.model.vision.is_on:
+        yield Fault(
+            fact=f"model.vision.kind={job.model.vision.kind}",
+            rule="the pass that stores a teacher's logits reads tokens, and no images",
+            remedy="set distillation.teacher=live",
+        )
     for path in job.data.datasets:
         if not has_folder(path):
             yield Fault(
@@ -141,9 +148,10 @@ def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> Sto
 
 
 def logits_how(job: Job, path: str) -> dict[str, object]:
-    """Return what the logits of a dataset are of besides the teacher: how rows are cut, and the tokens."""
+    """Return what the logits of a dataset are of besides the teacher: how rows are cut, their tokens, the vocabulary."""
     return {
         **row_cut(job.data),
+        VOCABULARY: job.model.vocab_size,
         "top_k": job.distillation.top_k,
         "content": content_of(path),
     }

@@ -172,6 +172,9 @@ def _train(
     )
     phases.passed("built")
     # restore
+    if parts.teacher is not None:  # it is in no checkpoint of the run, and no process holds it
+        uri = plan.job.distillation.teacher_checkpoint
+        load_teacher(parts.teacher, uri, progress=progress)
     is_unfinished = start.is_held and not HELD.is_finished
     state = _go_on(parts, start, channel) if start.is_held else _restore(parts, start, progress)
     is_evaluation_due = start.is_held and sum_over_world(parts, [float(is_unfinished)])[0] > 0
@@ -238,9 +241,6 @@ def _restore(
     precision = parts.plan.job.precision
     # with adapters a run's own checkpoint lacks the base, which is read anew; it has the adapters
     section = parts.plan.job.checkpoint
-    if parts.teacher is not None:  # it is in no checkpoint of the run
-        uri = parts.plan.job.distillation.teacher_checkpoint
-        load_teacher(parts.teacher, uri, progress=progress)
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
     if not start.restore or parts.plan.job.model.lora.r:

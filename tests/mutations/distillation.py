@@ -106,8 +106,8 @@ DISTILLATION_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a divergence's gradient forgets the temperature",
         file="parallel/tensor_parallel/divergence.py",
-        old="            gradient = model_log.exp_().sub_(weights)\n        ctx.save_for_backward(gradient.div_(terms.temperature)",
-        new="            gradient = model_log.exp_().sub_(weights)\n        ctx.save_for_backward(gradient",
+        old="1.0 / (terms.temperature * lift)",
+        new="1.0 / lift",
         tests=(DIVERGENCE_TEST,),
     ),
     ProofMutation(

@@ -54,15 +54,24 @@ Shape = tuple[int, ...]
 
 def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]:
     """Return the faults that keep a run of ``model`` from starting as ``section`` says."""
-    # The checkpoint exists and is whole.
-    uri = section.init_from
+    found = open_whole(section.init_from)
+    return found if isinstance(found, list) else unlike_faults(section, model, found)
+
+
+def open_whole(uri: str) -> Manifest | list[Fault]:
+    """Return the manifest of the checkpoint at ``uri``, or the faults that keep it from being read."""
     try:
         store, manifest = open_root(uri)
         broken = list(broken_files(store, manifest).values())
     except RaymegaError as error:
         return [_fault(uri, each.fact, each.rule, each.remedy) for each in error.faults]
-    if broken:
-        return broken
+    return broken or manifest
+
+
+def unlike_faults(
+    section: CheckpointSection, model: ModelSection, manifest: Manifest
+) -> list[Fault]:
+    """Return the faults of a whole checkpoint that is of another model than a run of ``model`` starts from."""
     # Rules, names and shapes first; fields that no shape shows only when all of these are right.
     saved, wanted = _weight_shapes(manifest), _shapes_of(model)
     upcycling = upcycling_of(manifest, section, model)
@@ -73,22 +82,6 @@ def start_faults(section: CheckpointSection, model: ModelSection) -> list[Fault]
     if section.init_adapter != "none":
         faults += _adapter_faults(section.init_adapter, model)
     return faults or _field_faults(section, manifest, model)
-
-
-def teacher_faults(uri: str, model: ModelSection) -> list[Fault]:
-    """Return the faults of a teacher's checkpoint: it is there, whole, and of the teacher's model."""
-    if uri == "none":
-        return []
-    of_start = start_faults(CheckpointSection(init_from=uri), model)
-    field = "distillation.teacher_checkpoint"
-    return [
-        replace(
-            fault,
-            fact=f"of the teacher: {fault.fact.replace(FIELD, field)}",
-            remedy=f"set distillation.teacher_model to the checkpoint's model section, which `raymega checkpoint show {uri}` prints",
-        )
-        for fault in of_start
-    ]
 
 
 def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:

@@ -29,6 +29,8 @@ SPLIT = "train"
 """Split whose rows a teacher is asked about: a held-out loss is that of labels."""
 CUT = ("seq_len", "packing", "packing_window", "document_multiple", "loss_on")
 """Fields of the data section that decide which tokens a row has, and what each of them sees."""
+VOCABULARY = "model.vocab_size"
+"""Field with the number of tokens that the logits are over."""
 COMMAND = "`raymega data teacher JOB.yaml`"
 Ids = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
@@ -168,8 +170,10 @@ def stored_how(path: str) -> dict[str, Any]:
     return found
 
 
-def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]:
-    """Yield the faults of a dataset without logits of its rows as a job cuts them."""
+def logit_faults(
+    path: str, section: DataSection, *, top_k: int, vocab_size: int
+) -> Iterator[Fault]:
+    """Yield the faults of a dataset without logits of its rows as a job cuts them, over a vocabulary of the job's size."""
     name, remedy = "distillation.teacher=stored", f"run {COMMAND} with this job's file and settings"
     if not has_folder(path):
         yield Fault(
@@ -187,7 +191,7 @@ def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]
             remedy=f"{remedy}, or set distillation.teacher=live",
         )
         return
-    # rows, number of logits, tokens
+    # rows, number of logits, vocabulary, tokens
     wanted = row_cut(section)
     for field, value in wanted.items():
         if how.get(field) != value:
@@ -202,6 +206,14 @@ def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]
             rule=f"{how.get('top_k')} logits of a token are stored beside {path}",
             remedy=f"set distillation.top_k={how.get('top_k')}, or {remedy}",
         )
+    # a token that the model lacks would count as another one
+    if vocab_size and how.get(VOCABULARY) != vocab_size:
+        yield Fault(
+            fact=f"{name} with {VOCABULARY}={vocab_size}",
+            rule=f"the logits beside {path} are over {how.get(VOCABULARY)} tokens, and the divergence compares "
+            "the probabilities of the same tokens",
+            remedy=f"take a teacher with the model's tokenizer, and {remedy}",
+        )
     if how.get("content") != content_of(path):
         yield Fault(
             fact=f"{name}, and {path} has other tokens than those that its logits are of",
@@ -210,13 +222,13 @@ def logit_faults(path: str, section: DataSection, top_k: int) -> Iterator[Fault]
         )
 
 
-def open_logits(path: str, section: DataSection, top_k: int) -> StoredRows:
-    """Open the stored logits of a dataset.
+def open_logits(path: str, section: DataSection, *, top_k: int, vocab_size: int) -> StoredRows:
+    """Open the stored logits of a dataset, for a model with a vocabulary of ``vocab_size``.
 
     Raises:
         ConfigError: There are none of the job's rows.
     """
-    faults = list(logit_faults(path, section, top_k))
+    faults = list(logit_faults(path, section, top_k=top_k, vocab_size=vocab_size))
     if faults:
         raise ConfigError(*faults)
     files = logit_files(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from raymega.config.data import is_computed
 from raymega.config.vision.section import VisionSection
 from raymega.data.arrow import TokenStream
@@ -32,13 +34,15 @@ def label_faults(path: str, form: RowForm) -> Iterator[Fault]:
     has_limit = form.kind == "choices" or form.num_classes > 0
     if not has_limit or is_computed(path) or is_megatron(path) or is_remote(path):
         return
-    found = _largest_target(path)
+    targets = _targets(path)
+    found = max(targets)
     # a class is its byte less 1; of a choice the byte has the number of choices times 2
-    if form.kind == "choices" and found // 2 > form.size:
+    others = sorted({each // 2 for each in targets} - {form.size})
+    if form.kind == "choices" and others:
         yield Fault(
-            fact=f"{path} has a question with {found // 2} choices",
+            fact=f"{path} has a question with {others[-1]} choices",
             rule=f"model.head.num_choices={form.size}, and a question's choices are scored together",
-            remedy=f"set model.head.num_choices={found // 2}, and prepare questions of one number of choices",
+            remedy=f"set model.head.num_choices={others[-1]}, and prepare questions of one number of choices",
         )
     elif form.num_classes and found > form.num_classes:
         yield Fault(
@@ -48,15 +52,16 @@ def label_faults(path: str, form: RowForm) -> Iterator[Fault]:
         )
 
 
-def _largest_target(path: str) -> int:
-    """Return the largest byte beside the tokens of a dataset's splits."""
-    largest = 0
+def _targets(path: str) -> set[int]:
+    """Return the different bytes beside the tokens of a dataset's splits."""
+    found: set[int] = set()
     for split in meta_at(path).splits.values():
         stream = TokenStream(local_folder(path), split)
         for start in range(0, stream.num_tokens, PORTION):
             stop = min(start + PORTION, stream.num_tokens)
-            largest = max(largest, int(stream.read_targets(start, stop).max()))
-    return largest
+            counts = np.bincount(stream.read_targets(start, stop), minlength=1)
+            found |= set(np.flatnonzero(counts).tolist())
+    return found
 
 
 def row_form_faults(path: str, field: str, loss_on: str, form: RowForm) -> Iterator[Fault]:

@@ -122,15 +122,18 @@ class ReplicaRecovery:
         self._group.request(Requests(regroup=True))
         return True
 
-    def find(self, state: RunState, *, saved_every: int) -> Continuation | None:
+    def find(self, state: RunState, *, saved_every: int, has_restored: bool) -> Continuation | None:
         """Return how the run continues from what the workers hold; None where it has to load a state.
 
         Args:
             state: State of the run at the end of the attempt.
             saved_every: Number of steps between checkpoints; 0 for none.
+            has_restored: Whether every rank of the attempt has reported its state.
         """
         found = None
-        if self._may_go_on:
+        # Until then ranks may hold that of an attempt before, which a rollback or a load has gone behind.
+        is_of_attempt = has_restored or self._restore.start.source == "replicas"
+        if self._may_go_on and is_of_attempt:
             found = continuation(self._grids, self._group.held(), self._group.ready())
         self._may_go_on = False
         # ranks hold what they have saved or more; should a checkpoint be newer, it counts

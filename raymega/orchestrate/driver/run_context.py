@@ -265,7 +265,12 @@ class RunContext:
         self.recovery_log.passed("abort")
         self.committer.end(DRAIN_S)
         self._take_outcomes()
-        if (held := self.replicas.find(self.state, saved_every=self.job.checkpoint.every)) is None:
+        held = self.replicas.find(
+            self.state,
+            saved_every=self.job.checkpoint.every,
+            has_restored=self.attempt.has_passed("restored"),
+        )
+        if held is None:
             self._find_state()
         else:
             self.state = replace(self.state, step=held.step)

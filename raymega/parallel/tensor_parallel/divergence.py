@@ -17,6 +17,9 @@ from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.tensor_parallel.cross_entropy import num_real_columns
 from raymega.parallel.tensor_parallel.vocab_embedding import local_rows
 
+LIFT, REVERSE_LIFT = 2.0**15, 2.0**6
+"""Factors of a gradient that waits for backward in float16, whose numbers go from 6e-8 to 65,504."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceTerms:
@@ -84,13 +87,12 @@ class _Divergence(torch.autograd.Function):
         else:
             weights = teacher_log.exp_()
         divergence = all_reduce((weights * ratio).sum(-1), tp)
-        # derivative by the model's logits, with the temperature's factor
+        # temperature times the derivative by the model's logits
         if terms.is_reverse:
             gradient = weights.mul_(ratio.sub_(divergence.unsqueeze(-1)))
         else:
             gradient = model_log.exp_().sub_(weights)
-        ctx.save_for_backward(gradient.div_(terms.temperature).to(logits.dtype))
-        ctx.num_columns = logits.shape[-1]
+        _keep(ctx, gradient, logits, terms)
         return divergence
 
     @staticmethod
@@ -98,7 +100,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the derivative by the model's logits, 0 in the padding."""
         (gradient,) = ctx.saved_tensors
-        return _padded(gradient, grad, ctx.num_columns), None, None, None
+        return _padded(gradient, grad * ctx.factor, ctx.num_columns), None, None, None
 
 
 class _TopDivergence(torch.autograd.Function):
@@ -121,8 +123,7 @@ class _TopDivergence(torch.autograd.Function):
             gradient = model_log.exp_().scatter_add_(-1, columns, -own)
         else:  # a rank of padding alone has no column of them
             divergence, gradient = all_reduce(own.new_zeros(own.shape[:-1]), tp), model_log
-        ctx.save_for_backward(gradient.div_(terms.temperature).to(logits.dtype))
-        ctx.num_columns = logits.shape[-1]
+        _keep(ctx, gradient, logits, terms)
         return divergence
 
     @staticmethod
@@ -130,7 +131,18 @@ class _TopDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the derivative by the model's logits, 0 in the padding."""
         (gradient,) = ctx.saved_tensors
-        return _padded(gradient, grad, ctx.num_columns), None, None, None, None
+        return _padded(gradient, grad * ctx.factor, ctx.num_columns), None, None, None, None
+
+
+def _keep(ctx: Any, gradient: Tensor, logits: Tensor, terms: DivergenceTerms) -> None:
+    """Save ``gradient``, overwritten, in the format of the logits, and the factor that makes it their derivative."""
+    lift = 1.0
+    # The loss scale comes with backward, too late for float16: most tokens of a large vocabulary are unlikelier than
+    # its smallest number. A difference of probabilities is 1 at most; one times a ratio's logarithm may be larger.
+    if logits.dtype == torch.float16:
+        lift = REVERSE_LIFT if terms.is_reverse else LIFT
+    ctx.save_for_backward(gradient.mul_(lift).to(logits.dtype))
+    ctx.factor, ctx.num_columns = 1.0 / (terms.temperature * lift), logits.shape[-1]
 
 
 def _log_probs(padded: tuple[Tensor, ...], tp: Group, terms: DivergenceTerms) -> tuple[Tensor, ...]:

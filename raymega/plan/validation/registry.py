@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     rules.reward_faults,
     distillation.objective_faults,
     distillation.vocabulary_faults,
-    distillation.image_faults,
+    distillation.vision_faults,
     distillation.stored_faults,
 )
 

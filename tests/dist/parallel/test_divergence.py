@@ -99,3 +99,26 @@ def _run_narrow(env):
     found = vocab_parallel_divergence(logits.requires_grad_(), teacher, env.groups.tp, FORWARD)
     found.sum().backward()
     return found.detach(), logits.grad
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_gradients_of_unlikely_tokens_outlast_float16(kind):
+    """Probabilities of most tokens are near the format's smallest number until the loss scale comes with backward."""
+    ((half, wide),) = run_grid(_run_half, Grid(), kind)
+    assert half.dtype == torch.float16 and wide.abs().max() < 65504
+    torch.testing.assert_close(half.float(), wide, rtol=5e-3, atol=0)
+
+
+def _run_half(env, kind):
+    """Gradients in float16 and float32 of the same logits, for tokens of a probability of 1e-6, scaled by 2^21."""
+    terms = DivergenceTerms(vocab_size=9, temperature=1.0, is_reverse=kind == "reverse")
+    logits, teacher = torch.full((2, 1, 1, 9), -14.0).half()
+    logits[..., 0] = teacher[..., 0] = 0.0
+    teacher[..., 1:] -= torch.arange(8) / 8 + 1
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        own = logits.to(dtype, copy=True).requires_grad_()
+        one = vocab_parallel_divergence(own, teacher.to(dtype), env.groups.tp, terms)
+        (one.sum() * 2.0**21).backward()
+        found.append(own.grad[..., 1:])
+    return tuple(found)

@@ -11,7 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from raymega import api
-from raymega.checkpoint.load.init_from import start_faults, teacher_faults
+from raymega.checkpoint.load.init_from import start_faults
+from raymega.checkpoint.load.pinned_source import teacher_faults
 from raymega.cli.init.command import asked
 from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
 from raymega.cli.init.new_job import Answers, new_job

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from raymega.checkpoint.format.manifest import commit
-from raymega.checkpoint.load.adapter_base import base_faults, base_of
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.load.pinned_source import BASE, pin_faults, pinned
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection
@@ -143,7 +143,7 @@ def test_adapters_alone_are_no_model_and_a_run_takes_those_of_its_section_only(p
 
 def test_a_run_with_adapters_keeps_the_base_that_it_began_with(places, tmp_path):
     base, adapters = places
-    began = base_of(base, open_store(adapters))
+    began = pinned(base, open_store(adapters), field=BASE)
     assert began == f"{base}/{open_checkpoint(base).manifest.key}"
     _write_adapters(str(tmp_path / "run"), MODEL, began)
     own = open_store(str(tmp_path / "run"))
@@ -152,18 +152,18 @@ def test_a_run_with_adapters_keeps_the_base_that_it_began_with(places, tmp_path)
     (tmp_path / "base" / manifest.key).rename(tmp_path / "newer.json")
     newer = replace(manifest, step=7, boxes=())
     commit(open_store(base), newer)
-    assert base_of(base, own) == began
-    assert base_of(base, open_store(adapters)) == f"{base}/{newer.key}"
+    assert pinned(base, own, field=BASE) == began
+    assert pinned(base, open_store(adapters), field=BASE) == f"{base}/{newer.key}"
     # what is named exactly is taken, and refused where it is another one
-    assert list(base_faults(began, own)) == []
-    assert list(base_faults(f"s3://copy/{manifest.key}", own)) == []
+    assert list(pin_faults(began, own, field=BASE)) == []
+    assert list(pin_faults(f"s3://copy/{manifest.key}", own, field=BASE)) == []
     for other in (f"{base}/{newer.key}", "none"):
-        (fault,) = base_faults(other, own)
+        (fault,) = pin_faults(other, own, field=BASE)
         assert fault.remedy.startswith(f"set checkpoint.init_from={began}")
     _write_adapters(str(tmp_path / "random"), MODEL, "none")
-    (fault,) = base_faults(began, open_store(str(tmp_path / "random")))
+    (fault,) = pin_faults(began, open_store(str(tmp_path / "random")), field=BASE)
     assert "begun with none" in fault.fact
-    assert base_of("nowhere", open_store(str(tmp_path / "random"))) == "nowhere"
+    assert pinned("nowhere", open_store(str(tmp_path / "random")), field=BASE) == "nowhere"
 
 
 def _spoil(folder, config, tensors):

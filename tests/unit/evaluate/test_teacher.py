@@ -108,8 +108,8 @@ def test_all_logits_of_a_teacher_train_as_the_live_teacher_does(corpus, packing)
     # stored logits are float32
     np.testing.assert_allclose(_outcome(plan), _outcome(_plan(corpus, packing)), rtol=3e-6)
     # fewer of them: the first ones of a token, with the same order
-    few = open_logits(str(corpus), plan.job.data, 5).row(1)
-    ids, logits = open_logits(str(corpus), plan.job.data, VOCAB).row(1)
+    few = open_logits(str(corpus), plan.job.data, top_k=5, vocab_size=VOCAB).row(1)
+    ids, logits = open_logits(str(corpus), plan.job.data, top_k=VOCAB, vocab_size=VOCAB).row(1)
     np.testing.assert_array_equal(few[0], ids[:, :5])
     assert (np.diff(logits, axis=1) <= 0).all()
     assert (np.sort(ids, axis=1) == np.arange(VOCAB)).all(), "every token once, and no padding"
@@ -132,6 +132,7 @@ def test_logits_of_other_rows_are_refused_before_anything_starts(corpus):
     values = {
         "data.path": str(corpus), "data.seq_len": 32, "data.global_batch_size": 4, "run.eval_samples": 0,
         "distillation.loss_type": "forward_kl", "distillation.teacher": "stored", "distillation.top_k": 4,
+        "model.vocab_size": VOCAB,
     }  # fmt: skip
     (fault,) = training_faults(values)
     assert "has no teacher-train.json" in fault.fact
@@ -145,6 +146,7 @@ def test_logits_of_other_rows_are_refused_before_anything_starts(corpus):
             {"data.seq_len": 16},
             {"distillation.top_k": 5},
             {"data.packing": "best_fit"},
+            {"model.vocab_size": VOCAB + 3},
         )
         for fault in training_faults(values | changed)
     }
@@ -152,6 +154,7 @@ def test_logits_of_other_rows_are_refused_before_anything_starts(corpus):
         "distillation.teacher=stored with data.seq_len=16",
         "distillation.teacher=stored with distillation.top_k=5",
         "distillation.teacher=stored with data.packing=best_fit",
+        f"distillation.teacher=stored with model.vocab_size={VOCAB + 3}",
     }
     how = logit_files(str(corpus)).how
     how.write_text(how.read_text().replace('"content": "', '"content": "0'))

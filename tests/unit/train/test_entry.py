@@ -73,6 +73,34 @@ def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monk
         entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases, None)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_live_teacher_is_read_wherever_the_state_comes_from(is_held, monkeypatch):
+    """A state that workers hold in memory has nothing of a teacher: without its weights the run would learn from zeros."""
+
+    class RestoredError(Exception):
+        pass
+
+    def restored(*_, **more):
+        raise RestoredError
+
+    read, parts = [], SimpleNamespace(teacher="teacher", groups=None)
+    monkeypatch.setattr(entry, "groups_of_plan", lambda *_, **more: None)
+    monkeypatch.setattr(entry, "build_parts", lambda *_, **more: parts)
+    monkeypatch.setattr(entry, "load_teacher", lambda *told, **more: read.append(told))
+    monkeypatch.setattr(entry, "_go_on", restored)
+    monkeypatch.setattr(entry, "_restore", restored)
+    plan = make_test_plan(
+        "distillation.loss_type=forward_kl", "distillation.teacher_checkpoint=/runs/large", "model.moe={}"
+    )  # fmt: skip
+    start = SimpleNamespace(
+        rank=0, restore="checkpoints/step-00000010/manifest-a0001.json", is_held=is_held
+    )
+    phases = entry._Phases(_Channel(), 0)
+    with pytest.raises(RestoredError):
+        entry._train(plan, start, _Channel(), torch.device("cpu"), phases, None)
+    assert read == [("teacher", "/runs/large")]
+
+
 def test_abort_reaches_the_world(monkeypatch):
     """The control thread has no other way to free a rank that waits for others."""
     aborted = []

@@ -12,6 +12,11 @@ from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
+SEEN = (
+    "image_size", "patch_size", "spatial_merge_size", "image_token_id", "image_mean", "image_std", "mrope_edge",
+)  # fmt: skip
+"""Fields of a vision section that decide an image's pixels, its tokens and their positions."""
+
 
 @reads(
     "distillation.loss_type, model.family head num_nextn_predict_layers loss, preference.loss_type"
@@ -92,27 +97,27 @@ def vocabulary_faults(
 
 
 @reads("distillation.loss_type teacher_model, model.vision")
-def image_faults(loss: str, teacher: ModelSection | str, vision: VisionSection) -> Iterator[Fault]:
-    """Check that a teacher reads the images of the model's rows as the same tokens."""
+def vision_faults(loss: str, teacher: ModelSection | str, vision: VisionSection) -> Iterator[Fault]:
+    """Check that a teacher sees the images that the model sees, as they were prepared for it."""
     if loss == "none" or not isinstance(teacher, ModelSection):
         return
-    for field in ("is_on", "image_size", "num_patches", "image_token_id", "mrope_edge"):
-        own, wanted = getattr(teacher.vision, field), getattr(vision, field)
-        if own != wanted:
+    seen = SEEN if vision.is_on and teacher.vision.is_on else ("is_on",)
+    for name in seen:
+        then, now = getattr(teacher.vision, name), getattr(vision, name)
+        if then != now:
             yield Fault(
-                fact=f"distillation.teacher_model.vision has {field}={own}, and model.vision {field}={wanted}",
-                rule="both read the same rows, and each image is the same pixels and tokens to them",
+                fact=f"distillation.teacher_model.vision has {name}={then}, and model.vision {now}",
+                rule="images become tokens and pixels as model.vision says, and the teacher reads the same ones",
                 remedy="take a teacher that reads images as the model does",
             )
-            return
 
 
 @reads(
-    "distillation.loss_type teacher top_k, model.vocab_size, data.transforms, parallel.dynamic_cp"
+    "distillation.loss_type teacher top_k, model.vocab_size vision, data.transforms, parallel.dynamic_cp"
 )
 def stored_faults(*values: Any) -> Iterator[Fault]:
     """Check that stored logits can be used by the loss, and are those of the job's rows."""
-    loss, teacher, top_k, vocab_size, transforms, is_dynamic = values
+    loss, teacher, top_k, vocab_size, vision, transforms, is_dynamic = values
     if loss == "none" or teacher != "stored":
         return
     name = "distillation.teacher=stored"
@@ -129,6 +134,12 @@ def stored_faults(*values: Any) -> Iterator[Fault]:
                 f"distillation.top_k={top_k} and model.vocab_size={vocab_size}",
                 f"a token has {vocab_size} logits",
                 f"set distillation.top_k={vocab_size} or less",
+            ),
+            (
+                vision.is_on,
+                f"model.vision.kind={vision.kind} with {name}",
+                "the pass that stores a teacher's logits reads tokens, and no images",
+                "set distillation.teacher=live",
             ),
             (
                 bool(transforms),

@@ -176,6 +176,23 @@ def test_error_of_a_worker_is_not_gone_on_with(world):
     assert world.sink.of(AttemptStarted)[-1].source == "store"
 
 
+@pytest.mark.parametrize("restored", [(), (0, 1, 2)], ids=["none", "three-of-four"])
+def test_state_that_a_restart_has_gone_behind_is_not_gone_on_with(world, restored):
+    """Ranks that a death stops before they have loaded still hold the steps after an error, or a rollback."""
+    again = FakeWorkers(4, step=2, attempt=2)
+    (entered,) = again.enter()
+    entered = [each for each in entered if each.phase != "restored" or each.rank in restored]
+    world.drive(lost_run(lambda w: w.fail(3)), [entered, *again.die(3)], overrides=DP2)
+    world.group.locations, world.group.held_steps = processes(4), dict.fromkeys(range(4), 3)
+    world.tick_until(State.RESTARTING)
+    world.tick_until(State.STARTING)
+    world.group.locations, world.group.held_steps = processes(3), dict.fromkeys(range(3), 3)
+    world.tick_until(State.RESTARTING)
+    world.tick_until(State.STARTING)
+    sources = [event.source for event in world.sink.of(AttemptStarted)]
+    assert sources == ["nothing", "store", "store"]
+
+
 def test_state_that_the_workers_could_not_take_over_is_loaded(world):
     small = FakeWorkers(2, step=3, attempt=2)
     entered = [[each for each in small.enter()[0] if each.phase == "rendezvous"]]

@@ -10,6 +10,7 @@ from raymega.config.heads.section import HeadSection
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from raymega.data.heads.checks import label_faults
 from raymega.data.inspect import describe_packing
 from raymega.data.open_split import Shape, labels_of, open_split
 from raymega.data.rows import ANSWERS, RowForm
@@ -299,3 +300,11 @@ def test_a_label_that_the_head_lacks_is_found_before_a_run(
     assert told in fault.fact
     enough = {name: value + 1 for name, value in head.items() if name != "kind"}
     assert training_faults(values | {"model.head": HeadSection(**head | enough)}) == []
+
+
+def test_questions_of_fewer_choices_than_the_head_has_are_found_before_a_run(tmp_path, model):
+    """Groups of four documents would have choices of two questions."""
+    _prepare(tmp_path, model, QUESTIONS, "multiple_choice")
+    form = RowForm("choices", 4)
+    (fault,) = label_faults(str(tmp_path / "out"), form)
+    assert "a question with 3 choices" in fault.fact and "num_choices=3" in fault.remedy

@@ -1,0 +1,70 @@
+"""A run keeps the teacher that it began with, in each restart and each resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from raymega.api import load_job
+from raymega.checkpoint.load.pinned_source import TEACHER, pin_faults, pinned, teacher_faults
+from raymega.convert.native import write_weights
+from raymega.plan.tensor_table import saved_tensors
+from raymega.storage.registry import open_store
+from tests.support.jobs import VERIFY, make_test_plan
+
+DISTILLED = ("distillation.loss_type=forward_kl", "model.moe={}", "parallel.ep=1")
+EARLY, LATE = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+
+
+def _write(uri: Path, *, created: str = EARLY, teacher: str = "none") -> str:
+    """Write zeros as weights, of a run whose teacher is ``teacher``; return the manifest's URI."""
+    job = make_test_plan(*DISTILLED, f"{TEACHER}={teacher}").job
+    key = write_weights(
+        open_store(str(uri)), saved_tensors(job.model), lambda tensor: np.zeros(tensor.shape, np.float32),
+        dtype="float32", job=job.model_dump(mode="json"), created=created,
+    )  # fmt: skip
+    return f"{uri}/{key}"
+
+
+def test_a_run_names_the_manifest_of_its_teacher(tmp_path: Path) -> None:
+    began = _write(tmp_path / "teacher")
+    options = (*DISTILLED, f"checkpoint.uri={tmp_path}/runs", f"{TEACHER}={tmp_path}/teacher")
+    job = load_job(VERIFY, options, is_for_training=True)
+    assert job.distillation.teacher_checkpoint == began
+    # where the model has a teacher of no use, nothing is looked up
+    off = load_job(VERIFY, [f"checkpoint.uri={tmp_path}/runs"], is_for_training=True)
+    assert off.distillation.teacher_checkpoint == "none"
+
+
+def test_a_run_that_resumes_with_another_teacher_is_refused(tmp_path: Path) -> None:
+    began = _write(tmp_path / "teacher")
+    _write(tmp_path / "run", teacher=began)
+    own = open_store(str(tmp_path / "run"))
+    assert pinned(str(tmp_path / "teacher"), own, field=TEACHER) == began
+    assert [*pin_faults(began, own, field=TEACHER)] == []
+    # imported models have equal keys, and were written at other times
+    _write(tmp_path / "other", created=LATE)
+    for wrong in (pinned(str(tmp_path / "other"), own, field=TEACHER), "none"):
+        (fault,) = pin_faults(wrong, own, field=TEACHER)
+        assert fault.fact == f"{TEACHER}={wrong!r}: the run was begun with {began}"
+    # a teacher may be copied, and may move
+    shutil.copytree(tmp_path / "teacher", tmp_path / "copy")
+    copy = pinned(str(tmp_path / "copy"), own, field=TEACHER)
+    assert [*pin_faults(copy, own, field=TEACHER)] == []
+    shutil.rmtree(tmp_path / "teacher")
+    assert [*pin_faults(copy, own, field=TEACHER)] == []
+
+
+def test_a_teacher_that_is_not_there_has_another_remedy_than_one_of_another_model(
+    tmp_path: Path,
+) -> None:
+    model = make_test_plan(*DISTILLED).job.model
+    (fault,) = teacher_faults(str(tmp_path / "nowhere"), model)
+    assert f"of the teacher: {TEACHER}=" in fault.fact and "teacher_model" not in fault.remedy
+    _write(tmp_path / "teacher")
+    assert teacher_faults(str(tmp_path / "teacher"), model) == []
+    wider = model.model_copy(update={"hidden_size": 2 * model.hidden_size})
+    assert all("set distillation.teacher_model" in fault.remedy
+               for fault in teacher_faults(str(tmp_path / "teacher"), wider))  # fmt: skip
