@@ -44,10 +44,15 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
         small = next(n for n in nearest if degrees(n, q // kv) == wanted)
         new_pairs.append((small * (q // kv), small))
     _set(draft, "num_heads", [q for q, _ in new_pairs])
+    # query heads that were alike may differ now, with key heads that keep their degrees
+    if draft.job().model.layer_sizes.num_heads and not isinstance(model.head_dim, int):
+        draft.set("model.head_dim", model.head_width, "heads of all layers have one width")
     if kv_heads != "num_heads":
         _set(draft, "num_kv_heads", [kv for _, kv in new_pairs])
 
 
 def _set(draft: Draft, name: str, values: list[int]) -> None:
-    draft.set(f"model.layer_sizes.{name}", tuple(values))
+    # sizes that are alike, and were, need no list
+    if getattr(draft.job().model.layer_sizes, name) or len(set(values)) > 1:
+        draft.set(f"model.layer_sizes.{name}", tuple(values))
     draft.set(f"model.{name}", max(values), "the largest of its layers'")
