@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raymega.config.attention import LayerSizesSection
 from raymega.verify.job_draft import Draft
 
 Like = Callable[[int, int], int]
@@ -29,12 +30,13 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
         _set(draft, "ffn_hidden_size", new)
     if not (sizes.num_heads or sizes.num_kv_heads):
         return
-    # heads: pairs of query and key heads by layer, with the ratio and the degrees of each
-    pairs = [
-        (own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(sizes.of, range(count))
-    ]
+    # heads: pairs of query and key heads by layer, with the ratio and the degrees that the whole model's have
     before = draft.original["model"]
     heads, kv_heads = before["num_heads"], before["num_kv_heads"]
+    whole = LayerSizesSection.model_validate(before["layer_sizes"])
+    pairs = [
+        (own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(whole.of, range(count))
+    ]
     share, new_pairs = model.num_heads / heads, []
     for own_heads, own_kv in pairs:
         q = own_heads or heads
