@@ -53,9 +53,10 @@ def text_of(config: Config) -> dict[str, Any]:
 def _sections(config: Config) -> Any:
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
-    tables = (text.get(name) for name in ("rope_parameters", "rope_scaling"))
-    tables = (each for each in tables if isinstance(each, Mapping))
-    found = next((each["mrope_section"] for each in tables if "mrope_section" in each), None)
+    found = None
+    for table in (text.get("rope_scaling"), text.get("rope_parameters")):
+        if isinstance(table, Mapping):
+            found = table.get("mrope_section", found)
     if found is None:
         raise KeyError("mrope_section")
     return tuple(found) if isinstance(found, list) else found
