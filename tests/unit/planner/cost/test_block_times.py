@@ -1,9 +1,13 @@
-"""Times of stages whose blocks differ in size."""
+"""Times and classes of stages whose blocks differ."""
 
 import pytest
 
 from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.memory.activation_bytes import stage_activations
+from raymega.plan.memory.activation_shape import activation_shape
+from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
+from raymega.planner.cost.rank_classes import rank_kinds
 from raymega.planner.cost.step_time import stage_times, step_time
 from tests.unit.verify.jobs import make_job
 
@@ -32,3 +36,23 @@ def test_auto_gives_wide_blocks_to_smaller_stages():
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
     device = CATALOGUE["h100"]
     assert step_time(auto, device).total_s < step_time(_plan("even"), device).total_s
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        ("verify.yaml", ["model.num_layers=8", "parallel.pp=4", "model.freeze=[layers.2.*]"]),
+        ("verify.yaml", ["model.num_layers=8", "parallel.pp=4", "model.lora.r=4", "model.lora.target_modules=[layers.2.*]"]),
+        ("t5.yaml", ["model.num_layers=12", "model.encoder_decoder.num_encoder_layers=6", "parallel.pp=6"]),
+    ],
+    ids=["freeze", "lora", "encoder end"],
+)  # fmt: skip
+def test_ranks_of_a_class_hold_and_keep_equally_much(file, options):
+    plan = make_plan(make_job(*options, file=file))
+    shape = activation_shape(plan.job)
+    for kind in rank_kinds(plan):
+        kept = [stage_activations(shape, stage) for stage in kind.stages]
+        for pp_rank in kind.pp_ranks:
+            stages = plan.chunks_of(pp_rank)
+            assert rank_elements(plan.job, stages, plan.grid) == kind.elements
+            assert [stage_activations(shape, stage) for stage in stages] == kept
