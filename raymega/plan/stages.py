@@ -200,20 +200,26 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 
 
 def _cheapest_of(costs: Sequence[float], num_stages: int, loss_cost: float) -> tuple[int, ...]:
-    """Return the split of layers of different costs whose most expensive stage is cheapest, the loss on the last."""
+    """Return the split of layers of different costs whose most expensive stage is cheapest, the loss on the last.
+
+    All stages but the last have a layer, which makes none dearer. Where layers are too few for that, they count alike.
+    """
+    if len(costs) < num_stages - 1:
+        return _cheapest(len(costs), num_stages, loss_cost)
     total = [0.0, *accumulate(costs)]
     # best[n]: cost of the dearest stage, and counts, of the first n layers on the stages so far
     best: dict[int, tuple[float, tuple[int, ...]]]
-    best = {n: (total[n], (n,)) for n in range(len(costs) + 1)}
+    best = {n: (total[n], (n,)) for n in range(1, len(costs) + 1)}
     for stage in range(1, num_stages):
-        more = loss_cost if stage + 1 == num_stages else 0.0
+        is_last = stage + 1 == num_stages
+        more, least = (loss_cost, 0) if is_last else (0.0, 1)
         best = {
             n: min(
                 (max(dearest, total[n] - total[first] + more), (*counts, n - first))
                 for first, (dearest, counts) in best.items()
-                if first <= n
+                if first + least <= n
             )
-            for n in best
+            for n in range(min(best) + least, len(costs) + 1)
         }
     return best[len(costs)][1]
 

@@ -288,8 +288,12 @@ class Judge:
         plan = with_options(shared.plan, job)
         memory = memory_use(plan, shared.ranks, costs, limit_bytes=self._limit_bytes)
         if memory.total_bytes > self._limit_bytes:
-            # activations that leave no room for the most sharded state need not be counted again
-            if memory.activation_bytes + shared.least_of_a_rank > self._limit_bytes:
+            # Activations that leave no room for the most sharded state need not be counted again. An update's
+            # temporary bytes, which stand there where that is the fullest moment, are others on each level.
+            states = (costs.state(plan.job, rank.elements, plan.grid) for rank in shared.ranks)
+            of_update = max(state.update_bytes for state in states)
+            most = memory.activation_bytes
+            if most > of_update and most + shared.least_of_a_rank > self._limit_bytes:
                 self._too_large.add(key)
             return None
         known = PrecomputedCosts(costs=costs, ranks=shared.ranks)

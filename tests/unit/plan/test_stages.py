@@ -138,3 +138,18 @@ def test_remainder_goes_to_the_middle(layers, counts):
     stages = even_stages(num_layers=layers, num_stages=4)
     assert [stage.num_layers for stage in stages] == counts
     assert stages[0].is_first and stages[-1].is_last
+
+
+@pytest.mark.parametrize("dear", [0, 3, 7])
+@pytest.mark.parametrize("num_stages", [2, 4, 8, 9])
+def test_auto_leaves_no_stage_but_the_last_without_a_layer(dear, num_stages):
+    """One layer that costs as much as all others a hundred times decides the dearest stage, and nothing else."""
+    costs = [100.0 if layer == dear else 1.0 for layer in range(8)]
+    counts = layer_counts(
+        ParallelSection(stages="auto"),
+        num_layers=8,
+        num_stages=num_stages,
+        loss_cost=0.5,
+        costs=costs,
+    )
+    assert sum(counts) == 8 and min(counts[:-1]) >= 1

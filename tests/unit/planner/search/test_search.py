@@ -70,6 +70,24 @@ def test_what_is_fastest_is_the_best_of_the_search(num_devices):
     )
 
 
+def test_an_update_that_is_too_large_rules_out_its_own_level_alone():
+    """Over gloo the update of sharding=optimizer holds 67 MB, that of sharding=parameters nothing."""
+    changes = [
+        "model.hidden_size=256", "model.num_layers=96", "model.ffn_hidden_size=1024", "data.seq_len=16",
+        "data.global_batch_size=8", "precision.dtype=float32", "schedule.micro_batch_size=1", "parallel.pp=1",
+        "model.vocab_size=512", "model.make_vocab_size_divisible_by=8",
+    ]  # fmt: skip
+    job = load_job(JOBS / "verify.yaml", changes)
+    room = replace(H100, memory_bytes=int((2 * 2**30 + 248e6) / (1 - MEMORY_MARGIN)))
+    fixed = frozenset(
+        {"parallel.tp", "parallel.cp", "schedule.name", "schedule.chunks", "memory.recompute"}
+        | {"schedule.micro_batch_size"}
+    )
+    wanted = search(job, room, num_devices=8, top=2, fixed=fixed).best[0]
+    assert (wanted.plan.grid.dp, wanted.plan.job.parallel.sharding) == (8, "parameters")
+    assert fastest(job, room, num_devices=8, top=2, fixed=fixed) == wanted
+
+
 @pytest.mark.parametrize("file", ["llama-7b-16gpu.yaml", "verify.yaml"])
 def test_overrides_turn_the_job_into_the_layout(file):
     job = load_job(JOBS / file)
