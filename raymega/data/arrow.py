@@ -96,9 +96,14 @@ class TokenStream:
         """Return what tokens [start, stop) are as labels; the shards must hold it."""
         return np.concatenate(list(self._pieces(start, stop, TARGETS_COLUMN)))
 
-    def read_images(self, start: int, stop: int) -> list[tuple[int, bytes]]:
-        """Return the images that begin among tokens [start, stop): place of the first token, and pixels."""
+    def read_images(self, start: int, stop: int, before: int = 0) -> list[tuple[int, bytes]]:
+        """Return the images that begin among tokens [start - before, stop): place of the first token, and pixels.
+
+        Shards before that of ``start`` are left alone, and need not be here: a shard has whole images.
+        """
         found = list[tuple[int, bytes]]()
+        index = bisect_right(self._ends, start)
+        start = max(start - before, self._ends[index] - self._shards[index].num_tokens)
         for at, column in self._columns(start, stop, IMAGES_COLUMN):
             inside = at
             for chunk in column.chunks:

@@ -19,6 +19,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from raymega.config.vision.section import CHANNELS
 from raymega.errors import ConfigError, DataError, Fault
 from raymega.storage.json_objects import damage_at
 
@@ -150,6 +151,11 @@ class ImageMeta:
     size: int
     num_patches: int
     token_id: int
+
+    @property
+    def tokens_worth(self) -> int:
+        """Number of tokens of text, of four bytes each, that are as large as a patch's token with its pixels."""
+        return 1 + CHANNELS * self.size**2 // (4 * self.num_patches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

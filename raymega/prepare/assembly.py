@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
-from raymega.data.format import SHARD_TOKENS, ShardMeta
+from raymega.data.format import SHARD_TOKENS, ImageMeta, ShardMeta
 from raymega.errors import DataError, Fault
 from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
@@ -50,13 +50,18 @@ class ShardPlan:
     has_images: bool = False
 
 
-def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> list[ShardPlan]:
+def plan_shards(
+    groups: Sequence[ShardGroup], reports: Sequence[GroupDone], images: ImageMeta | None = None
+) -> list[ShardPlan]:
     """Return the shards of all splits.
 
     Args:
         groups: Groups of the corpus, in order.
         reports: Report of each group, in the same order.
+        images: Form of the images of rows; None without any.
     """
+    # with pixels a shard is as large as one of tokens, not a hundred times that: a node fetches whole ones
+    size = SHARD_TOKENS if images is None else max(1, SHARD_TOKENS // images.tokens_worth)
     pieces = list(_origins(groups, reports))
     plans, has_targets = [], any(group.row_format != "text" for group in groups)
     for split in sorted({name for report in reports for name in report.parts}):
@@ -66,7 +71,7 @@ def plan_shards(groups: Sequence[ShardGroup], reports: Sequence[GroupDone]) -> l
                 shard = report.parts[split].shard
                 parts.append(GroupPart(start=at, shard=shard, pieces=origins))
                 at += shard.num_tokens
-        plans += list(_plan_split(split, parts, at))
+        plans += list(_plan_split(split, parts, at, size))
     has_images = any(group.row_format == IMAGES_FORMAT for group in groups)
     return [replace(plan, has_targets=has_targets, has_images=has_images) for plan in plans]
 
@@ -129,11 +134,13 @@ def _origins(
         yield tuple(pieces)
 
 
-def _plan_split(split: str, parts: Sequence[GroupPart], num_tokens: int) -> Iterator[ShardPlan]:
+def _plan_split(
+    split: str, parts: Sequence[GroupPart], num_tokens: int, size: int
+) -> Iterator[ShardPlan]:
     ends = list(accumulate(part.shard.num_tokens for part in parts))
     first = 0
-    for number, start in enumerate(range(0, num_tokens, SHARD_TOKENS)):
-        stop = start + SHARD_TOKENS
+    for number, start in enumerate(range(0, num_tokens, size)):
+        stop = start + size
         # Parts with a token in the range; the others were behind or are ahead.
         while ends[first] <= start:
             first += 1

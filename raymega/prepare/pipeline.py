@@ -140,7 +140,11 @@ def _write_dataset(
         totals = _tokenize(groups, recipe, tokenizer, output, options, on_progress)
         raise_faults(ConfigError, totals.faults() or totals.split_faults(options.valid_fraction))
         # Join what the groups wrote.
-        plans = plan_shards(groups, [totals.reports[group.index] for group in groups])
+        plans = plan_shards(
+            groups,
+            [totals.reports[group.index] for group in groups],
+            tokenizer.rules.images,
+        )
         shards = _join(plans, output, dtype, on_progress)
     # Token counts and small files, then the description.
     for name, counts in totals.counts.items():

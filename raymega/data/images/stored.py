@@ -38,8 +38,8 @@ class HeldImages(NamedTuple):
 class StoredImages:
     """Images of a split by their tokens' places in its stream."""
 
-    def __init__(self, read: Callable[[int, int], Found], meta: ImageMeta) -> None:
-        """Take the function that finds the images which begin among tokens [start, stop)."""
+    def __init__(self, read: Callable[[int, int, int], Found], meta: ImageMeta) -> None:
+        """Take the function that finds the images which begin among tokens [start - before, stop)."""
         self._read, self._meta = read, meta
 
     def held(self, start: int, stop: int) -> HeldImages:
@@ -47,7 +47,7 @@ class StoredImages:
         size = self._meta.num_patches
         places, images = np.full(stop - start, TEXT, dtype=np.int64), list[Image]()
         # an image that began up to P - 1 tokens earlier still has patches here
-        for first, raw in self._read(max(0, start - size + 1), stop):
+        for first, raw in self._read(start, stop, size - 1):
             here = np.arange(max(first, start), min(first + size, stop))
             places[here - start] = len(images) * size + here - first
             images.append(partial(_pixels, raw, self._meta.size))

@@ -75,7 +75,8 @@ def cut_images(draft: Draft) -> None:
     heads = min(vision.num_heads, MAX_TOWER_HEADS)
     smaller = {
         "image_size": grid * patch, "patch_size": patch, "num_layers": layers, "num_heads": heads,
-        "hidden_size": min(vision.hidden_size, heads * STATE_WIDTH),
+        # a head no wider than before, which the tower's rotation may ask a multiple of
+        "hidden_size": heads * min(vision.hidden_size // vision.num_heads, STATE_WIDTH),
         "ffn_hidden_size": min(vision.ffn_hidden_size, 2 * heads * STATE_WIDTH),
         # as many blocks behind the projected one as fit
         "feature_layer": max(1 - layers, min(-1, vision.used_layers - vision.num_layers - 1)),

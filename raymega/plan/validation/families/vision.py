@@ -34,7 +34,8 @@ def idle_vision_faults(vision: VisionSection) -> Iterator[Fault]:
 @reads("model.vision, data.seq_len")
 def image_length_faults(vision: VisionSection, seq_len: int) -> Iterator[Fault]:
     """Check that an image is shorter than a row."""
-    is_whole = vision.image_size % max(1, vision.patch_size * vision.spatial_merge_size) == 0
+    square = vision.patch_size * vision.spatial_merge_size
+    is_whole = square > 0 and vision.image_size % square == 0
     if vision.is_on and is_whole and vision.num_patches >= seq_len:
         yield Fault(
             fact=f"data.seq_len={seq_len}",

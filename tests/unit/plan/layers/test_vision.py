@@ -11,6 +11,7 @@ from raymega.model.vision.tower import VisionTower
 from raymega.plan.flops import flops_per_token
 from raymega.plan.layers.vision import image_elements, image_flops, images_at_once
 from raymega.plan.memory.state_bytes import count_parameters
+from raymega.plan.run_plan import make_plan
 from raymega.plan.tensor_table import is_tower_frozen, model_tensors
 from raymega.verify.shrink import shrink_job
 from tests.support.jobs import make_test_plan
@@ -124,3 +125,13 @@ def test_a_small_job_keeps_the_parts_of_its_tower():
     assert (vision.num_patches, vision.num_layers, vision.used_layers) == (4, 3, 2)
     assert vision.image_token_id < small.model.vocab_size
     assert 3 * vision.num_patches < small.data.seq_len
+
+
+def test_a_shrunk_tower_of_few_narrow_heads_is_one_that_a_job_may_have():
+    plan = make_test_plan(
+        "data.seq_len=16", "model.vision={kind: qwen2_vl, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 12, "
+        "num_heads: 3, ffn_hidden_size: 8, image_token_id: 200, feature_layer: -1}",
+    )  # fmt: skip
+    small = shrink_job(plan.job, steps=2, max_params=100_000, max_ranks=4, is_data_there=False).job
+    assert (small.model.vision.num_heads, small.model.vision.hidden_size) == (2, 8)
+    make_plan(small)

@@ -11,13 +11,14 @@ import pytest
 from PIL import Image
 
 from raymega.config.vision.section import VisionSection
-from raymega.data.arrow import TokenStream
+from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import ImageMeta
 from raymega.data.images.stored import StoredImages
 from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
 from raymega.errors import ConfigError, DataError
+from raymega.prepare import assembly
 from raymega.prepare.images.documents import BrokenImageError, image_document
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
@@ -114,6 +115,27 @@ def test_windows_that_begin_inside_an_image_have_the_rest_of_it(tmp_path):
                 assert (row.images[own // PATCHES]() == whole.images[all_ // PATCHES]()).all()
         cut += bool(places[0] != TEXT and places[0] % PATCHES)
     assert cut > 2
+
+
+def test_shards_with_pixels_are_no_larger_than_others_and_are_read_alone(tmp_path, monkeypatch):
+    # a token of a patch is 1 + 3 * 64 / (4 * 4) of text
+    monkeypatch.setattr(assembly, "SHARD_TOKENS", 13 * 30)
+    split, opened = _prepare(tmp_path).splits["train"], []
+    assert len(split.shards) > 3, "152 tokens, of which 30 are as large as 390 of text"
+
+    class Files(FolderFiles):
+        def table(self, shard):
+            opened.append(shard.file)
+            return super().table(shard)
+
+    meta = ImageMeta(size=SIZE, num_patches=PATCHES, token_id=TOKEN)
+    stream = TokenStream(Files(tmp_path / "out"), split)
+    images, begin = StoredImages(stream.read_images, meta), 0
+    for shard in split.shards:
+        opened.clear()
+        assert images.held(begin, begin + 2).places.shape == (2,)
+        assert opened == [shard.file], "a streamed shard before it may be gone"
+        begin += shard.num_tokens
 
 
 def test_json_holds_images_as_base64_and_broken_ones_are_named(tmp_path):
