@@ -179,6 +179,12 @@ class ModelSection(Section):
         chosen = self.mla.index_topk if self.mla.index_n_heads else self.max_positions
         return min(chosen, self.max_positions)
 
+    @property
+    def num_rope_positions(self) -> int:
+        """Rows of RoPE's table: max_positions, and more under M-RoPE for a row that begins inside an image."""
+        # its last patch has the place of a whole edge, and all that follows has further ones
+        return self.max_positions + max(0, self.vision.mrope_edge - 1)
+
     def holds_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` has experts: where its kind says so, else by the section's interval."""
         kinds = self.attention.layer_types

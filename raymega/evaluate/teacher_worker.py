@@ -28,6 +28,7 @@ from raymega.parallel.comm.process_groups import Groups
 from raymega.parallel.context_parallel.context import MicroBatch, held_positions
 from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE, make_batch
 from raymega.plan.run_plan import RunPlan
+from raymega.train.build import image_share
 from raymega.train.build_scorer import Scorer, build_scorer, load_weights
 from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
 
@@ -75,11 +76,14 @@ def write_logits(
         on_rows: Function that is told how many rows are done.
     """
     source, files = dataset_rows(plan.job, path), unfinished(logit_files(path))
+    rank = groups.world.ranks[groups.world.index]
     loader = Loader(
         source,
-        dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
+        dp_rank=plan.grid.coords(rank).dp,
         device=device,
         context=scorer.context,
+        images=image_share(plan, rank),
+        edge=plan.job.model.vision.mrope_edge,
     )
     ids, logits = LogitWriter(files.ids), LogitWriter(files.logits)
     size = plan.batch.micro_batch_size

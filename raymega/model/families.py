@@ -63,7 +63,9 @@ def make_embedding(factory: ParameterFactory, model: ModelSection) -> Embedding:
     width = model.hidden_size**0.5 if parts.scales_embedding else 1.0
     factor = model.multipliers.embedding * width
     if model.vision.is_on:
-        return ImageEmbedding(factory, VisionTower(factory, model.vision), factor)
+        tower, shared = VisionTower(factory, model.vision), model.multipliers.embedding
+        # transformers multiplies images by Granite's factor, not by Gemma's, which is a part of the table
+        return ImageEmbedding(factory, tower, factor, image_factor=shared)
     return Embedding(
         factory,
         factor,

@@ -104,11 +104,19 @@ def plain_layers(model: ModelSection, layers: Iterable[int], *, seq_len: float) 
     return sum(flops[layer] for layer in layers) / plain
 
 
+@lru_cache(maxsize=16)
 def layer_costs(model: ModelSection, seq_len: float) -> tuple[float, ...]:
-    """Return the cost of each block in units of the last one; empty where all blocks cost the same."""
-    if not parts_of(model).is_encoder_decoder:
+    """Return the cost of each block in units of the last one; empty where all blocks cost the same, or are taken to."""
+    if parts_of(model).is_encoder_decoder:
+        flops = layer_flops(model, seq_len)
+    elif model.layer_sizes.is_on:
+        flops = [
+            2 * active_weights(layer_tensors(model, layer), model)
+            + _attention_flops(one_layer(model, layer), seq_len)
+            for layer in range(model.num_layers)
+        ]
+    else:
         return ()
-    flops = layer_flops(model, seq_len)
     return tuple(each / flops[-1] for each in flops)
 
 

@@ -192,7 +192,8 @@ def _image_faults(options: PrepareOptions) -> Iterator[Fault]:
         yield Fault(
             fact=f"--image-size {size} and --patch-size {patch}",
             rule="an image is resized to a square of whole patches, as the model's vision tower reads it",
-            remedy="use those of the model: --image-size 336 --patch-size 14 for LLaVA 1.5",
+            remedy="use those of the model: --image-size 336 --patch-size 14 for LLaVA 1.5, and "
+            "--image-size 448 --patch-size 28 for Qwen2-VL, which merges 2 x 2 patches of 14",
         )
 
 

@@ -23,7 +23,7 @@ from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
 from raymega.prepare.images.documents import BrokenImageError, image_document
-from raymega.prepare.images.rows import IMAGES_FORMAT
+from raymega.prepare.images.rows import IMAGES_FORMAT, MARK
 from raymega.prepare.labels.documents import labelled_documents
 from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import LABELLED
@@ -179,7 +179,11 @@ def _labelled(
     rules = encoder.rules
     if rules.images is not None:
         around = {"bos_id": rules.bos_id, "eod_id": rules.eod_id}
-        return [image_document(text, encoder.ids, rules.images, **around)]
+
+        def encode(part: str) -> npt.NDArray[np.unsignedinteger]:
+            return encoder.ids(part.replace(MARK, rules.patch_token))
+
+        return [image_document(text, encode, rules.images, **around)]
     if row_format in LABELLED:
         return labelled_documents(
             text, row_format, encoder.ids, encoder.placed, bos_id=rules.bos_id, eod_id=rules.eod_id

@@ -290,7 +290,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             is_encoder=not parts_of(job.model).is_causal,
             empty=empty_row_of(job.model),
             pooling=score_pooling(job.model),
-            images=_image_share(plan, rank),
+            images=image_share(plan, rank),
             edge=job.model.vision.mrope_edge,
             timeout_s=job.elastic.collective_timeout_s,
         )
@@ -309,7 +309,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
     )
 
 
-def _image_share(plan: RunPlan, rank: int) -> ImageShare | None:
+def image_share(plan: RunPlan, rank: int) -> ImageShare | None:
     """Return the share of a micro-batch's images that this rank's vision tower reads; None without a tower."""
     vision, coords, grid = plan.job.model.vision, plan.grid.coords(rank), plan.grid
     if not (vision.is_on and any(stage.is_first for stage in plan.stages_of(rank))):

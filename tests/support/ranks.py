@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -129,11 +129,20 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) ->
 def refuse_heavy(work: tuple, loaded: Collection[str]) -> None:
     """Raise an ImportError where the modules of a rank's functions have ``loaded`` a package of HEAVY."""
     if found := HEAVY.intersection(loaded):
-        names = {each.__module__ for each in work if callable(each)}
+        names = {each.__module__ for each in _functions(work)}
         raise ImportError(
             f"{', '.join(sorted(names))}: each rank loads {', '.join(sorted(found))} with it;"
             " import it in the functions that use it"
         )
+
+
+def _functions(work: tuple) -> Iterator[Callable[..., Any]]:
+    # of a grid they lie in the arguments of this module's own
+    for each in work:
+        if type(each) is tuple:
+            yield from _functions(each)
+        elif callable(each) and each.__module__ != __name__:
+            yield each
 
 
 def _in_world(

@@ -71,7 +71,7 @@ def prepare(
             rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label) or images (text, images, prompt).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
         image_size: images only: height and width to which images are resized, in pixels.
-        patch_size: images only: height and width of a patch; each is a token.
+        patch_size: images only: height and width of the square of an image that is a token: a patch, or patches that are merged.
         text_key: Key of JSON objects or column of tables that holds the text; default: that of the format.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 

@@ -97,7 +97,7 @@ def new_job(answers: Answers) -> NewJob:
     # the job without a layout, then the planner's
     values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
     parts = parts_of(model)
-    values["data"]["seq_len"] = min(scale.seq_len, model.max_positions - parts.first_position)
+    values["data"]["seq_len"] = min(scale.seq_len, model.longest_row - parts.first_position)
     source = set_rows(values, model) if model.head.is_on else recipe.input
     if not parts.is_causal and not model.head.is_on:
         values["data"]["masking"] = special_tokens(start.tokenizer if start else "")
@@ -128,7 +128,7 @@ def _set_teacher(values: dict[str, dict[str, Any]], teacher: StartingModel) -> N
         "teacher_checkpoint": teacher.init_from,
         "teacher_model": model.model_dump(mode="json", exclude_defaults=True),
     }
-    longest = model.max_positions - parts_of(model).first_position
+    longest = model.longest_row - parts_of(model).first_position
     values["data"]["seq_len"] = min(values["data"]["seq_len"], longest)
 
 

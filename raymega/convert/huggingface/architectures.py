@@ -13,7 +13,6 @@ from raymega.config.fields import Section
 from raymega.config.schema import ModelSection
 from raymega.errors import Fault
 
-ADD_IT = "convert a model without it, or add the feature to raymega/model first"
 Config = Mapping[str, Any]
 ADD_IT = "convert a model without it, or add the feature to raymega/model first"
 Renames = Mapping[str, str]

@@ -91,6 +91,9 @@ def _in_words_of_config() -> Iterator[None]:
                 for at in error.errors()
             ]
         ) from error  # fmt: skip
+    # a value of another kind, such as a list for a number
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(_incomplete(f"has a value of another kind ({error})")) from error
 
 
 def _text_section_of(config: Config) -> ModelSection:

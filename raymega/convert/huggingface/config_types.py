@@ -133,7 +133,7 @@ _KINDS = {
     **_all(_WORDS, "architectures layer_types layers_block_type mlp_layer_types"),
     **_all(
         SettingKind(words="a list of whole numbers from 1", holds=_list_of(_is_divisor)),
-        "num_query_heads",
+        "num_query_heads num_kv_heads",
     ),
     **_all(_MULTIPLIERS, "ffn_multipliers"),
     **_all(_PLACES, "mlp_only_layers no_rope_layers moe_layers"),

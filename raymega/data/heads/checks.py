@@ -115,6 +115,8 @@ def image_faults(path: str, field: str, vision: VisionSection) -> Iterator[Fault
             remedy="set model.vision, or prepare the text alone with --format text",
         )
         return
+    # what becomes a token: a patch, or a square of those that are merged
+    square = vision.patch_size * vision.spatial_merge_size
     found = (images.size, images.num_patches, images.token_id)
     if found != (vision.image_size, vision.num_patches, vision.image_token_id):
         yield Fault(
@@ -122,6 +124,6 @@ def image_faults(path: str, field: str, vision: VisionSection) -> Iterator[Fault
             f"{images.token_id}",
             rule=f"model.vision reads {vision.image_size} pixels as {vision.num_patches} tokens with id "
             f"{vision.image_token_id}",
-            remedy=f"prepare it with --image-size {vision.image_size} --patch-size {vision.patch_size} and the model's "
+            remedy=f"prepare it with --image-size {vision.image_size} --patch-size {square} and the model's "
             f"tokenizer, or set model.vision.image_token_id={images.token_id} and its sizes",
         )

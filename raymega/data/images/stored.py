@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from raymega.config.vision.section import CHANNELS
-from raymega.data.format import ImageMeta
+from raymega.data.format import ImageMeta, shard_fault
 from raymega.data.rows import TEXT, Image, Ints, Pixels
+from raymega.errors import DataError
 
 Found = Sequence[tuple[int, bytes]]
 """First tokens of images in a stream, and the pixels of each."""
@@ -54,4 +55,7 @@ class StoredImages:
 
 
 def _pixels(raw: bytes, size: int) -> Pixels:
+    if len(raw) != CHANNELS * size**2:
+        fact = f"an image of a shard has {len(raw)} bytes"
+        raise DataError(shard_fault(fact, f"one of {size} pixels has {CHANNELS * size**2}"))
     return np.frombuffer(raw, dtype=np.uint8).reshape(CHANNELS, size, size)

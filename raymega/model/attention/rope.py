@@ -51,7 +51,7 @@ class Rope(nn.Module):
             model = model.model_copy(update={"rope_theta": base, "rope_scaling": "none"})
         elif base:
             self.local = Rope(model, dtype=dtype, device=device, is_fused=is_fused, is_local=True)
-        positions = torch.arange(model.max_positions, dtype=torch.float64, device=device)
+        positions = torch.arange(model.num_rope_positions, dtype=torch.float64, device=device)
         angles = positions[:, None] * _frequencies(model).to(device)
         wide = torch.promote_types(dtype, torch.float32)
         scale = _yarn_scale(model, model.rope_mscale) / score_scale(model) ** 0.5

@@ -22,13 +22,24 @@ from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 class ImageEmbedding(Embedding):
     """Embedding of tokens and images; ``tower`` is a part of it, so that ZeRO-3 gathers both together."""
 
-    def __init__(self, factory: ParameterFactory, tower: VisionTower, factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        tower: VisionTower,
+        factor: float = 1.0,
+        *,
+        image_factor: float = 1.0,
+    ) -> None:
+        """Make the table and take the tower; ``image_factor`` is that on features, which a family may share with tokens."""
         super().__init__(factory, factor)
-        self.tower = tower
+        self.tower, self.image_factor = tower, image_factor
 
     def features(self, images: Images, context: Context) -> Tensor:
         """Return the features of all images of the micro-batch, [N * P, D], equal on the stage's tp and cp ranks."""
-        return gather_images(self.tower(images.pixels), self.sp, context)
+        features = self.tower(images.pixels)
+        if self.image_factor != 1.0:
+            features = features * self.image_factor
+        return gather_images(features, self.sp, context)
 
     def merged(self, x: Tensor, features: Tensor, places: Tensor) -> Tensor:
         """Return the stream with features in the places of image tokens.

@@ -139,10 +139,12 @@ class VisionTower(nn.Module):
             self.vision,
             zip(self.vision.image_mean, self.vision.image_std, strict=True),
         )
+        # rounded once, behind the mean: in bfloat16 a difference of near numbers has lost its digits
+        wide = torch.promote_types(self.dtype, torch.float32)
         # numbers of Python: a tensor of them would be copied to the device in each forward
         x = torch.stack(
             [
-                (pixels[:, colour].to(self.dtype) / WHITE - mean) / std
+                ((pixels[:, colour].to(wide) / WHITE - mean) / std).to(self.dtype)
                 for colour, (mean, std) in enumerate(colours)
             ],
             dim=1,

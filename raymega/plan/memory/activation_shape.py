@@ -102,11 +102,12 @@ class ActivationShape:
     def _kinds(self) -> tuple[str, ...]:
         return self.model.attention.layer_types
 
-    def decoder_blocks(self, stage: Stage) -> int:
-        """Return how many blocks of the stage are an encoder-decoder model's decoder; 0 in other families."""
+    def sides(self, stage: Stage) -> tuple[int, bool]:
+        """Return how many blocks of the stage are a decoder's, and whether the encoder ends there; 0 without sides."""
         if not self.family.is_encoder_decoder:
-            return 0
-        return sum(is_decoder_layer(self.model, layer) for layer in stage.layers)
+            return 0, False
+        decoder = sum(is_decoder_layer(self.model, layer) for layer in stage.layers)
+        return decoder, self.model.encoder_decoder.num_encoder_layers - 1 in stage.layers
 
     def kept_wide(self, stage: Stage) -> tuple[int, int]:
         """Return how many (dense, expert) blocks of the stage run no fp8 where others do."""

@@ -333,7 +333,7 @@ def _fixed_bytes(job: Job, held: Elements, full: int) -> int:
     is_rotary = parts_of(model).has_rope
     pairs = -(-model.rope_width // 2) * is_rotary
     bases = 2 if model.attention.sliding_rope_theta else 1
-    tables = 2 * bases * held.chunks * model.max_positions * pairs * full + NUMBER_BYTES
+    tables = 2 * bases * held.chunks * model.num_rope_positions * pairs * full + NUMBER_BYTES
     margin = MARGIN_BYTES * (model.moe.num_experts > 0)
     # forward's thread and autograd's; two passes at once multiply in these too
     workspaces = 0 if job.cluster.device == "cpu" else 2 * WORKSPACE_BYTES

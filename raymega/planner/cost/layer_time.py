@@ -1,28 +1,24 @@
 """Estimate the seconds of a transformer block for one micro-batch.
 
 The times are those of one rank, added up over the kernels of a layer.
-``raymega.planner.cost.stage_cost`` adds up blocks to stages, and ``raymega.planner.cost.step_time``
+``raymega.planner.cost.block_times`` has those of each kind of block, ``raymega.planner.cost.stage_cost`` adds them up to stages, and ``raymega.planner.cost.step_time``
 stages to a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
 from raymega.config.schema import MemorySection
-from raymega.plan.flops import plain_layers
-from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.layers.layer_pattern import mean_keys
 from raymega.plan.memory.activation_bytes import layer_bytes
 from raymega.plan.memory.activation_shape import ActivationShape
-from raymega.plan.stages import Stage
 from raymega.planner.cost.context_cost import context_parallel_s
 from raymega.planner.cost.expert_time import ExpertTime, expert_time
 from raymega.planner.cost.linear_attention_time import (
-    mean_over_blocks,
     projections,
     state_exchange_s,
     states_s,
@@ -122,49 +118,6 @@ class LayerTime:
         moving = self.away_input_s if recompute == "full" else self.away_s
         backward = self.backward_s + traffic - self.hidden_s + again[recompute]
         return max(moving, self.forward_s + traffic), max(moving, backward)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockTimes:
-    """Times of a block of each kind; in a model with one kind both are the same.
-
-    ``wide`` has the times of blocks that run no product in fp8, where others do.
-    """
-
-    dense: LayerTime
-    experts: LayerTime
-    wide: BlockTimes | None = None
-
-    def of_stage(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[float, LayerTime]]:
-        """Yield the number of the stage's blocks of each kind, with the time of one.
-
-        Blocks of multi-token prediction count as blocks. Those of encoder and decoder count as plain blocks, by
-        their FLOPs.
-        """
-        if shape.family.is_encoder_decoder:
-            number = plain_layers(shape.model, stage.layers, seq_len=shape.seq_len)
-            yield number, self.dense
-            return
-        with_experts = shape.blocks_with_experts(stage)
-        dense = stage.num_layers + len(shape.further(stage)) - with_experts
-        if self.wide is not None:
-            kept, kept_experts = shape.kept_wide(stage)
-            dense, with_experts = dense - kept, with_experts - kept_experts
-            yield from ((kept, self.wide.dense), (kept_experts, self.wide.experts))
-        yield from ((dense, self.dense), (with_experts, self.experts))
-
-
-def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
-    """Return the times of each kind of block that the model has."""
-    times, wide = partial(layer_time, device=device, software=software), None
-    if shape.fp8_blocks is not None:
-        wide = block_times(
-            replace(shape, fp8_coverage=NONE_IN_EIGHT, fp8_blocks=None), device, software
-        )
-    experts = dense = mean_over_blocks(times, shape, has_experts=False)
-    if shape.model.moe.num_experts:
-        experts = mean_over_blocks(times, shape, has_experts=True)
-    return BlockTimes(dense=dense, experts=experts, wide=wide)
 
 
 def layer_time(

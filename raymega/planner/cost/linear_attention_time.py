@@ -44,12 +44,12 @@ def mean_over_blocks(
     total = len(numbers)
     found: dict[str, float] = defaultdict(float)
     for number, own, _ in shape.blocks(numbers):
-        for name, value in asdict(_time_of_kind(time_of, own, has_experts=has_experts)).items():
+        for name, value in asdict(time_of_kind(time_of, own, has_experts=has_experts)).items():
             found[name] += number / total * value
     return replace(time_of(shape, has_experts=has_experts), **found)
 
 
-def _time_of_kind(time_of: Callable[..., Time], own: ActivationShape, *, has_experts: bool) -> Time:
+def time_of_kind(time_of: Callable[..., Time], own: ActivationShape, *, has_experts: bool) -> Time:
     """Return the time of a block of the one kind that ``own`` has."""
     kind, has_one = own.model.attention.layer_types[0], own.family.has_one_part
     if kind not in ALONE:

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from raymega.plan.adapters import tuned_kind
 from raymega.plan.layers.layer_pattern import LayerKind, layer_kind
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 
-StageKind = tuple[frozenset[tuple[LayerKind, int]], int, tuple[int, int], bool, bool]
+BlockKind = tuple[LayerKind, tuple[object, ...]]
+"""Kind of a block, and what of its number decides which of its tensors are trained."""
+StageKind = tuple[frozenset[tuple[BlockKind, int]], tuple[int, bool], tuple[int, int], bool, bool]
 """Kind of a stage; stages of one kind cost the same.
 
-It has the number of blocks of each kind, and of the decoder's where there are two sides. Then come the numbers of
-(dense, expert) blocks that run no product in fp8 where others do, and whether the stage is the first and the last one.
+It has the number of blocks of each kind, and of the decoder's where there are two sides, with whether the encoder's
+last block is there, which has a norm more. Then come the numbers of (dense, expert) blocks that run no product in fp8
+where others do, and whether the stage is the first and the last one.
 """
 
 
@@ -44,9 +48,10 @@ def stage_kind(shape: ActivationShape, stage: Stage) -> StageKind:
     """Return the kind of one stage."""
     ends = stage.is_first, stage.is_last
     numbers = (*stage.layers, *shape.further(stage))
-    counts = Counter(layer_kind(shape.model, number) for number in numbers)
+    model = shape.model
+    counts = Counter((layer_kind(model, number), tuned_kind(model, number)) for number in numbers)
     kinds = frozenset(counts.items())
-    return kinds, shape.decoder_blocks(stage), shape.kept_wide(stage), *ends
+    return kinds, shape.sides(stage), shape.kept_wide(stage), *ends
 
 
 def rank_kinds(plan: RunPlan) -> tuple[RankClass, ...]:

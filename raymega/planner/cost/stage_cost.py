@@ -1,6 +1,6 @@
 """Compute seconds and bytes of a stage for one micro-batch, once for each kind of stage.
 
-``raymega.planner.cost.layer_time`` prices its blocks, and ``raymega.plan.memory.activation_bytes``
+``raymega.planner.cost.block_times`` prices its blocks, and ``raymega.plan.memory.activation_bytes``
 counts their activations.
 """
 
@@ -22,8 +22,8 @@ from raymega.plan.memory.activation_bytes import (
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
 from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
 from raymega.plan.stages import Stage
+from raymega.planner.cost.block_times import BlockTimes, block_times
 from raymega.planner.cost.end_times import embedding_time, head_time, join_time, tower_time
-from raymega.planner.cost.layer_time import BlockTimes, block_times
 from raymega.planner.cost.rank_classes import StageKind
 from raymega.planner.cost.working_memory import WorkingMemory, working_memory
 from raymega.planner.kernels.system_traits import Software

@@ -22,7 +22,7 @@ from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import StateSize, state_of
 from raymega.plan.run_plan import RunPlan, job_values, plan_of_legal, with_options
 from raymega.plan.validation.cache import RuleMemo
-from raymega.planner.cost.layer_time import BlockTimes, block_times
+from raymega.planner.cost.block_times import BlockTimes, block_times
 from raymega.planner.cost.peak_memory import RESERVED_BYTES, MemoryUse, memory_use
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds
 from raymega.planner.cost.simulated_step import played_step

@@ -20,7 +20,9 @@ IMAGES_FORMAT = "images"
 IMAGES, PROMPT = "images", "prompt"
 """Keys of a row beside its text."""
 MARK = "<image>"
-"""Text that stands for an image, and the token of its patches."""
+"""Text that stands for an image in a row."""
+PATCH_TOKENS = (MARK, "<|image_pad|>")
+"""Tokens that stand for a patch of an image: LLaVA's, and Qwen2-VL's."""
 
 
 def image_row_text(row: Mapping[str, Any], key: str) -> tuple[str, str]:

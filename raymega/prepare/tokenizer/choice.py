@@ -25,7 +25,7 @@ from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.chat.rows import CHATS, RowFormat
 from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
-from raymega.prepare.images.rows import IMAGES_FORMAT, MARK
+from raymega.prepare.images.rows import IMAGES_FORMAT, MARK, PATCH_TOKENS
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
 from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_source
@@ -160,25 +160,29 @@ def _bytes_for(options: TokenizerOptions) -> str:
     return byte_tokenizer(*[MARK] * (options.row_format == IMAGES_FORMAT))
 
 
-def _images_of(options: TokenizerOptions, vocabulary: Mapping[str, int]) -> ImageMeta | None:
-    """Return the form of the images of rows that have them; None for other rows.
+def _images_of(
+    options: TokenizerOptions, vocabulary: Mapping[str, int]
+) -> tuple[ImageMeta | None, str]:
+    """Return the form of the images of rows that have them, and the token of a patch; None for other rows.
 
     Raises:
         ConfigError: The vocabulary lacks the token of their patches.
     """
     if options.row_format != IMAGES_FORMAT:
-        return None
-    if MARK not in vocabulary:
+        return None, ""
+    patch = next((token for token in PATCH_TOKENS if token in vocabulary), None)
+    if patch is None:
         raise ConfigError(
             Fault(
-                fact=f"--tokenizer {options.name} has no token {MARK}",
+                fact=f"--tokenizer {options.name} has no token {' or '.join(PATCH_TOKENS)}",
                 rule="it stands for each patch of an image",
-                remedy="give the folder of a LLaVA model, or add it: AutoTokenizer's add_tokens([AddedToken("
+                remedy="give the folder of a LLaVA or Qwen2-VL model, or add one: AutoTokenizer's add_tokens([AddedToken("
                 f"'{MARK}', special=True)]), then save_pretrained",
             )
         )
     count = (options.image_size // max(1, options.patch_size)) ** 2
-    return ImageMeta(size=options.image_size, num_patches=count, token_id=vocabulary[MARK])
+    found = ImageMeta(size=options.image_size, num_patches=count, token_id=vocabulary[patch])
+    return found, patch
 
 
 def _made(tokenizer_json: str) -> SourceTokenizer:
@@ -217,6 +221,7 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
         # So that an export of the run is asked in the words that it was trained with.
         files |= {TEMPLATE_FILE: chat.source.encode()} if options.chat_template else {}
     bos_id = vocabulary[bos] if bos else -1
+    images, patch = _images_of(options, vocabulary)
     is_parsed = options.parse_special_tokens
     return DatasetTokenizer(
         files=files,
@@ -229,7 +234,8 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
             bos_id=bos_id,
             is_special_parsed=is_parsed,
             chat=chat,
-            images=_images_of(options, vocabulary),
+            images=images,
+            patch_token=patch,
         ),
     )
 

@@ -54,6 +54,8 @@ class EncodingRules:
         bos_id: Id of the token that begins every document; -1 without.
         is_special_parsed: True if special tokens that the text spells out become these tokens.
         chat: Template of conversations, which writes special tokens; None for texts.
+        images: Form of the images of rows; None for rows without.
+        patch_token: Text of the token of an image's patches; empty without images.
     """
 
     eod_id: int
@@ -61,6 +63,7 @@ class EncodingRules:
     is_special_parsed: bool = False
     chat: ChatTemplate | None = None
     images: ImageMeta | None = None
+    patch_token: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

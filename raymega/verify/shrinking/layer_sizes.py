@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raymega.config.attention import LayerSizesSection
 from raymega.verify.job_draft import Draft
 
 Like = Callable[[int, int], int]
@@ -29,12 +30,13 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
         _set(draft, "ffn_hidden_size", new)
     if not (sizes.num_heads or sizes.num_kv_heads):
         return
-    # heads: pairs of query and key heads by layer, with the ratio and the degrees of each
-    pairs = [
-        (own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(sizes.of, range(count))
-    ]
+    # heads: pairs of query and key heads by layer, with the ratio and the degrees that the whole model's have
     before = draft.original["model"]
     heads, kv_heads = before["num_heads"], before["num_kv_heads"]
+    whole = LayerSizesSection.model_validate(before["layer_sizes"])
+    pairs = [
+        (own.get("num_heads", 0), own.get("num_kv_heads", 0)) for own in map(whole.of, range(count))
+    ]
     share, new_pairs = model.num_heads / heads, []
     for own_heads, own_kv in pairs:
         q = own_heads or heads
@@ -44,10 +46,15 @@ def cut_layer_sizes(draft: Draft, like: Like, degrees: Callable[[int, int], list
         small = next(n for n in nearest if degrees(n, q // kv) == wanted)
         new_pairs.append((small * (q // kv), small))
     _set(draft, "num_heads", [q for q, _ in new_pairs])
+    # query heads that were alike may differ now, with key heads that keep their degrees
+    if draft.job().model.layer_sizes.num_heads and not isinstance(model.head_dim, int):
+        draft.set("model.head_dim", model.head_width, "heads of all layers have one width")
     if kv_heads != "num_heads":
         _set(draft, "num_kv_heads", [kv for _, kv in new_pairs])
 
 
 def _set(draft: Draft, name: str, values: list[int]) -> None:
-    draft.set(f"model.layer_sizes.{name}", tuple(values))
+    # sizes that are alike, and were, need no list
+    if getattr(draft.job().model.layer_sizes, name) or len(set(values)) > 1:
+        draft.set(f"model.layer_sizes.{name}", tuple(values))
     draft.set(f"model.{name}", max(values), "the largest of its layers'")

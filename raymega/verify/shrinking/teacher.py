@@ -37,6 +37,8 @@ def shrink_teacher(draft: Draft, job: Job, max_params: int) -> None:
     shrink_model(own, max_params)
     for field in SHARED:
         own.set(f"model.{field}", getattr(small, field))
+    if small.vision.is_on:
+        own.set("model.vision.image_token_id", small.vision.image_token_id)
     draft.set(FIELD, own.job().model.model_dump(), "shrunk as the model is")
 
 

@@ -118,9 +118,18 @@ LAYOUTS = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_those_of_transformers(tmp_path, kind, layout):
+    _check_logits(tmp_path, kind, layout)
+
+
+def test_a_factor_on_the_embedding_is_on_images_too(tmp_path):
+    assert _check_logits(tmp_path, "granite", "one").multipliers.embedding == 3.0
+
+
+def _check_logits(folder, kind, layout):
+    """Compare the logits of rows with transformers' and return the model."""
     theirs, (grid, pp, is_cut) = hf_llava.make_model(kind), LAYOUTS[layout]
-    done = _import(tmp_path, theirs)
-    assert done.model.vision.kind == kind
+    done = _import(folder, theirs)
+    assert done.model.vision.kind == {"granite": "clip"}.get(kind, kind)
     parts = run_grid(_outputs, grid, done.model, done.uri, pp, is_cut)
     width = parts[0][2].shape[2]
     ours = torch.full((NUM_ROWS, LENGTH, width * grid.tp), torch.nan, dtype=torch.float64)
@@ -137,6 +146,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, layout):
         found = ours[number, :, : done.model.vocab_size]
         assert plain_models.difference(found, wanted) < LOGITS_LIMIT
     assert counts == {0, 1, 2, 3}
+    return done.model
 
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):

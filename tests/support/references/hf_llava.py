@@ -1,18 +1,11 @@
-"""Small random LLaVA and Qwen2-VL models of transformers in float64, and the loop that anyone would write around them."""
+"""Small random LLaVA and Qwen2-VL models of transformers in float64, and the loop that anyone would write around them.
+
+The import takes seconds, so functions do it: ranks import this module too.
+"""
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    SiglipVisionConfig,
-)
 
 from raymega.data.samples import open_samples
 from raymega.optim.lr_schedule import learning_rate
@@ -48,31 +41,41 @@ def make_model(kind, seed=0):
 
 
 def _make(kind):
+    import transformers as hf
+
     if kind == "qwen2_vl":
         # heads of 3 pairs: one of time, one of the row, one of the column
         rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 1]}
-        config = Qwen2VLConfig(
+        config = hf.Qwen2VLConfig(
             text_config={**SIZES, "rope_parameters": rope}, vision_config=QWEN_TOWER, image_token_id=TOKEN,
             video_token_id=257, vision_start_token_id=256, vision_end_token_id=255,
         )  # fmt: skip
-        return Qwen2VLForConditionalGeneration(config)
-    if kind == "clip":
-        text, tower = LlamaConfig(**SIZES), CLIPVisionConfig(**TOWER)
+        return hf.Qwen2VLForConditionalGeneration(config)
+    if kind in ("clip", "granite"):
+        text, tower = hf.LlamaConfig(**SIZES), hf.CLIPVisionConfig(**TOWER)
+        if kind == "granite":  # its factor on the stream is on images, too
+            text = hf.GraniteConfig(**SIZES, embedding_multiplier=3.0, tie_word_embeddings=True)
         options = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
     else:
-        text = Qwen2Config(**SIZES, tie_word_embeddings=True)
-        tower = SiglipVisionConfig(**TOWER, vision_use_head=False)
+        text = hf.Qwen2Config(**SIZES, tie_word_embeddings=True)
+        tower = hf.SiglipVisionConfig(**TOWER, vision_use_head=False)
         options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    config = LlavaConfig(
+    config = hf.LlavaConfig(
         vision_config=tower, text_config=text, image_token_index=TOKEN, image_seq_length=PATCHES,
         tie_word_embeddings=text.tie_word_embeddings, **options,
     )  # fmt: skip
-    return LlavaForConditionalGeneration(config)
+    return hf.LlavaForConditionalGeneration(config)
 
 
 def load_model(folder, kind):
     """Load a folder with the class of transformers that made it."""
-    made = Qwen2VLForConditionalGeneration if kind == "qwen2_vl" else LlavaForConditionalGeneration
+    import transformers as hf
+
+    made = (
+        hf.Qwen2VLForConditionalGeneration
+        if kind == "qwen2_vl"
+        else hf.LlavaForConditionalGeneration
+    )
     return made.from_pretrained(folder, dtype="auto").eval()
 
 

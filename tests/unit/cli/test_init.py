@@ -80,6 +80,21 @@ def test_a_file_loads_and_plans_as_it_stands(words, model, start, folder):
     assert all("#" in lines[n - 1] for n in fields)
 
 
+def test_rows_are_no_longer_than_what_an_indexer_chooses(tmp_path, monkeypatch):
+    """DeepSeek-V3.2's blocks choose all tokens of rows of up to index_topk, though it has more positions."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model_type": "deepseek_v32", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4,
+        "intermediate_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 2, "kv_lora_rank": 8,
+        "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "index_n_heads": 2,
+        "index_head_dim": 8, "index_topk": 16,
+    }  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    ended = called("init", "continue", "--model", ".", "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    assert parse_job(Path("new.yaml")).job().data.seq_len == 16
+
+
 @pytest.mark.parametrize(
     ("words", "source", "rules"),
     [

@@ -15,7 +15,15 @@ from raymega.data.distillation.stored_logits import (
     logit_files,
     open_logits,
 )
-from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.format import (
+    LAST_ANSWER,
+    META_FILE,
+    DatasetMeta,
+    ImageMeta,
+    SourceMeta,
+    SplitMeta,
+    encode_meta,
+)
 from raymega.data.samples import open_samples
 from raymega.errors import ConfigError
 from raymega.evaluate.teacher import logits_how, store_teacher, teacher_plan_on
@@ -34,17 +42,31 @@ CPU, VOCAB = torch.device("cpu"), 61
 @pytest.fixture
 def corpus(tmp_path):
     """A dataset of 60 documents of 4 to 40 tokens."""
+    return _write(tmp_path, None)
+
+
+def _write(tmp_path, images):
+    """A dataset of 60 documents, which begin with an image if there are ``images``."""
     generator = np.random.default_rng(3)
-    with ShardWriter(tmp_path, "train/0.arrow", dtype="uint16") as writer:
+    kinds = {"has_targets": images is not None, "has_images": images is not None}
+    with ShardWriter(tmp_path, "train/0.arrow", dtype="uint16", **kinds) as writer:
         for length in generator.integers(4, 40, 60).tolist():
-            writer.append(generator.integers(0, VOCAB, length).astype(np.uint16))
+            document = generator.integers(0, VOCAB - 1, length).astype(np.uint16)
+            if images is None:
+                writer.append(document)
+                continue
+            document[:4] = images.token_id
+            pixels = generator.integers(0, 256, 3 * images.size**2, dtype=np.uint8).tobytes()
+            labels = np.full(length, LAST_ANSWER, dtype=np.uint8)
+            writer.append(document, labels, [(0, pixels)])
         shards = (writer.close(),)
     source = SourceMeta(
         inputs=("x",), num_files=1, num_bytes=1, num_replaced=0, num_tokenizer_bytes=0
     )
     meta = DatasetMeta(
         recipe={"tokenizer": "bytes"}, vocab_size=VOCAB, eod_id=VOCAB - 1, dtype="uint16",
-        splits={"train": SplitMeta(shards=shards, num_text_bytes=1)}, valid_entropy=1.5, source=source, version=2,
+        splits={"train": SplitMeta(shards=shards, num_text_bytes=1)}, valid_entropy=1.5, source=source, version=2 if images is None else 3,
+        images=images,
     )  # fmt: skip
     (tmp_path / META_FILE).write_bytes(encode_meta(meta))
     return tmp_path
@@ -58,11 +80,13 @@ def _plan(folder, *options):
     )  # fmt: skip
 
 
-def _store(job, folder):
+def _store(job, folder, *options):
     """Write the logits of the initial weights of the job's teacher, as a worker does."""
     plan = teacher_plan_on(job, "")
     scorer = build_scorer(plan, rank=0, groups=ALONE, device=CPU)
-    drawn = build_parts(_plan(folder), rank=0, groups=ALONE, device=CPU).teacher.weights.modules
+    drawn = build_parts(
+        _plan(folder, *options), rank=0, groups=ALONE, device=CPU
+    ).teacher.weights.modules
     for ours, theirs in zip(scorer.modules, drawn, strict=True):
         for param, value in zip(ours.parameters(), theirs.parameters(), strict=True):
             param.data.copy_(value)
@@ -92,6 +116,18 @@ def test_all_logits_of_a_teacher_train_as_the_live_teacher_does(corpus, packing)
     np.testing.assert_array_equal(few[0], ids[:, :5])
     assert (np.diff(logits, axis=1) <= 0).all()
     assert (np.sort(ids, axis=1) == np.arange(VOCAB)).all(), "every token once, and no padding"
+
+
+@pytest.mark.parametrize("mrope", ["[]", "[0, 1, 1]"])
+def test_a_teacher_that_reads_images_is_asked_with_them(tmp_path, mrope):
+    corpus = str(_write(tmp_path, ImageMeta(size=8, num_patches=4, token_id=VOCAB - 1)))
+    vision = (
+        "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, "
+        f"ffn_hidden_size: 8, image_token_id: {VOCAB - 1}, initializer_range: 0.5, mrope_section: {mrope}}}",
+    )
+    plan = _plan(corpus, *vision, "distillation.teacher=stored", f"distillation.top_k={VOCAB}")
+    _store(plan.job, corpus, *vision)
+    np.testing.assert_allclose(_outcome(plan), _outcome(_plan(corpus, *vision)), rtol=3e-6)
 
 
 def test_logits_of_other_rows_are_refused_before_anything_starts(corpus):

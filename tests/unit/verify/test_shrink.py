@@ -126,6 +126,20 @@ def test_small_job_is_left_as_it_is():
     assert shrunk.changes == () and shrunk.job.model == job.model and shrunk.job.data == job.data
 
 
+@pytest.mark.parametrize("width", [32, 2048])
+def test_key_heads_alone_may_differ_by_layer(width):
+    job = make_job(
+        f"model.hidden_size={width}", "model.num_heads=8", "model.num_kv_heads=4", "parallel.pp=1",
+        "model.layer_sizes={num_kv_heads: [4, 1, 2]}",
+    )  # fmt: skip
+    small = _shrink(job).job
+    assert not job_faults(job_values(small))
+    assert len(set(small.model.layer_sizes.num_kv_heads)) == 3
+    assert count_parameters(small.model) <= MAX_PARAMS
+    if width == 32:
+        assert small.model == job.model
+
+
 def test_sizes_by_layer_stay_different_and_legal():
     """OpenELM's 3B: heads, key heads and widths grow with the layer."""
     heads, kv_heads = (12, 12, 16, 16, 20, 24), (3, 3, 4, 4, 5, 6)

@@ -10,8 +10,9 @@ from math import gcd
 from typing import Any
 
 from raymega.config.schema import ModelSection
-from raymega.convert.huggingface.architectures import Architecture, Config, ours, theirs
+from raymega.convert.huggingface.architectures import Architecture, Config, ours, theirs, unlike
 from raymega.convert.huggingface.families.family import HfFamily, shortest_period
+from raymega.errors import ConfigError
 from raymega.plan.layers.layer_pattern import sized_model
 
 _SETTINGS = {
@@ -45,6 +46,14 @@ def _width(multiplier: float, width: int, divisor: int) -> int:
 
 
 def _values(config: Config) -> dict[str, Any]:
+    count = config["num_transformer_layers"]
+    faults = [
+        unlike(f"{name} of {len(config[name])} layers", f"num_transformer_layers={count}")
+        for name in ("ffn_multipliers", "num_query_heads", "num_kv_heads")
+        if len(config[name]) != count
+    ]
+    if faults:
+        raise ConfigError(*faults)
     # widths are told as rounded multiples of the model's
     divisor = config["ffn_dim_divisor"]
     widths = [_width(each, config["model_dim"], divisor) for each in config["ffn_multipliers"]]

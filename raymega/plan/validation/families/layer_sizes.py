@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 from raymega.config.attention import LayerSizesSection
@@ -93,7 +94,8 @@ def part_faults(
 
 
 @reads(
-    "model.layer_sizes num_heads num_kv_heads ffn_hidden_size num_layers, parallel.tp cp cp_method hierarchical_cp_size"
+    "model.layer_sizes num_heads num_kv_heads ffn_hidden_size num_layers num_nextn_predict_layers, "
+    "parallel.tp cp cp_method hierarchical_cp_size"
 )
 def cut_faults(  # fields of one rule
     sizes: LayerSizesSection,
@@ -101,6 +103,7 @@ def cut_faults(  # fields of one rule
     num_kv_heads: int | str,
     ffn_hidden_size: int,
     num_layers: int,
+    num_further: int,
     tp: int,
     cp: int,
     method: str,
@@ -109,9 +112,11 @@ def cut_faults(  # fields of one rule
     """Check that tp and cp cut the heads and widths of each layer, as they do those of the model."""
     if not sizes.is_on:
         return
+    # Blocks of multi-token prediction continue the lists. No combination of sizes is new after their common period.
+    period = lcm(*(len(listed) for _, listed in sizes if listed))
     # layers of the same sizes break the same rules: the first of them is named
     seen = set()
-    for layer in range(num_layers):
+    for layer in range(min(period, num_layers + num_further)):
         own: dict[str, Any] = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,

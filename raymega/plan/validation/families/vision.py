@@ -14,6 +14,7 @@ from raymega.plan.validation.rule import broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
 PLAIN = VisionSection()
+ROWS = "rows of images predict the next token of text"
 
 
 @reads("model.vision")
@@ -30,9 +31,21 @@ def idle_vision_faults(vision: VisionSection) -> Iterator[Fault]:
             )
 
 
-@reads("model.vision vocab_size, data.seq_len")
-def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> Iterator[Fault]:
-    """Check the sizes of the tower, and the token and the number of tokens of an image."""
+@reads("model.vision, data.seq_len")
+def image_length_faults(vision: VisionSection, seq_len: int) -> Iterator[Fault]:
+    """Check that an image is shorter than a row."""
+    is_whole = vision.image_size % max(1, vision.patch_size * vision.spatial_merge_size) == 0
+    if vision.is_on and is_whole and vision.num_patches >= seq_len:
+        yield Fault(
+            fact=f"data.seq_len={seq_len}",
+            rule=f"an image is {vision.num_patches} tokens, and some text has to follow it",
+            remedy=f"set data.seq_len={2 * vision.num_patches} or more",
+        )
+
+
+@reads("model.vision vocab_size")
+def vision_size_faults(vision: VisionSection, vocab_size: int) -> Iterator[Fault]:
+    """Check the sizes of the tower, and the token of an image; a model section by itself has them, too."""
     if not vision.is_on:
         return
     missing = [name for name in SIZES if not getattr(vision, name)]
@@ -86,33 +99,18 @@ def vision_size_faults(vision: VisionSection, vocab_size: int, seq_len: int) -> 
                 f"divide model.vision.hidden_size={vision.hidden_size}",
                 "set fewer heads, or a larger model.vision.hidden_size",
             ),
-            (
-                edge % square == 0 and vision.num_patches >= seq_len,
-                f"data.seq_len={seq_len}",
-                f"an image is {vision.num_patches} tokens, and some text has to follow it",
-                f"set data.seq_len={2 * vision.num_patches} or more",
-            ),
         )
     )
 
 
-@reads(
-    "model.vision family num_nextn_predict_layers mup_base_width head, parallel.dynamic_cp, preference.loss_type"
-)
-def vision_option_faults(  # one an option
-    vision: VisionSection,
-    family: str,
-    depth: int,
-    mup: int,
-    head: HeadSection,
-    is_dynamic: bool,
-    pair_loss: str,
+@reads("model.vision family num_nextn_predict_layers mup_base_width head")
+def vision_option_faults(
+    vision: VisionSection, family: str, depth: int, mup: int, head: HeadSection
 ) -> Iterator[Fault]:
-    """Check that the model and the run have no option that rows with images do not have."""
+    """Check that the model has no option that one with images does not have."""
     if not vision.is_on:
         return
     parts, name = family_parts(family), f"model.vision.kind={vision.kind}"
-    rows = "rows of images predict the next token of text"
     yield from broken_rows(
         (
             (
@@ -124,7 +122,7 @@ def vision_option_faults(  # one an option
             (
                 depth > 0,
                 f"model.num_nextn_predict_layers={depth} with {name}",
-                f"{rows}, and no further one",
+                f"{ROWS}, and no further one",
                 "set model.num_nextn_predict_layers=0",
             ),
             (
@@ -133,7 +131,19 @@ def vision_option_faults(  # one an option
                 "the tower's width is not scaled with the model's",
                 "set model.mup_base_width=0",
             ),
-            (head.is_on, f"model.head.kind={head.kind} with {name}", rows, "leave model.head out"),
+            (head.is_on, f"model.head.kind={head.kind} with {name}", ROWS, "leave model.head out"),
+        )
+    )
+
+
+@reads("model.vision, parallel.dynamic_cp, preference.loss_type")
+def vision_run_faults(vision: VisionSection, is_dynamic: bool, pair_loss: str) -> Iterator[Fault]:
+    """Check that the run has no option that rows with images do not have."""
+    if not vision.is_on:
+        return
+    name = f"model.vision.kind={vision.kind}"
+    yield from broken_rows(
+        (
             (
                 is_dynamic,
                 f"parallel.dynamic_cp=true with {name}",
@@ -143,7 +153,7 @@ def vision_option_faults(  # one an option
             (
                 pair_loss != "none",
                 f"preference.loss_type={pair_loss} with {name}",
-                rows,
+                ROWS,
                 "set preference.loss_type=none",
             ),
         )

@@ -13,6 +13,7 @@ from raymega.checkpoint.load.init_from import resume_faults, start_faults, start
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.attention import (
     AttentionSection,
+    LayerSizesSection,
     LinearAttentionSection,
     MultipliersSection,
 )
@@ -101,7 +102,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               "encoder_decoder.num_encoder_layers", "encoder_decoder.relative_attention_num_buckets",
               "head.kind", "head.num_labels", "head.num_choices", "vision.kind", "vision.image_size", "vision.patch_size",
               "vision.num_layers", "vision.hidden_size", "vision.num_heads", "vision.ffn_hidden_size",
-              "vision.spatial_merge_size"}  # fmt: skip
+              "vision.spatial_merge_size", *(f"layer_sizes.{field}" for field in LayerSizesSection.model_fields)}  # fmt: skip
     training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
                 "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
@@ -114,6 +115,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
         "linear_attention": LinearAttentionSection,
         "encoder_decoder": EncoderDecoderSection,
         "vision": VisionSection,
+        "layer_sizes": LayerSizesSection,
     }
     # what starts has no adapter yet
     fields = set(ModelSection.model_fields) - sections.keys() - {"lora"}

@@ -314,6 +314,55 @@ def test_nemotron_h_without_states_has_a_config():
     assert model_from(config_from(model, dtype="float32", carried={})) == model
 
 
+OPENELM = {
+    "model_type": "openelm", "model_dim": 48, "vocab_size": 256, "num_transformer_layers": 2, "head_dim": 12,
+    "num_query_heads": [8, 4], "num_kv_heads": [4, 2], "ffn_multipliers": [0.5, 1.0], "ffn_dim_divisor": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads=4"),
+        ({"num_kv_heads": [4, None]}, "num_kv_heads=[4, None]"),
+        ({"num_kv_heads": []}, "num_kv_heads of 0 layers"),
+        ({"ffn_multipliers": [1.0]}, "ffn_multipliers of 1 layers"),
+        ({"num_transformer_layers": 10**18}, "num_query_heads of 2 layers"),
+    ],
+    ids=str,
+)
+def test_lists_of_openelm_have_a_size_for_each_layer(change, fact):
+    assert model_from(OPENELM).layer_sizes.num_kv_heads == (4, 2)
+    with pytest.raises(ConfigError, match=re.escape(fact)):
+        model_from({**OPENELM, **change})
+
+
+QWEN2_VL = {
+    "model_type": "qwen2_vl", "vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, "image_token_id": 100,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"rope_scaling": True}, "has no mrope_section"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": 2}}, "mrope_section=2"),
+        ({"vision_config": {"spatial_merge_size": [7]}}, "vision_config.spatial_merge_size=[7]"),
+        ({"vision_config": {"embed_dim": 0}}, "vision_config.embed_dim=0"),
+        ({"image_mean": ["a", 1, 1]}, "image_mean.0='a'"),
+        ({"image_std": "b"}, "image_std='b'"),
+    ],
+    ids=str,
+)
+def test_settings_of_images_of_another_type_are_named(change, fact):
+    assert model_from(QWEN2_VL).vision.mrope_section == (2, 3, 3)
+    with pytest.raises(ConfigError, match=re.escape(fact)):
+        model_from({**QWEN2_VL, **change})
+
+
 T5_SMALL = {
     "model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128,
 }  # fmt: skip

@@ -25,7 +25,7 @@ def test_every_place_has_a_key_of_its_own_after_its_name():
     assert {name: place.place_key for name, place in token_layout.items()} == {
         name: place_key(7, name) for name in token_layout
     }
-    heads = torch.cat([block.attention.core.head_keys for block in stage.layers.values()])
+    heads = torch.cat([block.attention.core.dropout.head_keys for block in stage.layers.values()])
     assert heads.unique().numel() == MODEL.num_layers * MODEL.num_heads
     assert heads[9] == place_key(7, "layers.1.attention.weights.1")
 

@@ -58,6 +58,16 @@ def test_weight_gradients_are_added_where_the_sums_lie(counts, widths, dtype, li
     assert (total.double() - wanted).abs().max() < limit
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("counts", [[0], [0, 0, 0]], ids=str)
+def test_experts_without_rows_leave_the_sums(counts, is_first):
+    rows, grad, weight, sizes = _draw(torch.tensor(counts), WIDTHS["short"], torch.float32)
+    assert grouped_product(rows, weight.mT, sizes).shape == grad.shape
+    total = torch.full_like(weight, float("nan") if is_first else 2.0)
+    GroupedWeightGrad(grad, rows, sizes).add_to(total, is_first=is_first)
+    assert (total == (0.0 if is_first else 2.0)).all()
+
+
 def test_long_sums_are_long():
     assert 3 * 384 * 256 * 4 > FRESH_BYTES > 3 * 16 * 8 * 4
 

@@ -16,8 +16,8 @@ from raymega.plan.memory.activation_bytes import expert_bytes, expert_rows, laye
 from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import count_parameters, rank_elements
 from raymega.plan.run_plan import RunPlan, make_plan
+from raymega.planner.cost.block_times import block_times
 from raymega.planner.cost.expert_time import expert_time
-from raymega.planner.cost.layer_time import block_times
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.kernels.collective_time import GroupSpan, exchange_s

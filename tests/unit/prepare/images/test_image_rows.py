@@ -13,13 +13,15 @@ from PIL import Image
 from raymega.config.vision.section import VisionSection
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
+from raymega.data.format import ImageMeta
 from raymega.data.images.stored import StoredImages
 from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
-from raymega.errors import ConfigError
-from raymega.prepare.images.documents import image_document
+from raymega.errors import ConfigError, DataError
+from raymega.prepare.images.documents import BrokenImageError, image_document
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
+from raymega.prepare.tokenizer.trained import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
 
@@ -59,7 +61,7 @@ def _prepare(folder, rows=ROWS, *, lines=(), **options):
     given = {"row_format": "images", "image_size": SIZE, "patch_size": PATCH} | options
     return prepare(
         PrepareOptions(
-            inputs=(str(folder / "in"),), out=str(folder / "out"), tokenizer="bytes", valid_fraction=0, **given
+            inputs=(str(folder / "in"),), out=str(folder / "out"), valid_fraction=0, **{"tokenizer": "bytes", **given}
         ),
         on_progress=lambda *_: None,
     ).meta  # fmt: skip
@@ -130,6 +132,36 @@ def test_json_holds_images_as_base64_and_broken_ones_are_named(tmp_path):
     assert (meta.source.num_bad_lines, meta.splits["train"].num_documents) == (5, 1)
 
 
+def test_any_failure_of_a_parser_is_a_broken_image():
+    stream = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(stream, "DDS")
+    raw = bytearray(stream.getvalue())
+    raw[80:84] = bytes(4)  # flags of a pixel format that is none: Pillow raises NotImplementedError
+    text = json.dumps({"text": "<image>", "prompt": "", "images": [base64.b64encode(raw).decode()]})
+    meta = ImageMeta(size=8, num_patches=4, token_id=9)
+    with pytest.raises(BrokenImageError, match="image 0 is broken: Unknown pixel format"):
+        image_document(text, lambda part: np.array([9] * bool(part)), meta, bos_id=-1, eod_id=2)
+
+
+def test_marks_become_the_token_of_the_tokenizer_that_is_given(tmp_path):
+    pad = "<|image_pad|>"
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer(pad))
+    rows = [{"text": "a<image>b", "images": [_picture(1)]}] * 3
+    meta = _prepare(
+        tmp_path / "whole", rows, tokenizer=str(tmp_path / "tokenizer.json"), image_size=8
+    )
+    stream = TokenStream(tmp_path / "whole" / "out", meta.splits["train"])
+    assert meta.images.token_id == TOKEN
+    assert stream.read(0, 7).tolist() == [ord("a"), *[TOKEN] * PATCHES, ord("b"), EOD]
+
+
+def test_pixels_of_another_number_are_a_damaged_shard():
+    meta = ImageMeta(size=8, num_patches=4, token_id=9)
+    (image,) = StoredImages(lambda *_: [(2, bytes(191))], meta).held(0, 8).images
+    with pytest.raises(DataError, match="an image of a shard has 191 bytes"):
+        image()
+
+
 def test_a_grey_or_turned_picture_is_upright_in_rgb():
     stream, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
@@ -171,3 +203,8 @@ def test_a_job_with_other_images_is_refused(tmp_path):
     other = vision.model_copy(update={"patch_size": 2})
     (fault,) = training_faults({**values, "model.vision": other})
     assert "each 4 tokens" in fault.fact and "as 16 tokens" in fault.rule
+    merged = vision.model_copy(
+        update={"kind": "qwen2_vl", "patch_size": 2, "spatial_merge_size": 4}
+    )
+    (fault,) = training_faults({**values, "model.vision": merged})
+    assert "as 1 tokens" in fault.rule and "--patch-size 8" in fault.remedy

@@ -105,9 +105,12 @@ def vision_of(config: Config) -> VisionSection:
     outer = {**_DEFAULTS, **{k: v for k, v in config.items() if v is not None}}
     raise_faults(ConfigError, [*_faults(kind, whole, outer)])
     token = outer.get("image_token_id", outer["image_token_index"])
+    # pixels behind the last whole patch are read by none: SigLIP's 384 are 27 patches of 14
+    size, patch = whole["image_size"], whole["patch_size"]
     return VisionSection.model_validate(
         {
             **ours(_SIZES, whole),
+            "image_size": size // patch * patch,
             "kind": kind,
             "norm_eps": float(whole["layer_norm_eps"]),
             "activation": _ACTIVATIONS[whole["hidden_act"]],
@@ -174,12 +177,25 @@ def llava_config(model: ModelSection, text: Config, carried: Config) -> dict[str
 
 
 def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a config.json with the mean and deviation of pixels that the folder's preprocessor has."""
+    """Return a config.json with the mean and deviation of pixels that the folder's preprocessor has.
+
+    Raises:
+        ConfigError: The preprocessor's file is there, and cannot be read.
+    """
     path = folder / PREPROCESSOR
     if "vision_config" not in config or not path.is_file():
         return config
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return config | {name: found[name] for name in ("image_mean", "image_std") if name in found}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return config | {name: found[name] for name in ("image_mean", "image_std") if name in found}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            Fault(
+                fact=f"{str(path)!r} cannot be read ({error})",
+                rule="it says by which mean and deviation pixels are normalised",
+                remedy="copy it again from where the weights are from",
+            )
+        ) from error
 
 
 def preprocessor(vision: VisionSection) -> dict[str, Any]:

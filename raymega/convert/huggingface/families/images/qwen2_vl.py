@@ -50,14 +50,16 @@ def text_of(config: Config) -> dict[str, Any]:
     return {**text, "model_type": "qwen2", "tie_word_embeddings": is_tied}
 
 
-def _sections(config: Config) -> tuple[int, ...]:
+def _sections(config: Config) -> Any:
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
-    tables = (text.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    found = next((each["mrope_section"] for each in tables if "mrope_section" in each), None)
+    found = None
+    for table in (text.get("rope_scaling"), text.get("rope_parameters")):
+        if isinstance(table, Mapping):
+            found = table.get("mrope_section", found)
     if found is None:
         raise KeyError("mrope_section")
-    return tuple(found)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def vision_of(config: Config) -> VisionSection:
@@ -88,13 +90,30 @@ def vision_of(config: Config) -> VisionSection:
             "spatial_merge_size": tower["spatial_merge_size"],
             "mrope_section": _sections(config),
             "image_token_id": config.get("image_token_id", 151655),
-            "image_mean": tuple(map(float, config.get("image_mean", CLIP_MEAN))),
-            "image_std": tuple(map(float, config.get("image_std", CLIP_STD))),
+            "image_mean": _floats(config.get("image_mean") or CLIP_MEAN),
+            "image_std": _floats(config.get("image_std") or CLIP_STD),
         }
     )
 
 
+def _floats(found: Any) -> Any:
+    # whole numbers are none for a strict parser; of another type the section says what is wrong
+    if not isinstance(found, list | tuple):
+        return found
+    return tuple(float(each) if type(each) is int else each for each in found)
+
+
 def _faults(tower: Config) -> Iterator[Fault]:
+    for name in (
+        "depth",
+        "embed_dim",
+        "mlp_ratio",
+        "num_heads",
+        "patch_size",
+        "spatial_merge_size",
+    ):
+        if type(tower[name]) is not int or tower[name] < 1:
+            yield unlike(f"vision_config.{name}={tower[name]!r}", "it is a whole number from 1")
     for name in ("hidden_act", "in_channels", "temporal_patch_size"):
         if tower[name] != _TOWER[name]:
             yield unlike(f"vision_config.{name}={tower[name]!r}", f"only {_TOWER[name]!r} is built")

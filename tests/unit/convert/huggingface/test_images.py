@@ -1,0 +1,61 @@
+"""config.json of models that read images: what is refused at import, and images of no whole patches."""
+
+import json
+
+import pytest
+
+from raymega.convert.huggingface.config import model_from
+from raymega.convert.huggingface.families.images.llava import with_pixels
+from raymega.errors import ConfigError
+
+LLAVA = {
+    "model_type": "llava", "image_token_index": 299,
+    "text_config": {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 900, "rms_norm_eps": 1e-5,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_use_head": False,
+    },
+    "vision_feature_select_strategy": "full",
+}  # fmt: skip
+
+
+def _changed(**changes):
+    config = json.loads(json.dumps(LLAVA))
+    for name, value in changes.items():
+        part, _, inner = name.rpartition("__")
+        (config[part] if part else config)[inner] = value
+    return config
+
+
+def test_pixels_behind_the_last_whole_patch_are_left_out():
+    # SigLIP so400m: 27 patches of 14 pixels, as a convolution without padding has them
+    vision = model_from(_changed(vision_config__image_size=384)).vision
+    assert (vision.image_size, vision.num_patches) == (378, 27**2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"vision_feature_layer": 0}, r"model\.vision\.feature_layer=0"),
+        ({"image_token_index": 300}, r"model\.vision\.image_token_id=300"),
+        ({"vision_config__num_attention_heads": 3}, r"model\.vision\.num_heads=3"),
+        ({"text_config__architectures": ["LlamaForSequenceClassification"]}, r"model\.head\.kind"),
+        ({"vision_config__image_size": [28, 28]}, "value of another kind"),
+        ({"vision_config__patch_size": 0}, "value of another kind"),
+        ({"vision_config__layer_norm_eps": "small"}, "value of another kind"),
+        ({"image_mean": 0.5}, "value of another kind"),
+    ],
+)
+def test_what_no_job_may_have_is_refused_at_import(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        model_from(_changed(**changes))
+
+
+@pytest.mark.parametrize("text", ["{", "3"])
+def test_a_broken_file_of_the_preprocessor_is_named(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json' cannot be read"):
+        with_pixels(LLAVA, tmp_path)
