@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.data.distillation.stored_logits import dataset_rows, logit_files, unfinished
+from raymega.data.distillation.stored_logits import (
+    LogitWriter,
+    dataset_rows,
+    logit_files,
+    unfinished,
+)
 from raymega.data.loader import Loader
 from raymega.evaluate.worker import run_in_world
 from raymega.messages import Channel, Progress, StartWorker, WorkerFinished
@@ -81,8 +85,7 @@ def write_logits(
         images=image_share(plan, rank),
         edge=plan.job.model.vision.mrope_edge,
     )
-    # mapped, so that a worker holds no more than what it is writing
-    ids, logits = (np.load(file, mmap_mode="r+") for file in (files.ids, files.logits))
+    ids, logits = LogitWriter(files.ids), LogitWriter(files.logits)
     size = plan.batch.micro_batch_size
     # rows of one pipeline: enough to fill it, and few enough for their residual streams
     at_once = size * plan.grid.dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp
@@ -100,11 +103,11 @@ def write_logits(
             for place, sample in enumerate(micro_batch.samples.tolist()):
                 if sample >= 0:
                     at = held[place % len(held)].numpy()
-                    ids[sample, at] = tokens[:, place].cpu().numpy()
-                    logits[sample, at] = top[:, place].cpu().numpy()
+                    ids.write(sample, at, tokens[:, place].cpu().numpy())
+                    logits.write(sample, at, top[:, place].cpu().numpy())
         on_rows(first + num_rows)
     for table in (ids, logits):
-        table.flush()
+        table.close()
     barrier(groups.world)  # every rank has written before the files get their names
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import shake_128
@@ -138,6 +139,34 @@ def create_logits(path: str, shape: tuple[int, int, int]) -> LogitFiles:
     for file, dtype in ((files.ids, np.int32), (files.logits, np.float32)):
         np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape).flush()
     return files
+
+
+class LogitWriter:
+    """Writer of one rank's positions into an array [N, S, k] that is there.
+
+    It writes its own bytes alone. Pages of a mapped file would carry those of its neighbours as well, and nodes that
+    share the file over a network would write old zeros over what others have written.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Open the file of an array."""
+        mapped = np.load(file, mmap_mode="r")
+        self.shape, self._dtype, self._begin = mapped.shape, mapped.dtype, mapped.offset
+        self._file = file.open("r+b", buffering=0)
+
+    def write(self, row: int, positions: Ids, values: npt.NDArray[Any]) -> None:
+        """Write ``values`` [n, k] at some positions [n] of a row."""
+        kept, (_, num_positions, k) = values.astype(self._dtype), self.shape
+        # neighbours together: context parallelism gives a rank two runs of positions
+        for run in np.split(np.arange(len(kept)), np.flatnonzero(np.diff(positions) != 1) + 1):
+            place = row * num_positions + int(positions[run[0]])
+            self._file.seek(self._begin + place * k * self._dtype.itemsize)
+            self._file.write(kept[run].tobytes())
+
+    def close(self) -> None:
+        """Return when everything is on the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def unfinished(files: LogitFiles) -> LogitFiles:

@@ -77,7 +77,7 @@ def continuation(
     """
     job, now, full = grids.full.job, grids.now, grids.full
     unit = unit_of(job)
-    if not unit:
+    if not unit or not _is_cut_alike(now, full):
         return None
     # what is whole in each stage, and the step that all stages share
     whole = [_whole_units(now.grid, stage, unit, held) for stage in range(now.grid.pp)]
@@ -114,9 +114,11 @@ class ReplicaRecovery:
     def regroup(self, committer: CheckpointCommitter) -> bool:
         """Ask the workers to leave at the end of their step with their state; return False where they must save.
 
-        While a save is pending they must: it would be lost with the attempt.
+        While a save is pending they must: it would be lost with the attempt. So they must on a grid that holds the
+        state in other parts than the job's own.
         """
-        if not (unit_of(self._grids.full.job) and committer.is_idle):
+        now, full = self._grids.now, self._grids.full
+        if not (unit_of(full.job) and _is_cut_alike(now, full) and committer.is_idle):
             return False
         self._may_go_on = True
         self._group.request(Requests(regroup=True))
@@ -156,6 +158,18 @@ class ReplicaRecovery:
         """Return whether a save was lost with the attempt before; once."""
         is_owed, self._owes_save = self._owes_save, False
         return is_owed
+
+
+def _is_cut_alike(one: RunPlan, other: RunPlan) -> bool:
+    """Return whether ranks at equal places hold the same part of the state, whatever the number of replicas."""
+    return _cut_of(one) == _cut_of(other)
+
+
+def _cut_of(plan: RunPlan) -> tuple[object, ...]:
+    parallel, is_on_host = plan.job.parallel, "optimizer" in plan.job.memory.offload
+    sharers = dp_shard_ranks(parallel, parallel.dp * parallel.cp)
+    degrees = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dynamic_cp
+    return *degrees, plan.stages, sharers, is_on_host
 
 
 _Units = list[tuple[int, ...]]

@@ -1,5 +1,7 @@
 """A teacher's stored logits: those of the live teacher on the rows that a run reads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from raymega.data.arrow import ShardWriter
 from raymega.data.checks import training_faults
 from raymega.data.distillation.stored_logits import (
+    LogitWriter,
     create_logits,
     finish_logits,
     logit_files,
@@ -166,3 +169,23 @@ def test_a_job_without_a_teacher_is_told_before_a_cluster_is_asked(corpus):
     job = _plan(corpus).job
     with pytest.raises(ConfigError, match="teacher_checkpoint=none, and no --checkpoint"):
         store_teacher(job)
+
+
+def test_a_rank_writes_the_bytes_of_its_own_positions_alone(tmp_path):
+    """Over a network a page that holds zeros of another rank's positions would overwrite them."""
+    files = create_logits(str(tmp_path), (3, 8, 2))
+    values, parts = np.arange(16).reshape(8, 2), (np.array([0, 1, 6, 7]), np.array([5, 2, 3, 4]))
+    writers = [LogitWriter(files.ids) for _ in parts]
+    written = []
+    for writer, at in zip(writers, parts, strict=True):
+        file = writer._file
+        writer._file = SimpleNamespace(
+            seek=file.seek, write=lambda text, to=file.write: written.append(len(text)) or to(text),
+            fileno=file.fileno, close=file.close,
+        )  # fmt: skip
+        writer.write(1, at, values[at])
+    for writer in writers:
+        writer.close()
+    found = np.load(files.ids)
+    np.testing.assert_array_equal(found[1], values)
+    assert not found[[0, 2]].any() and written == [16, 16, 8, 24], "runs of two tokens of 4 bytes"

@@ -1,11 +1,13 @@
 """Whether a run goes on from the state that its workers hold, on which grid, and who takes which rank."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from raymega.events import AttemptStarted, Recovered, StepFinished
 from raymega.messages import Requests
 from raymega.orchestrate.core.state import State
-from raymega.orchestrate.driver.replicas import continuation, unit_of
+from raymega.orchestrate.driver.replicas import ReplicaRecovery, continuation, unit_of
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from tests.support.fakes import FakeWorkers
 from tests.support.jobs import make_test_plan
@@ -113,6 +115,26 @@ def test_run_that_may_not_or_need_not_go_on_does_not(more):
 )
 def test_unit_is_what_replicas_hold_once_between_them(layout, unit):
     assert unit_of(make_test_plan(*CONTINUE, *layout).job) == unit
+
+
+@pytest.mark.parametrize(
+    ("full", "now"),
+    [
+        (("parallel.tp=2", "parallel.dp=2"), ("parallel.dp=1",)),
+        (("parallel.tp=2", "parallel.dp=2"), ("parallel.dp=3",)),
+        (("parallel.pp=2", "parallel.dp=2"), ("parallel.dp=3",)),
+        (HYBRID, ("parallel.dp=5", "parallel.sharding=optimizer")),
+    ],
+    ids=["one-rank", "no-tp", "no-pp", "shared-by-all"],
+)
+def test_a_grid_that_cuts_the_state_otherwise_saves_before_the_job_has_its_own_again(full, now):
+    """A run that came to it by a search, or by a loss that its neighbourhoods do not divide."""
+    grids = ScalingPolicy(make_test_plan(*CONTINUE, *full))
+    grids.now = make_test_plan(*CONTINUE, *now)
+    held = dict.fromkeys(range(grids.now.grid.world_size), 7)
+    assert continuation(grids, held, processes(grids.full.grid.world_size)) is None
+    recovery = ReplicaRecovery(grids, SimpleNamespace(), SimpleNamespace(request=print))
+    assert not recovery.regroup(SimpleNamespace(is_idle=True)), "the workers save"
 
 
 # The driver.
