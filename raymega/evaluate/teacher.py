@@ -107,12 +107,6 @@ def _faults(job: Job, uri: str) -> Iterator[Fault]:
             rule="a teacher is a model with weights",
             remedy="set distillation.teacher_checkpoint, or give --checkpoint URI",
         )
-    if job.model.vision.is_on:
-        yield Fault(
-            fact=f"model.vision.kind={job.model.vision.kind}",
-            rule="the pass that stores a teacher's logits reads tokens, and no images",
-            remedy="set distillation.teacher=live",
-        )
     for path in job.data.datasets:
         if not has_folder(path):
             yield Fault(

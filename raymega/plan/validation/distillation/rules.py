@@ -113,11 +113,11 @@ def vision_faults(loss: str, teacher: ModelSection | str, vision: VisionSection)
 
 
 @reads(
-    "distillation.loss_type teacher top_k, model.vocab_size vision, data.transforms, parallel.dynamic_cp"
+    "distillation.loss_type teacher top_k, model.vocab_size, data.transforms, parallel.dynamic_cp"
 )
 def stored_faults(*values: Any) -> Iterator[Fault]:
     """Check that stored logits can be used by the loss, and are those of the job's rows."""
-    loss, teacher, top_k, vocab_size, vision, transforms, is_dynamic = values
+    loss, teacher, top_k, vocab_size, transforms, is_dynamic = values
     if loss == "none" or teacher != "stored":
         return
     name = "distillation.teacher=stored"
@@ -134,12 +134,6 @@ def stored_faults(*values: Any) -> Iterator[Fault]:
                 f"distillation.top_k={top_k} and model.vocab_size={vocab_size}",
                 f"a token has {vocab_size} logits",
                 f"set distillation.top_k={vocab_size} or less",
-            ),
-            (
-                vision.is_on,
-                f"model.vision.kind={vision.kind} with {name}",
-                "the pass that stores a teacher's logits reads tokens, and no images",
-                "set distillation.teacher=live",
             ),
             (
                 bool(transforms),

@@ -31,7 +31,12 @@ def _teacher(vision: str) -> str:
 
 
 def test_a_teacher_with_a_tower_of_its_own_sees_the_same_images() -> None:
-    assert _facts() == _facts(_teacher(f", vision: {{{TOWER}}}")) == []
+    assert (
+        _facts()
+        == _facts("distillation.teacher=stored")
+        == _facts(_teacher(f", vision: {{{TOWER}}}"))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,12 +51,8 @@ def test_a_teacher_with_a_tower_of_its_own_sees_the_same_images() -> None:
             [_teacher(f", vision: {{{TOWER}}}"), "model.vision={}"],
             "vision has is_on=True, and model.vision False",
         ),
-        (
-            ["distillation.teacher=stored"],
-            "model.vision.kind=clip with distillation.teacher=stored",
-        ),
     ],
-    ids=["text-alone", "other-pixels", "images-for-none", "stored"],
+    ids=["text-alone", "other-pixels", "images-for-none"],
 )
 def test_a_teacher_that_sees_other_images_is_refused(overrides: list[str], words: str) -> None:
     assert any(words in fact for fact in _facts(*overrides))
