@@ -26,6 +26,14 @@ def test_run_lives_through_a_fault_of_each_class(drills, record_property):
         "the first fault may come before a snapshot is whole"
     )
     assert by_kind["kill-driver"].source == "store", "what is in memory ends with the driver"
-    assert {"kill-worker", "kill-driver"} <= set(verdict.sheet.by_cause)
+    # where outages overlap the time counts for the earlier fault, and a node's loss may be noticed only at the driver's death
+    driver, earlier = by_kind["kill-driver"], verdict.incidents[: kinds.index("kill-driver")]
+    is_inside = any(_recovered_s(driver) <= _recovered_s(each) for each in earlier)
+    assert "kill-worker" in verdict.sheet.by_cause
+    assert "kill-driver" in verdict.sheet.by_cause or is_inside
     assert sum(verdict.sheet.by_cause.values()) == pytest.approx(verdict.sheet.wall_s, rel=0.05)
     record_property("by_cause", str(verdict.sheet.by_cause))
+
+
+def _recovered_s(incident):
+    return incident.injected.at_s + incident.recovery_s
