@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 def test_sound_cluster_has_no_problems_and_every_axis_is_measured(tmp_path):
     plan = make_test_plan("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
     findings = list(examine(plan, store_uri=str(tmp_path)))
-    # How even links are depends on what else this machine does.
+    # How even links are depends on what else this machine does: an axis whose groups differ has a second finding.
     problems = [f.fact for f in findings if f.status == "problem" and f.check != "bandwidth"]
     assert problems == []
     by_check = {finding.check: finding for finding in findings}
     assert set(by_check) == {"resources", "versions", "gpus", "clocks", "store", "bandwidth"}
     assert by_check["resources"].values["cpus"] == 4
-    axes = [f.values["axis"] for f in findings if f.check == "bandwidth"]
-    assert axes == ["world", "tp", "pp"]
-    assert all(f.values["bytes_per_s"] > 1e6 for f in findings if f.check == "bandwidth")
+    measured = [f for f in findings if f.check == "bandwidth" and f.status == "ok"]
+    assert [f.values["axis"] for f in measured] == ["world", "tp", "pp"]
+    assert all(f.values["bytes_per_s"] > 1e6 for f in measured)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert leftovers() == []
 
