@@ -1,13 +1,14 @@
 """Apply the job's rules on what a run takes from the checkpoint that it starts from.
 
-The module handles names alone; ``raymega.checkpoint.load.init_from`` checks that a checkpoint has
+The module handles names and fields alone; ``raymega.checkpoint.load.init_from`` checks that a checkpoint has
 such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from raymega.config.schema import CheckpointSection
 from raymega.plan.rename_rules import make_renames, renamed
@@ -19,6 +20,8 @@ RENAME, REINIT, IGNORE, CHANGED, UPCYCLE = (
 LAST_STEP = ("*.moe.router.counts",)
 """Patterns of tensors with state of a run's own last step: no weights, and useless to another run.
 """
+REPEATED = {"attention.layer_types": "", "layer_sizes.num_heads": "num_heads"}
+"""Fields that list a value a layer, repeated to the last one, with the field that an empty list stands for."""
 
 
 def init_names(section: CheckpointSection, saved: Iterable[str]) -> dict[str, str]:
@@ -37,3 +40,13 @@ def is_reinitialised(section: CheckpointSection, tensor: str) -> bool:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern such as ``layers.1?.*`` fits the whole name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_same_by_layer(field: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two unlike lists give each layer that both models have the same value."""
+    if field not in REPEATED:
+        return False
+    other = REPEATED[field]
+    blocks = min(made["num_layers"] + made["num_nextn_predict_layers"] for made in (then, now))
+    lists = [made[field] or [made[other]] for made in (then, now)]
+    return all(lists[0][n % len(lists[0])] == lists[1][n % len(lists[1])] for n in range(blocks))

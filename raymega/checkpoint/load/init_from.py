@@ -25,6 +25,7 @@ from raymega.plan.init_from_rules import (
     RENAME,
     init_names,
     is_reinitialised,
+    is_same_by_layer,
     matches,
 )
 from raymega.plan.rename_rules import make_renames
@@ -346,7 +347,7 @@ def _field_faults(
     facts = {
         field: f"was made with model.{field}={then[field]}, not {now[field]}"
         for field in (*UNSEEN_IN_SHAPES, *get_args(FunctionField))
-        if then.get(field, now[field]) != now[field]
+        if then.get(field, now[field]) != now[field] and not is_same_by_layer(field, then, now)
     }
     return [
         _other_model(section.init_from, facts[field])

@@ -84,6 +84,21 @@ def test_what_the_run_changes_on_purpose_is_named(imported):
     assert _start(imported.uri, longer, allow_changed=("rope_theta", "norm_eps")) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"attention": AttentionSection(layer_types=("full", "full"))}, ""),
+        ({"attention": AttentionSection(layer_types=("full", "no_positions"))}, "layer_types=['full'], not"),
+        ({"head_dim": 4, "layer_sizes": LayerSizesSection(num_heads=(4, 4, 4))}, ""),
+        ({"head_dim": 4, "layer_sizes": LayerSizesSection(num_heads=(4,), num_kv_heads=(2,))}, ""),
+    ],
+    ids=["types", "other-types", "sizes", "kv-sizes"],
+)  # fmt: skip
+def test_lists_by_layer_are_compared_layer_by_layer(imported, changes, fact):
+    found = _start(imported.uri, _changed(imported.model, **changes))
+    assert fact in str(found[0]) if fact else found == []
+
+
 def test_a_new_head_pools_as_its_job_says(imported):
     rules = {"reinit": ("head.score.*",), "init_ignore": ("head.weight",)}
     head = HeadSection(kind="regression", pooling="mean")
