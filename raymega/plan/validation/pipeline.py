@@ -27,16 +27,27 @@ MAX_LISTED = 100_000
 PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 
-@reads("parallel.pp, model.num_layers, parallel.stages")
-def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
-    """Check the number of layers, and that there is at least one for each rank."""
+@reads("model.num_layers num_nextn_predict_layers")
+def count_faults(layers: int, further: int) -> Iterator[Fault]:
+    """Check that the model's layers are few enough to be listed; other rules list them."""
+    yield from listed_faults("num_layers", layers)
+    yield from listed_faults("num_nextn_predict_layers", further)
+
+
+def listed_faults(field: str, layers: int) -> Iterator[Fault]:
+    """Check the number of layers that ``field`` of the model section gives."""
     if layers > MAX_LISTED:
         yield Fault(
-            fact=f"model.num_layers={layers}",
+            fact=f"model.{field}={layers}",
             rule=f"tensors are listed layer by layer, for at most {MAX_LISTED:,} of them",
             remedy=f"use at most {MAX_LISTED}",
         )
-    elif pp > layers and stages in KINDS:
+
+
+@reads("parallel.pp, model.num_layers, parallel.stages")
+def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
+    """Check that there is at least one layer for each rank."""
+    if pp > layers and stages in KINDS:
         yield Fault(
             fact=f"parallel.pp={pp}",
             rule=f"every rank needs a layer, and model.num_layers={layers}",

@@ -38,7 +38,10 @@ from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.rule import Rule
 from raymega.plan.validation.unused_fields import PARTNER_FIELDS, unused_faults
 
+COUNTS: tuple[Rule, ...] = (pipeline.count_faults, vision.count_faults)
+"""Rules of numbers of layers: where one is broken, the others are not asked, since they list each layer."""
 RULES: tuple[Rule, ...] = (
+    *COUNTS,
     grid.grid_faults,
     grid.world_faults,
     grid.size_faults,
@@ -155,9 +158,24 @@ def job_faults(values: Mapping[str, Any]) -> list[Fault]:
     # A field that did not parse is not in ``values``; its own fault is reported elsewhere. So is that of a part
     # that is not there, whose facts no rule can read.
     values, faults = without_broken_parts(values)
-    faults += [fault for rule in RULES for fault in rule.faults_of(values)]
-    faults += _teacher_faults(values, faults)
+    if too_many := _faults_of(COUNTS, values):
+        return faults + too_many
+    faults += _faults_of(RULES, values)
     return faults + unused_faults(values)
+
+
+def _faults_of(rules: Sequence[Rule], values: Mapping[str, Any]) -> list[Fault]:
+    """Return the faults of ``rules``, and those of a live teacher's model that the job itself has not."""
+    own = [fault for rule in rules for fault in rule.faults_of(values)]
+    if not has_teacher(values):
+        return own
+    teacher = teacher_values(values)
+    found = [fault for rule in rules for fault in rule.faults_of(teacher)]
+    return own + [
+        replace(fault, fact=f"of the teacher, distillation.teacher_model: {fault.fact}")
+        for fault in found
+        if fault not in own
+    ]
 
 
 def fault_counter(
@@ -202,16 +220,3 @@ def fault_counter(
 
 def _of_teacher(rule: Rule) -> Callable[[Mapping[str, Any]], list[Fault]]:
     return lambda values: rule.faults_of(teacher_values(values))
-
-
-def _teacher_faults(values: Mapping[str, Any], own: Sequence[Fault]) -> list[Fault]:
-    """Return the faults of a live teacher's model on the job's grid, without those that the job itself has."""
-    if not has_teacher(values):
-        return []
-    teacher = teacher_values(values)
-    found = [fault for rule in RULES for fault in rule.faults_of(teacher)]
-    return [
-        replace(fault, fact=f"of the teacher, distillation.teacher_model: {fault.fact}")
-        for fault in found
-        if fault not in own
-    ]

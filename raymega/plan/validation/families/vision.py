@@ -10,11 +10,18 @@ from raymega.config.mla import MlaSection
 from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
+from raymega.plan.validation.pipeline import listed_faults
 from raymega.plan.validation.rule import broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
 PLAIN = VisionSection()
 ROWS = "rows of images predict the next token of text"
+
+
+@reads("model.vision")
+def count_faults(vision: VisionSection) -> Iterator[Fault]:
+    """Check that the tower's layers are few enough to be listed; other rules list them."""
+    yield from listed_faults("vision.num_layers", vision.num_layers)
 
 
 @reads("model.vision")
