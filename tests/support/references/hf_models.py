@@ -244,15 +244,20 @@ FOLDERS = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "DeepseekV2": "deep
            "Qwen3_5MoeText": "qwen3_5_moe", "NemotronH": "nemotron_h"}  # fmt: skip
 
 
-def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):
-    """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
+def make_config(kind, **changes):
+    """Return the config of a small model, with ``changes``, and the module that has its classes."""
     family, fields = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES | FAMILIES)[kind]
-    if positions:
-        changes["n_positions" if family == "GPT2" else "max_position_embeddings"] = positions
-    fields = fields | changes
     folder = FOLDERS.get(family, family.lower())
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = getattr(module, f"{family}Config")(**fields)
+    return getattr(module, f"{family}Config")(**fields | changes), module
+
+
+def make_model(kind, *, seed=0, dtype=torch.float64, positions=0, **changes):
+    """A model whose every parameter is random: no zero biases or unit norms to hide a mistake."""
+    family = (KINDS | EXPERTS | IN_OTHER_WORDS | ALIASES | FAMILIES)[kind][0]
+    if positions:
+        changes["n_positions" if family == "GPT2" else "max_position_embeddings"] = positions
+    config, module = make_config(kind, **changes)
     config._experts_implementation = "eager"
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(module, f"{family.removesuffix('Text')}{head}")(config).to(dtype).eval()
