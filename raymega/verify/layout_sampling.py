@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import combinations
 from random import Random
 
+from raymega.config.attention import AttentionSection
 from raymega.config.schema import Job
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.stages import CUT, LAYER
@@ -56,6 +57,11 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     (
         lambda job: job.model.vision.is_on,
         frozenset({"tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute"}),
+    ),
+    (
+        # windows, chunks, caps, sinks, positions and temperatures of layers: each cp method has code for them
+        lambda job: job.model.attention != AttentionSection(),
+        frozenset({"cp", "cp_method", "tp", "recompute"}),
     ),
     (lambda job: job.model.num_nextn_predict_layers, frozenset({"pp", "chunks", "stages", "cp", "schedule"})),
     (lambda job: job.model.mla.kv_lora_rank, frozenset({"tp", "cp", "cp_method", "sequence_parallel"})),

@@ -285,8 +285,12 @@ EXPERTS = ("model.moe.num_experts=4", "model.moe.intermediate_size=16")
             ("data.packing=best_fit", "data.packing_window=64", "data.document_multiple=8"),
             [("dynamic_cp", True), ("cp_method", "all_gather")],
         ),
+        (
+            ("model.attention={layer_types: [sliding, full], sliding_window: 5, sinks: true}",),
+            [("cp_method", method) for method in ("ring", "all_gather", "all_to_all", "hybrid")],
+        ),
     ],
-    ids=["dense", "attention-dropout", "experts", "packed"],
+    ids=["dense", "attention-dropout", "experts", "packed", "windows"],
 )  # fmt: skip
 def test_ten_layouts_meet_what_the_jobs_own_features_run_through(overrides, wanted, seed):
     job = make_job(*overrides)
