@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from raymega.checkpoint.format import commit_log
 from raymega.config.load import parse_job
 from raymega.plan.run_plan import make_plan
 from tests.scale.fleet.run import Fleet
@@ -27,6 +28,8 @@ def fleet_of(tmp_path, monkeypatch, *more, tp, dp, num_nodes, gpus, minutes, see
         "checkpoint.keep_every=50", *more,
     )  # fmt: skip
     print(f"FLEET_SEED={seed}")
+    if seed % 2:  # as in a run with thousands of checkpoints, which are known by the log of commits
+        monkeypatch.setattr(commit_log, "FEW_CHECKPOINTS", 0)
     plan = make_plan(parse_job(VERIFY, sets).job())
     return Fleet(
         plan, seed=seed, num_nodes=num_nodes, gpus=gpus, minutes=minutes, step_s=step_s,
