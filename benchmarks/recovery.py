@@ -7,6 +7,7 @@ mock), so that the cores have time for the control plane, as those of hosts with
 Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
     python benchmarks/recovery.py [--quick] [--parts kill replica waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
+        [--corpus s3]
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.corpus_on_s3 import corpus_on_s3
 from benchmarks.recovery_ray_train import kills_under_ray_train
 from raymega.chaos.sandbox import Sandbox, sandbox
 from raymega.config.load import parse_job
@@ -338,13 +340,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 ranks, one kill each, no node")
     parser.add_argument("--set", action="append", default=[], help="a field of the job")
     parser.add_argument("--spares", type=int, nargs="*", default=[1, 0])
+    parser.add_argument("--corpus", choices=("synthetic", "s3"), default="synthetic")
     options = parser.parse_args()
     ranks, parts = ([2], ("kill",)) if options.quick else (options.ranks, options.parts)
     most = min(8, max(ranks))
     logging.basicConfig(level=logging.ERROR)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {NODES} Ray nodes", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(folder, 1 if options.quick else options.kills, options.set)
+    corpus = corpus_on_s3() if options.corpus == "s3" else nullcontext([])
+    with tempfile.TemporaryDirectory() as folder, corpus as settings:
+        bench = Bench(folder, 1 if options.quick else options.kills, [*settings, *options.set])
         if "kill" in parts:
             bench.kill(ranks, options.spares)
         if "replica" in parts:

@@ -18,7 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,8 @@ KINDS = {  # by words of a command line
     "log and signal monitors": ("log_monitor.py", "monitor.py"),
     "snapshot servers": ("SnapshotServer", "snapshots"),
 }
+NAMED = ("driver", "rank 0")
+"""Processes that live on, whose threads are told by name."""
 RAYS_OWN = ("raylet", "gcs_server", "dashboard", "agents", "log and signal monitors")
 """Processes whose growth is shown, but does not count."""
 
@@ -65,6 +68,7 @@ class Soak:
     table: dict[tuple[str, str], list[tuple[int, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    names: dict[str, list[Counter[str]]] = field(default_factory=lambda: defaultdict(list))
     num_deaths: int = 0
     num_recoveries: int = 0
     since: int = 0
@@ -108,6 +112,8 @@ class Soak:
                     counts[kind]["MiB"] += process.memory_info().rss / MIB
                     counts[kind]["descriptors"] += process.num_fds()
                     counts[kind]["threads"] += process.num_threads()
+                    if kind in NAMED:
+                        self.names[kind].append(threads_of(process.pid))
             except psutil.Error:  # it has just ended
                 continue
             number += 1
@@ -164,6 +170,11 @@ class Soak:
             are_flat &= is_flat or not is_ours
             verdict = "" if is_flat else "  GROWS" if is_ours else "  grows, Ray's own"
             print(f"{kind:28}{unit:12}{cells:40}{growth}{verdict}")
+        for kind, found in sorted(self.names.items()):
+            more, fewer = found[-1] - found[0], found[0] - found[-1]
+            print(
+                f"{kind}: threads at the end, not at the begin: {dict(more)}; and the other way: {dict(fewer)}"
+            )
         return are_flat
 
 
@@ -176,6 +187,15 @@ def is_flat_from(medians: list[float], floor: float) -> tuple[bool, str]:
     share = max((after - before) / before if before else 0.0 for before, after in pairs)
     is_flat = all(after - before <= max(MOST_GROWTH * before, floor) for before, after in pairs)
     return is_flat, f"{100 * share:+.2f} % ({worst:+.1f})"
+
+
+def threads_of(pid: int) -> Counter[str]:
+    """Return how many threads of each name a process has; those that have just ended count nothing."""
+    found: Counter[str] = Counter()
+    for path in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):
+            found[path.read_text().strip()] += 1
+    return found
 
 
 def size_below(folder: Path) -> int:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raymega.checkpoint.format.manifest import list_manifests
+from raymega.checkpoint.format.manifest import valid_checkpoints
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.load.pinned_source import (
     BASE,
@@ -333,7 +333,7 @@ def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         outside = store_faults(uri)
         yield from outside
         # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
-        is_resumed = not outside and bool(list_manifests(open_store(uri)))
+        is_resumed = not outside and bool(valid_checkpoints(open_store(uri)))
         if is_resumed:
             model = _section(values, "model", ModelSection)
             schedule = _section(values, "schedule", ScheduleSection)

@@ -61,6 +61,10 @@ class StreamShard:
     num_bytes: int
 
 
+NO_CRC32 = -1
+"""Checksum of what has none: Megatron's files."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardMeta:
     """Description of one file of tokens.
@@ -70,7 +74,7 @@ class ShardMeta:
         num_documents: Number of documents, each closed by an end-of-document token.
         num_tokens: Number of tokens, including end-of-document tokens.
         num_bytes: Size of the file in bytes.
-        crc32: Checksum ``zlib.crc32`` of the file.
+        crc32: Checksum ``zlib.crc32`` of the file; NO_CRC32 for a part of a file that has none.
     """
 
     file: str

@@ -10,10 +10,12 @@ Source: megatron/core/datasets/indexed_dataset.py of megatron-core 0.16.1.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from struct import Struct
 from typing import Literal
@@ -21,9 +23,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from raymega.config.data import MEGATRON
+from raymega.config.data import CACHE_BYTES, MEGATRON
 from raymega.data.format import SHARD_TOKENS, StreamShard
-from raymega.errors import ConfigError, DataError, Fault
+from raymega.data.streaming.bin_parts import PartCache, RemotePair, copied_index, look_at
+from raymega.data.streaming.fetcher import Fetcher
+from raymega.data.streaming.node_cache import cache_root
+from raymega.data.streaming.remote_dataset import is_remote
+from raymega.errors import ConfigError, DataError, Fault, StorageError
+from raymega.storage.registry import reading_faults
 
 HEADER = Struct("<9sQBQQ")
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -63,17 +70,51 @@ class MegatronIndex:
     borders: npt.NDArray[np.int64]
 
 
-def read_index(prefix: str) -> MegatronIndex:
-    """Read the header of PREFIX.idx, and map its arrays.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronFiles:
+    """Both files of a prefix.
+
+    Attributes:
+        index: The .idx file on this machine: itself, or a copy of that in an object store.
+        num_bytes: Size of the .bin file.
+        remote: Both files in an object store; None for files of this machine.
+    """
+
+    index: Path
+    num_bytes: int
+    remote: RemotePair | None
+
+
+def find_files(prefix: str, *, root: Path | None = None) -> MegatronFiles:
+    """Find PREFIX.bin and PREFIX.idx; the .idx file of an object store is copied to this node.
+
+    Args:
+        prefix: Path or URI of both without .bin and .idx.
+        root: Folder of the node for the copy; None for :func:`cache_root`.
 
     Raises:
         ConfigError: One of the two files does not exist.
-        DataError: The .idx file is not one of version 1 with integer tokens of text.
+        StorageError: The store cannot be reached.
     """
+    if is_remote(prefix):
+        try:
+            pair = look_at(prefix)
+        except KeyError as error:
+            raise ConfigError(_no_files(f"{error.args[0]} does not exist")) from None
+        index = copied_index(pair, root or cache_root())
+        return MegatronFiles(index=index, num_bytes=pair.num_bytes, remote=pair)
     for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not path.is_file():
             raise ConfigError(_no_files(f"{path} does not exist"))
-    path = Path(f"{prefix}.idx")
+    return MegatronFiles(index=Path(f"{prefix}.idx"), num_bytes=path.stat().st_size, remote=None)
+
+
+def read_index(path: Path) -> MegatronIndex:
+    """Read the header of an .idx file, and map its arrays.
+
+    Raises:
+        DataError: The file is not one of version 1 with integer tokens of text.
+    """
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -98,24 +139,39 @@ def read_index(prefix: str) -> MegatronIndex:
 
 
 class MegatronStream:
-    """Tokens of a .bin file as one array, read in place; see `raymega.data.arrow.TokenStream`."""
+    """Tokens of a .bin file as one array, read in place; see `raymega.data.arrow.TokenStream`.
 
-    def __init__(self, prefix: str) -> None:
-        """Map the files.
+    Of a file in an object store the parts that are read come to this node, see `streaming.bin_parts`.
+    """
+
+    def __init__(self, prefix: str, fetcher: Fetcher | None = None) -> None:
+        """Map the files; ``fetcher`` brings those of an object store, None is one of their own.
 
         Raises:
             ConfigError: One of the two files does not exist.
             DataError: The files are damaged, or the .bin file has another length than the .idx says.
+            StorageError: The store cannot be reached.
         """
-        self._index, path = read_index(prefix), Path(f"{prefix}.bin")
-        num_bytes, item = path.stat().st_size, self._index.dtype.itemsize
+        self._files = find_files(prefix, root=fetcher.root if fetcher else None)
+        self._fetcher = fetcher
+        self.index = self._index = read_index(self._files.index)
+        path, num_bytes, item = f"{prefix}.bin", self._files.num_bytes, self._index.dtype.itemsize
         # Offsets ascend without gaps in what Megatron's tools write, so the last one tells the length.
         lengths, offsets = self._index.lengths, self._index.offsets
         end = int(offsets[-1]) + item * int(lengths[-1]) if len(lengths) else 0
         if num_bytes != end:
             raise DataError(_no_files(f"{path} has {num_bytes} bytes, and its .idx says {end}"))
         self.num_tokens = num_bytes // item
-        self._tokens = np.memmap(path, self._index.dtype, "r") if num_bytes else np.empty(0)
+        is_here = num_bytes and self._files.remote is None
+        self._tokens = np.memmap(path, self._index.dtype, "r") if is_here else np.empty(0)
+
+    @cached_property
+    def _parts(self) -> PartCache | None:
+        """Parts of a file in an object store; None for a file of this machine."""
+        if self._files.remote is None:
+            return None
+        fetcher = self._fetcher or Fetcher(limit_bytes=CACHE_BYTES)
+        return PartCache(self._files.remote, self.shards, self._index.dtype, fetcher)
 
     @cached_property
     def shards(self) -> tuple[StreamShard, ...]:
@@ -129,14 +185,30 @@ class MegatronStream:
             for n, documents in zip(tokens, np.diff(first, append=len(found)), strict=True)
         )
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(shard.num_tokens for shard in self.shards))
+
     def need(self, shards: Sequence[int]) -> None:
-        """Do nothing: the file is here."""
+        """Take the numbers of the parts that are read next, the first one first."""
+        if self._parts is not None:
+            self._parts.need([self._parts.parts[number] for number in shards])
 
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) as int64."""
         if not 0 <= start < stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
-        return self._tokens[start:stop].astype(np.int64)
+        if self._parts is None:
+            return self._tokens[start:stop].astype(np.int64)
+        number, found = bisect_right(self._ends, start), []
+        while start < stop:
+            end, first = (
+                min(stop, self._ends[number]),
+                self._ends[number] - self.shards[number].num_tokens,
+            )
+            found.append(self._parts.tokens(number)[start - first : end - first].astype(np.int64))
+            start, number = end, number + 1
+        return np.concatenate(found)
 
     def document_lengths(self) -> Tokens:
         """Return the number of tokens of each document that has any, in stream order, [N]."""
@@ -148,13 +220,11 @@ class MegatronStream:
 def megatron_faults(path: str) -> list[Fault]:
     """Return the faults of the files at ``megatron:PREFIX``; reads the whole .idx and no tokens."""
     prefix = path.removeprefix(MEGATRON)
-    if "://" in prefix:
-        fact = f"{path} is in an object store"
-        return [_no_files(fact, "copy both files to a file system that all nodes share")]
+    if is_remote(prefix) and (refusals := reading_faults(prefix, field="megatron:PREFIX")):
+        return refusals
     try:
-        MegatronStream(prefix)
-        index = read_index(prefix)
-    except (ConfigError, DataError) as error:
+        index = MegatronStream(prefix).index
+    except (ConfigError, DataError, StorageError) as error:
         return [fault for fault in error.faults if isinstance(fault, Fault)]
     item = index.dtype.itemsize
     # Files that other tools wrote may skip or repeat parts of the .bin file.
@@ -178,34 +248,45 @@ def megatron_identity(path: str) -> str:
 
     Raises:
         ConfigError: One of the files does not exist.
+        StorageError: The store cannot be reached.
     """
     prefix = path.removeprefix(MEGATRON)
-    read_index(prefix)
+    files = find_files(prefix)
+    read_index(files.index)
     digest = blake2b(digest_size=8)
-    with Path(f"{prefix}.idx").open("rb") as file:
+    with files.index.open("rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     # All of a long .bin file would take hours.
-    size = Path(f"{prefix}.bin").stat().st_size
-    digest.update(b"%d" % size)
-    with Path(f"{prefix}.bin").open("rb") as file:
-        for number in range(NUM_PROBES):
-            file.seek(number * max(0, size - PROBE_BYTES) // (NUM_PROBES - 1))
-            digest.update(file.read(PROBE_BYTES))
+    digest.update(b"%d" % files.num_bytes)
+    for number in range(NUM_PROBES):
+        start = number * max(0, files.num_bytes - PROBE_BYTES) // (NUM_PROBES - 1)
+        digest.update(_probe(prefix, files, start))
     return digest.hexdigest()
+
+
+def _probe(prefix: str, files: MegatronFiles, start: int) -> bytes:
+    if files.remote is not None:
+        return files.remote.read("bin", start, PROBE_BYTES)
+    with Path(f"{prefix}.bin").open("rb") as file:
+        file.seek(start)
+        return file.read(PROBE_BYTES)
 
 
 def megatron_key(path: str) -> str:
     """Return a digest of the .idx file's place, size and time, under which a node shares what it says."""
-    index = Path(f"{path.removeprefix(MEGATRON)}.idx")
+    prefix = path.removeprefix(MEGATRON)
+    if is_remote(prefix):
+        return look_at(prefix).key
+    index = Path(f"{prefix}.idx")
     found = index.stat()
     name = f"{index.absolute()} {found.st_size} {found.st_mtime_ns}"
     return blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-def _no_files(fact: str, remedy: str = "") -> Fault:
+def _no_files(fact: str) -> Fault:
     return Fault(
         fact=fact,
         rule="megatron:PREFIX is PREFIX.bin and PREFIX.idx as Megatron's tools/preprocess_data.py writes them",
-        remedy=remedy or "give the path of both without .bin and .idx, or write them again",
+        remedy="give the path of both without .bin and .idx, or write them again",
     )

@@ -118,6 +118,8 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     # a data source by name: built-in tokens, Megatron's files, or a plug-in's
     if name := source_name(path):
         setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=vocab_size)
+        if is_megatron(path):
+            return open_megatron(setup, fetcher)
         opened = open_named(name, setup, plugins)
         return packed(opened, shape) if isinstance(opened, DocumentSource) else opened
     # A prepared dataset: check it as far as possible without reading tokens.
@@ -177,11 +179,11 @@ def open_synthetic(setup: SourceSetup) -> Source:
     )
 
 
-def open_megatron(setup: SourceSetup) -> Source:
-    """Open Megatron's files."""
+def open_megatron(setup: SourceSetup, fetcher: Fetcher | None = None) -> Source:
+    """Open Megatron's files; ``fetcher`` brings those of an object store."""
     if setup.split != "train":
         raise DataError(missing_split(setup.path, setup.split))
-    stream = MegatronStream(setup.path.removeprefix(MEGATRON))
+    stream = MegatronStream(setup.path.removeprefix(MEGATRON), fetcher)
     key = megatron_key(setup.path) if setup.shape.packing != "none" else ""
     return _rows_of(stream, setup, labels=None, key=key)
 

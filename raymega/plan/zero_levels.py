@@ -7,9 +7,11 @@ Rajbhandari et al., ZeRO: memory optimizations toward training trillion paramete
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 
 from raymega.config.parallel import ParallelSection
+from raymega.config.schema import Job
 
 
 class ZeroLevel(IntEnum):
@@ -59,3 +61,45 @@ def dp_shard_ranks(parallel: ParallelSection, replicas: int) -> int:
     if parallel.sharding == "none":
         return 1
     return data_parallel_shard_size(parallel) or replicas
+
+
+def can_outlive_loss(
+    ep: int,
+    is_cp_dynamic: bool,  # noqa: FBT001  # fields of a rule come by position
+    sharding: str,
+    group: int | str,
+    cp: int,
+    offload: Collection[str],
+) -> bool:
+    """Return whether replicas, if they are enough, still hold all of the state when one of them is lost.
+
+    Experts that are spread over replicas are lost with one, and so is state that all replicas share. State in
+    host memory, and that of a dynamic cp, is not taken over.
+
+    Args:
+        ep: Degree of expert parallelism.
+        is_cp_dynamic: Value of ``parallel.dynamic_cp``.
+        sharding: Value of ``parallel.sharding``.
+        group: Value of ``parallel.data_parallel_shard_degree``.
+        cp: Degree of context parallelism.
+        offload: Value of ``memory.offload``.
+    """
+    if ep > 1 or is_cp_dynamic or "optimizer" in offload:
+        return False
+    # hybrid sharding: whole neighbourhoods of replicas are lost and kept
+    return sharding == "none" or (group != "all" and cp == 1)
+
+
+def replicas_per_copy(job: Job) -> int:
+    """Return how many neighbouring replicas hold the state once between them; 0 where none of it outlives a loss."""
+    parallel = job.parallel
+    if not can_outlive_loss(
+        parallel.ep, parallel.dynamic_cp, parallel.sharding,
+        parallel.data_parallel_shard_degree, parallel.cp, job.memory.offload,
+    ):  # fmt: skip
+        return 0
+    num_replicas = parallel.dp * parallel.cp
+    sharers = dp_shard_ranks(parallel, num_replicas)
+    if sharers == 1:
+        return 1
+    return sharers if sharers < num_replicas and not job.model.moe.num_experts else 0

@@ -95,6 +95,15 @@ class DeletesMany(Protocol):
         """Remove objects; missing keys are no error."""
 
 
+def is_there(store: Store, key: str) -> bool:
+    """Return whether ``store`` has an object ``key``."""
+    try:
+        store.size(key)
+    except KeyError:
+        return False
+    return True
+
+
 def delete_all(store: Store, keys: Sequence[str]) -> None:
     """Remove the objects in order, many at a time where the store can."""
     if isinstance(store, DeletesMany):

@@ -23,6 +23,7 @@ from raymega.checkpoint.load.init_from import (
     upcycling_of,
 )
 from raymega.checkpoint.load.reader import boxes_by_name, load, names_of
+from raymega.checkpoint.load.shared_load import SharedLoad, groups_to_share
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.copies import SnapshotCopies
@@ -277,21 +278,24 @@ def _restore_from(
     *,
     rank: int,
 ) -> TrainState:
-    # the boxes of this rank's blocks: a large world's manifest leaves the others in its index
-    blocks = list(parts.optimizer.blocks())
+    # the boxes that this rank reads: a large world's manifest leaves the others in its index
+    job, local_cache = parts.plan.job, _near_store(parts.plan.job)
+    reads_alone = isinstance(store, SnapshotCopies) or local_cache or job.memory.offload
+    groups = () if reads_alone else groups_to_share(parts.groups, store.uri)
+    shared = SharedLoad(list(parts.optimizer.blocks()), groups)
+    blocks = shared.mine
     if isinstance(store, SnapshotCopies):
         grid = parts.plan.grid
         manifest = store.read_blocks(key, boxes_by_name(blocks), rank=rank, grid=grid)
     else:
         manifest = read_blocks(store, key, boxes_by_name(blocks))
-    local_cache = _near_store(parts.plan.job)
     source = store
-    if local_cache is not None and not isinstance(
-        store, SnapshotCopies
-    ):  # what memory holds needs no disk
+    # what memory holds needs no disk
+    if local_cache is not None and not isinstance(store, SnapshotCopies):
         source = CachedReader(local_cache, store, manifest)
     # fill masters and moments, then round the weights from the masters
     load(source, manifest, blocks, expected=names_of(parts.plan.job), progress=progress)
+    shared.send(progress)
     parts.optimizer.sync_weights()
     files_near = source.num_near if isinstance(source, CachedReader) else 0
     log.info(

@@ -1,14 +1,18 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import ray
+from ray._private import services
 
 from raymega.session import close_session, open_session
 from tests.support.local_ray import clear_away
 
 FOLDER = Path(__file__).parent
+NODE_START_S = 300.0
+"""Longest wait for a node of Ray to join its cluster."""
 
 
 def pytest_collection_modifyitems(items):
@@ -21,6 +25,29 @@ def pytest_collection_modifyitems(items):
 
 def _needs_another_ray(item):
     return "local_ray" not in item.fixturenames
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patient_nodes():
+    """Wait for a node of a test's cluster as long as it takes to start.
+
+    Ray gives up after 30 s, which a busy machine exceeds; a node left behind by another try would be one more.
+    """
+    real = services.get_node
+
+    def get_node(*args):
+        deadline_s = time.monotonic() + NODE_START_S
+        while True:
+            try:
+                return real(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", get_node)
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from raymega.checkpoint.format import commit_log
 from raymega.config.load import parse_job
 from raymega.plan.run_plan import make_plan
 from tests.scale.fleet.run import Fleet
@@ -27,6 +28,8 @@ def fleet_of(tmp_path, monkeypatch, *more, tp, dp, num_nodes, gpus, minutes, see
         "checkpoint.keep_every=50", *more,
     )  # fmt: skip
     print(f"FLEET_SEED={seed}")
+    if seed % 2:  # as in a run with thousands of checkpoints, which are known by the log of commits
+        monkeypatch.setattr(commit_log, "FEW_CHECKPOINTS", 0)
     plan = make_plan(parse_job(VERIFY, sets).job())
     return Fleet(
         plan, seed=seed, num_nodes=num_nodes, gpus=gpus, minutes=minutes, step_s=step_s,
@@ -70,6 +73,8 @@ SHAPES = {
     "monitors": ({"tp": 4, "dp": 17, "num_nodes": 10, "gpus": 8}, ()),
 }
 """Fleets: grid, nodes and ranks a node, and what else the job says; above 64 ranks each node has a monitor."""
+LONG_LIFE_S = 7200
+"""Limit of a long life, whose few CPU minutes are hours on a busy machine."""
 SMALL = [each for each in SHAPES if each != "monitors"]
 
 
@@ -98,6 +103,7 @@ def test_a_run_comes_to_its_last_step(tmp_path, monkeypatch):
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(LONG_LIFE_S)
 @pytest.mark.parametrize("shape", [each for each in SHAPES if each != "monitors"])
 def test_ten_thousand_minutes_with_failures_keep_every_invariant(shape, tmp_path, monkeypatch):
     (seed,) = seeds(1)
@@ -106,6 +112,7 @@ def test_ten_thousand_minutes_with_failures_keep_every_invariant(shape, tmp_path
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(LONG_LIFE_S)
 def test_a_life_of_a_fleet_that_monitors_watch_keeps_every_invariant(tmp_path, monkeypatch):
     (seed,) = seeds(1)
     fleet = live("monitors", tmp_path, monkeypatch, minutes=2_000, seed=seed)

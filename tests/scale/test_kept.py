@@ -4,10 +4,13 @@ The store counts requests as S3 does, 1,000 names each. Data files are not store
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from raymega.checkpoint.format.catalogue import enter
+from raymega.checkpoint.format.commit_log import CommitLog
+from raymega.checkpoint.format.epochs import newest_grant
 from raymega.checkpoint.format.keys import (
     COMMITTED,
     ROOT,
@@ -22,12 +25,14 @@ from raymega.checkpoint.format.manifest import (
     find_restore,
     list_manifests,
     parse_manifest,
+    valid_checkpoints,
 )
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.storage.retry import RetryingStore
 from tests.scale.checkpoints import shards_of
 from tests.support.memory_store import MemoryStore
+from tests.unit.orchestrate.run_store.test_lease import World
 
 NUM_FILES = 16_384
 PAGE = 1_000
@@ -85,8 +90,7 @@ def run_with(num_kept):
 
 
 def save(store, whole, step):
-    fields = {name: getattr(whole, name) for name in ("created", "job", "grid", "boxes", "state")}
-    manifest = type(whole)(step=step, attempt=1, **fields)
+    manifest = replace(whole, step=step)
     key = commit(store, manifest)
     root = parse_manifest(store._objects[key], key=key)
     parts = {folder_of(step) + part.file: part.num_bytes for part in root.index.parts}
@@ -161,3 +165,33 @@ def test_checkpoints_without_an_entry_are_found_and_entered():
     assert len(list_manifests(store)) == 20
     Pruner(store, POLICY).prune()
     assert len(list(store.list(COMMITTED))) == 20
+
+
+def test_starts_and_grants_list_no_catalogue_however_many_are_kept():
+    asked = {}
+    for num_kept in (1_500, 10_000):
+        store, whole, steps = run_with(num_kept)
+        world = World(RetryingStore(store))
+        # a driver saves twice, and takes the run again after a loss
+        lease = world.taken()
+        attempt = lease.begin_attempt()
+        log, pruner = CommitLog(world.store, attempt), Pruner(world.store, POLICY)
+        for number in (1, 2):
+            at = CheckpointId(attempt=attempt, step=steps[-1] + number)
+            log.begin(at, pruner.known)
+            save(store, replace(whole, attempt=attempt), at.step)
+            log.end(at)
+            pruner.note_save(at.step)
+            pruner.prune(at)
+        again, attempt = requests_of(store, lease.begin_attempt)
+        # another driver takes over, and finds the newest checkpoint
+        start, second = requests_of(store, lambda w=world: w.taken("b", gone=("a",)))
+        search, found = requests_of(store, lambda w=world: find_restore(w.store))
+        assert found.key == manifest_key(at) and not found.broken and second.epoch == attempt + 1
+        assert len(newest_grant(store).checkpoints) < 10
+        assert {*valid_checkpoints(store)} == {*map(checkpoint_of, list_manifests(store))}
+        files = math.ceil((NUM_FILES + 2) / PAGE)
+        assert max(again, start) <= 12 and search <= files + 7
+        asked[num_kept] = again, start, search
+    print(asked)
+    assert asked[1_500] == asked[10_000]

@@ -23,6 +23,7 @@ FLEET_SEED = "3"
 COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
 AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
+LOG = "tests/unit/checkpoint/format/test_commit_log.py"
 LEASE = "tests/unit/orchestrate/run_store/test_lease.py"
 HELD, REPLICAS = (
     "tests/dist/checkpoint/test_held_state.py", "tests/unit/orchestrate/driver/test_replicas.py",
@@ -334,6 +335,30 @@ ROWS = {
         "            yield from self._store.list(folder_of(step))",
         "            yield from self._store.list(folder_of(step) + 'manifest')",
         FLEET,
+    ),
+    "a commit under way counts before its manifest is there": (
+        "checkpoint/format/commit_log.py",
+        "for at in pending if is_there(store, manifest_key(at))}",
+        "for at in pending}",
+        LOG,
+    ),
+    "a damaged grant hides what was committed under it": (
+        "checkpoint/format/commit_log.py",
+        " or damaged_epoch(store, grant)",
+        "",
+        LOG,
+    ),
+    "a commit is noted after its manifest": (
+        "orchestrate/driver/checkpoint_committer.py",
+        "        self._log.begin(at, self._pruner.known)\n        commit(self._store, manifest)\n",
+        "        commit(self._store, manifest)\n        self._log.begin(at, self._pruner.known)\n",
+        COMMITTER,
+    ),
+    "a start lists the catalogue": (
+        "checkpoint/format/manifest.py",
+        "    if (known := known_checkpoints(store)) is not None:",
+        "    if (known := None) is not None:",
+        KEPT,
     ),
     "the last step of each metric in a tag": (
         "tracking/mlflow_recorder.py",

@@ -27,6 +27,8 @@ from raymega.storage.store import Store
 log = logging.getLogger(__name__)
 
 LEASES = "lease/"
+LOGS = f"{LEASES}commits-"
+"""Begin of the keys of logs of commits, by epoch."""
 KEPT_GRANTS = 16
 """Number of newest grants that are kept."""
 CLAIMS = "attempts/"
@@ -111,6 +113,7 @@ class LeaseGrant:
         manifests: Keys of the manifests that existed when the grant was made, in grants of earlier builds.
         checkpoints: Ranges of those checkpoints. Thousands that are kept regularly take a few lines, and each
             renewal writes the grant anew.
+        has_commit_log: Whether its driver writes a log of its commits (``commit_log.py``); earlier builds do not.
     """
 
     epoch: int
@@ -123,6 +126,7 @@ class LeaseGrant:
     is_released: bool = False
     manifests: tuple[str, ...] = ()
     checkpoints: tuple[StepRange, ...] = ()
+    has_commit_log: bool = False
 
     @property
     def key(self) -> str:
@@ -141,7 +145,13 @@ class LeaseGrant:
 
     def to_json(self) -> bytes:
         """Return the content of the grant's object."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
+        # written at each renewal: ranges by hand and in one line, as asdict and an indent take ten times as long
+        ranges = [
+            {"attempt": each.attempt, "first": each.first, "last": each.last, "every": each.every}
+            for each in self.checkpoints
+        ]
+        fields = asdict(replace(self, checkpoints=())) | {"checkpoints": ranges}
+        return json.dumps(fields, sort_keys=True).encode()
 
 
 _ADAPTER: TypeAdapter[LeaseGrant] = TypeAdapter(LeaseGrant)
@@ -150,6 +160,11 @@ _ADAPTER: TypeAdapter[LeaseGrant] = TypeAdapter(LeaseGrant)
 def grant_key(epoch: int) -> str:
     """Return the key of the grant of ``epoch``."""
     return f"{LEASES}{epoch:06d}.json"
+
+
+def log_key(epoch: int) -> str:
+    """Return the key of the log of the commits of ``epoch``."""
+    return f"{LOGS}{epoch:06d}.json"
 
 
 def newest_epoch(store: Store) -> int:
@@ -215,19 +230,13 @@ def admitted(store: Store, manifests: Collection[str]) -> list[str]:
     grant = newest_grant(store)
     if grant is None:
         return list(manifests)
-    before = _before(grant)
+    before = checkpoints_of(grant)
     return [key for key in manifests if _is_valid(grant, before, key)]
 
 
 def is_valid_epoch(grant: LeaseGrant, manifest: str) -> bool:
     """Return whether a run's newest ``grant`` accepts the manifest with the key ``manifest``."""
-    return _is_valid(grant, _before(grant), manifest)
-
-
-def _before(grant: LeaseGrant) -> set[CheckpointId]:
-    """Return the checkpoints that existed when the grant was made."""
-    listed = set(filter(None, map(checkpoint_of, grant.manifests)))
-    return listed.union(*(each.ids() for each in grant.checkpoints))
+    return _is_valid(grant, checkpoints_of(grant), manifest)
 
 
 def _is_valid(grant: LeaseGrant, before: Collection[CheckpointId], manifest: str) -> bool:
@@ -238,11 +247,20 @@ def _is_valid(grant: LeaseGrant, before: Collection[CheckpointId], manifest: str
 
 
 def superseded_grants(store: Store, epoch: int) -> list[str]:
-    """Return the keys of grants that no driver needs once ``epoch`` is granted.
+    """Return the keys of grants, and of their logs, that no driver needs once ``epoch`` is granted.
 
-    A damaged grant is replaced by the one before it, so the newest KEPT_GRANTS stay.
+    A damaged grant is replaced by the one before it, so the newest KEPT_GRANTS stay. A log is read with the
+    newest grant alone.
     """
-    return [grant_key(old) for old in numbers_below(store, LEASES) if old <= epoch - KEPT_GRANTS]
+    grants = numbers_below(store, LEASES)
+    keys = [grant_key(old) for old in grants if old <= epoch - KEPT_GRANTS]
+    return keys + [log_key(old) for old in numbers_below(store, LOGS) if old < epoch]
+
+
+def checkpoints_of(grant: LeaseGrant) -> set[CheckpointId]:
+    """Return the checkpoints that existed when the grant was made."""
+    listed = set(filter(None, map(checkpoint_of, grant.manifests)))
+    return listed.union(*(each.ids() for each in grant.checkpoints))
 
 
 def _newest(store: Store, prefix: str) -> int:

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from raymega.checkpoint.format.box_index import INLINE_BOXES, BoxIndex, split
 from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.catalogue import enter, manifest_keys, take_out
+from raymega.checkpoint.format.commit_log import TRIED_UNLISTED, known_checkpoints
 from raymega.checkpoint.format.epochs import admitted
 from raymega.checkpoint.format.keys import (
     CheckpointId,
@@ -35,7 +36,7 @@ from raymega.checkpoint.format.keys import (
 from raymega.errors import CheckpointError, Fault, one_line, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.storage.json_objects import first_damage
-from raymega.storage.store import Store, sizes_below
+from raymega.storage.store import Store, is_there, sizes_below
 
 VERSION, INDEXED_VERSION = 3, 4
 READABLE = frozenset({1, 2, 3, 4})
@@ -211,7 +212,7 @@ def commit(store: Store, manifest: Manifest) -> str:
         _create(store, key, data)
     enter(store, at)
     for other in others:
-        if _is_there(store, manifest_key(other)):
+        if is_there(store, manifest_key(other)):
             enter(store, other)
     return manifest.key
 
@@ -278,16 +279,15 @@ def list_manifests(store: Store) -> list[str]:
     newest_first = [
         key for _, key in sorted(((checkpoint_of(key), key) for key in keys), reverse=True)
     ]
-    gone = sum(1 for _ in takewhile(lambda key: not _is_there(store, key), newest_first))
+    gone = sum(1 for _ in takewhile(lambda key: not is_there(store, key), newest_first))
     return newest_first[gone:]
 
 
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.size(key)
-    except KeyError:
-        return False
-    return True
+def valid_checkpoints(store: Store) -> list[CheckpointId]:
+    """Return the valid checkpoints, newest first; of thousands, some may have been deleted since they were noted."""
+    if (known := known_checkpoints(store)) is not None:
+        return known
+    return [at for key in list_manifests(store) if (at := checkpoint_of(key))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +319,7 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
         UnknownVersionError: A checkpoint newer than every whole one has an unknown format version.
     """
     broken: list[Fault] = []
-    for key in list_manifests(store):
+    for key in _newest_first(store):
         if key in skip:
             continue
         try:
@@ -333,6 +333,14 @@ def find_restore(store: Store, *, skip: Collection[str] = ()) -> Restore:
         else:
             return Restore(manifest=manifest, broken=tuple(broken))
     return Restore(manifest=None, broken=tuple(broken))
+
+
+def _newest_first(store: Store) -> Iterator[str]:
+    """Yield the keys of all valid manifests; the newest without a listing, where they are many."""
+    known = known_checkpoints(store) or []
+    newest = [manifest_key(at) for at in known[:TRIED_UNLISTED]]
+    yield from (key for key in newest if is_there(store, key))
+    yield from (key for key in list_manifests(store) if key not in newest)
 
 
 def broken_files(store: Store, manifest: Manifest) -> dict[str, Fault]:

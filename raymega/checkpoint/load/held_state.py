@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raymega.checkpoint.format.coverage import uncovered_cells
+from raymega.checkpoint.load.shared_load import send_block
 from raymega.errors import CheckpointError, Fault
 from raymega.events import StepFinished
 from raymega.parallel.comm.collectives import all_gather, broadcast
@@ -144,12 +145,8 @@ def fill(blocks: Sequence[TensorBlock], sources: Sequence[TensorBlock]) -> bool:
 def _share(scalars: Scalars, blocks: Sequence[TensorBlock], replicas: Group, owner: int) -> Scalars:
     """Send the owner's values and scalars to the other replicas; return the scalars."""
     device = blocks[0].values.device
-    # bytes, as some formats of state have no collective of their own
     for block in blocks:
-        values = block.values.detach()
-        sent = values.contiguous().view(-1).view(torch.uint8)
-        broadcast(sent, replicas, owner)
-        values.copy_(sent.view(values.dtype).view(values.shape))
+        send_block(block, replicas, owner)
     # the scalars, whose length the others do not know
     text = torch.frombuffer(bytearray(json.dumps(scalars).encode()), dtype=torch.uint8).to(device)
     length = broadcast(torch.tensor([text.numel()], device=device), replicas, owner)

@@ -110,6 +110,11 @@ class Pruner:
         self._known: set[CheckpointId] | None = None
         self._saved: set[int] = set()
 
+    @property
+    def known(self) -> Collection[CheckpointId] | None:
+        """All checkpoints that the run has after the last pruning; None where that is not known."""
+        return self._known
+
     def note_save(self, step: int) -> None:
         """Note that files of ``step`` were written, whether or not they became a checkpoint."""
         self._saved.add(step)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymega.config.schema import Job
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.memory.state_bytes import StateSize
 from raymega.plan.run_plan import RunPlan
+from raymega.plan.zero_levels import replicas_per_copy
 
 GIB = 2**30
 
@@ -32,6 +34,7 @@ def this_machine() -> Machine:
 def notes(plan: RunPlan, sizes: list[StateSize]) -> Iterator[str]:
     """Yield what a reader should know before a start; nothing where all is well."""
     yield from _memory_notes(sizes)
+    yield from _replica_notes(plan.job)
     yield from _machine_notes(plan, this_machine())
 
 
@@ -42,6 +45,19 @@ def _memory_notes(sizes: list[StateSize]) -> Iterator[str]:
         yield (
             f"note: a rank's state takes {most / GIB:,.0f} GiB, and the largest device of the catalogue, "
             f"{largest.name}, has {largest.memory_bytes / GIB:.0f}: more ranks, sharding or a smaller model"
+        )
+
+
+def _replica_notes(job: Job) -> Iterator[str]:
+    """Yield why the loss of a replica leaves no other that holds its state."""
+    if job.elastic.on_replica_loss != "continue":
+        return
+    num_replicas, per_copy = job.parallel.dp * job.parallel.cp, replicas_per_copy(job)
+    if num_replicas == 1 or not per_copy:
+        copies = "one replica holds" if num_replicas == 1 else "all replicas share"
+        yield (
+            f"note: elastic.on_replica_loss=continue has no effect on this grid, where {copies} the state: a "
+            "loss goes back to the newest snapshot or checkpoint; raise parallel.dp"
         )
 
 

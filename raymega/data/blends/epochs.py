@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from raymega.config.data import DataSection, is_computed
+from raymega.config.data import MEGATRON, DataSection, is_computed
 from raymega.config.schema import Job, PluginsSection
 from raymega.data.blends.mixture import mixture_of
 from raymega.data.heads.form import form_of_values, job_form
-from raymega.data.megatron import is_megatron
+from raymega.data.megatron import MegatronStream, is_megatron
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.order import two_blocks_bytes
 from raymega.data.rows import TEXTS, RowForm
@@ -221,7 +221,7 @@ def streamed_reads(job: Job) -> StreamedReads | None:
             mixture_of(section).datasets, mixture_of(section).shares(), strict=True
         ):
             if is_remote(path):
-                sizes = [shard.num_bytes for shard in meta_at(path).splits["train"].shards]
+                sizes = _shard_bytes(path, "train")
                 form, seed = job_form(job), job.run.seed
                 rows = num_rows(path, section, seed=seed, plugins=job.plugins, form=form)
                 step_bytes += float(share) * section.global_batch_size * sum(sizes) / rows
@@ -234,8 +234,14 @@ def cache_need(path: str, split: str, section: DataSection) -> int:
     """Return the bytes that a node keeps of a split in an object store: two blocks, or all; 0 for others."""
     if not is_remote(path):
         return 0
-    sizes = [shard.num_bytes for shard in meta_at(path).splits[split].shards]
-    return two_blocks_bytes(np.array(sizes), section.shuffle_block_bytes)
+    return two_blocks_bytes(np.array(_shard_bytes(path, split)), section.shuffle_block_bytes)
+
+
+def _shard_bytes(path: str, split: str) -> list[int]:
+    """Return the bytes of each shard of a split in an object store."""
+    if is_megatron(path):
+        return [shard.num_bytes for shard in MegatronStream(path.removeprefix(MEGATRON)).shards]
+    return [shard.num_bytes for shard in meta_at(path).splits[split].shards]
 
 
 def _known_rows(path: str, job: Job) -> int:

@@ -20,7 +20,7 @@ from weakref import ref
 
 from isal import isal_zlib
 
-from raymega.data.format import META_FILE, ShardMeta, shard_fault
+from raymega.data.format import META_FILE, NO_CRC32, ShardMeta, shard_fault
 from raymega.data.streaming.node_cache import TABLES, cache_root, locked
 from raymega.errors import DataError, Fault, InternalError, RaymegaError, StorageError
 from raymega.storage.retry import RETRY, RetryPolicy
@@ -249,7 +249,7 @@ class Fetcher:
                 piece = self._read(store, shard, start, num_bytes)
                 os.pwrite(descriptor, piece, start)
                 crc = isal_zlib.crc32(piece, crc)
-            if crc == shard.crc32:
+            if shard.crc32 in (crc, NO_CRC32):
                 return
             log.warning("%s/%s has crc32 %08x", store.uri, shard.file, crc)
             if is_last:
@@ -332,7 +332,7 @@ def _files(root: Path) -> list[tuple[float, int, Path]]:
         if Path(folder) == root and TABLES in folders:
             folders.remove(TABLES)
         for name in names:
-            if name.endswith((".arrow", PARTIAL)):
+            if name.endswith((".arrow", ".bin", PARTIAL)):
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):
                     status = path.stat()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -39,7 +40,7 @@ FREE_S = 0
 class _Held:
     """Mapped shard, and the descriptor that holds its lock."""
 
-    table: pa.Table
+    content: Any
     descriptor: int
 
 
@@ -71,14 +72,24 @@ class ShardCache:
             DataError: The store lacks the shard, or its content is not what dataset.json says.
             StorageError: The shard did not come within the fetcher's timeout, or cannot be written.
         """
+        found: pa.Table = self.mapped(shard, map_shard)
+        return found
+
+    def mapped(self, shard: ShardMeta, map_file: Callable[[Path, ShardMeta], Any]) -> Any:
+        """Return what ``map_file`` makes of a shard's file, which stays mapped while it is read often.
+
+        Raises:
+            DataError: As :meth:`table`.
+            StorageError: As :meth:`table`.
+        """
         if shard.file in self._held:
             self._held.move_to_end(shard.file)
-            return self._held[shard.file].table
-        held = self._here(shard, lambda path: map_shard(path, shard))
+            return self._held[shard.file].content
+        held = self._here(shard, lambda path: map_file(path, shard))
         if len(self._held) >= MOST_HELD:
             self._let_go(next(iter(self._held)))
         self._held[shard.file] = held
-        return held.table
+        return held.content
 
     @contextmanager
     def reader(self, shard: ShardMeta) -> Iterator[pa.RecordBatchFileReader]:
@@ -90,7 +101,7 @@ class ShardCache:
         finally:
             os.close(held.descriptor)
 
-    def _here(self, shard: ShardMeta, map_file: Callable[[Path], pa.Table]) -> _Held:
+    def _here(self, shard: ShardMeta, map_file: Callable[[Path], Any]) -> _Held:
         """Lock and map a shard, after waiting for it if it is not here."""
         path, began, waited_s = self._folder / shard.file, time.monotonic(), 0.0
         while (descriptor := _lock(path)) is None:
@@ -100,7 +111,7 @@ class ShardCache:
         if waited_s > TOLD_AFTER_S:
             log.warning("waited %.1f s for %s/%s", waited_s, self.uri, shard.file)
         try:
-            return _Held(table=map_file(path), descriptor=descriptor)
+            return _Held(content=map_file(path), descriptor=descriptor)
         except BaseException:
             os.close(descriptor)
             raise

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from threading import Event
 
+from raymega.checkpoint.format.commit_log import CommitLog
 from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest, commit
@@ -85,6 +86,7 @@ class CheckpointCommitter:
             last=section.keep_last, every=section.keep_every, best=section.keep_best
         )
         self._pruner = Pruner(store, keep)
+        self._log = CommitLog(store, attempt)
 
     @property
     def is_idle(self) -> bool:
@@ -187,7 +189,10 @@ class CheckpointCommitter:
         """Write the manifest, and return whether no newer epoch, which may begin at any time, outdates it."""
         if self._is_overtaken():
             return False
+        at = CheckpointId(attempt=self._attempt, step=manifest.step)
+        self._log.begin(at, self._pruner.known)
         commit(self._store, manifest)
+        self._log.end(at)
         return not self._is_overtaken()  # readers ignore manifests that came after the newer epoch
 
     def _pause(self, seconds: float) -> None:

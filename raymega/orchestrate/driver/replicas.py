@@ -21,7 +21,7 @@ from raymega.orchestrate.driver.restore_point import RestorePoint
 from raymega.orchestrate.driver.scaling_policy import ScalingPolicy
 from raymega.plan.grid import Coords, Grid
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.zero_levels import dp_shard_ranks
+from raymega.plan.zero_levels import dp_shard_ranks, replicas_per_copy
 from raymega.planner.search.fallback import with_replicas
 
 
@@ -41,23 +41,8 @@ class Continuation:
 
 
 def unit_of(job: Job) -> int:
-    """Return how many neighbouring replicas hold the state once between them; 0 where none of it survives a loss.
-
-    Experts that are spread over replicas change their place when a replica is lost, and so does state that
-    all replicas share.
-    """
-    parallel = job.parallel
-    if job.elastic.on_replica_loss != "continue" or parallel.ep > 1 or parallel.dynamic_cp:
-        return 0
-    if "optimizer" in job.memory.offload:
-        return 0
-    num_replicas = parallel.dp * parallel.cp
-    sharers = dp_shard_ranks(parallel, num_replicas)
-    if sharers == 1:
-        return 1
-    # hybrid: whole neighbourhoods are lost and kept
-    is_plain = parallel.cp == 1 and not job.model.moe.num_experts
-    return sharers if sharers < num_replicas and is_plain else 0
+    """Return how many neighbouring replicas hold the state once between them; 0 where the run goes back instead."""
+    return replicas_per_copy(job) if job.elastic.on_replica_loss == "continue" else 0
 
 
 def continuation(

@@ -28,8 +28,8 @@ from raymega.checkpoint.format.epochs import (
     step_ranges,
     superseded_grants,
 )
-from raymega.checkpoint.format.keys import checkpoint_of
-from raymega.checkpoint.format.manifest import list_manifests
+from raymega.checkpoint.format.keys import manifest_key
+from raymega.checkpoint.format.manifest import valid_checkpoints
 from raymega.errors import ConfigError, Fault, LeaseError, RaymegaError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.run_store.lease_holder import is_gone
@@ -204,17 +204,17 @@ class Lease:
         The epoch is also above those of all checkpoints, which may have been copied from another store.
         """
         # list before the put: the grant names the checkpoints that older epochs wrote in time
-        manifests = list_manifests(self.store)
-        copied = [at.attempt for key in manifests if (at := checkpoint_of(key))]
+        checkpoints = valid_checkpoints(self.store)
         now, expires = self._now_and_expiry()
         grant = LeaseGrant(
-            epoch=max([before, *copied]) + 1,
+            epoch=max([before, *(at.attempt for at in checkpoints)]) + 1,
             holder=self.holder,
             since=self._grant.since if self._grant else now,
             renewed=now,
             expires=expires,
             duration_s=self.duration_s,
-            checkpoints=step_ranges(manifests),
+            checkpoints=step_ranges(map(manifest_key, checkpoints)),
+            has_commit_log=True,
         )
         # of several drivers that create the object, one succeeds
         with self._lock:

@@ -14,6 +14,7 @@ from raymega.config.schema import Job
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import CLAMPED, family_parts
 from raymega.plan.memory.optimizer_state import KINDS, kind_of
+from raymega.plan.zero_levels import can_outlive_loss
 from raymega.plugins import is_known
 
 
@@ -95,6 +96,15 @@ HYBRID = FieldDependency(
     holds=lambda cp, method: cp > 1 and method == "hybrid",
     words="parallel.cp_method=hybrid and parallel.cp above 1",
 )
+REPLICAS = FieldDependency(
+    reads=(
+        "parallel.ep", "parallel.dynamic_cp", "parallel.sharding",
+        "parallel.data_parallel_shard_degree", "parallel.cp", "memory.offload",
+    ),
+    holds=can_outlive_loss,
+    words="parallel.ep=1, parallel.dynamic_cp=false, the optimizer outside memory.offload, and parallel.sharding=none "
+    "or, without cp, parallel.data_parallel_shard_degree below parallel.dp",
+)  # fmt: skip
 
 PARTNERS: Mapping[str, FieldDependency] = {
     # data, elastic, memory
@@ -103,6 +113,7 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "elastic.snapshot_during_save": SNAPSHOTS,
     "elastic.snapshot_timeout_s": SNAPSHOTS,
     "elastic.snapshot_backpressure": SNAPSHOTS,
+    "elastic.on_replica_loss": REPLICAS,
     "memory.recompute_every": _is("memory.recompute", "full"),
     "memory.recompute_parts": _is("memory.recompute", "selective"),
     # model

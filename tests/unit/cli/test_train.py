@@ -129,3 +129,14 @@ def test_notes_say_what_keeps_a_run_from_starting_here(monkeypatch):
     (few,) = told("cluster.cpus_per_worker=2", "parallel.dp=2")
     assert "--set cluster.cpus_per_worker=0.5" in few
     assert told("cluster.cpus_per_worker=0.5", "parallel.dp=2") == []
+    # a setting that needs another replica, on a grid that has none
+    continuing = ("elastic.on_replica_loss=continue", "cluster.cpus_per_worker=0.1")
+    assert told(*continuing, "parallel.dp=2") == []
+    (alone,) = told(*continuing)
+    assert "on_replica_loss=continue has no effect" in alone and "raise parallel.dp" in alone
+    shared = (
+        "parallel.dp=2",
+        "parallel.sharding=optimizer",
+        "parallel.data_parallel_shard_degree=2",
+    )
+    assert "all replicas share the state" in told(*continuing, *shared)[0]

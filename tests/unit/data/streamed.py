@@ -54,10 +54,14 @@ def samples_on(store, split, fetcher, *, block_bytes, seed=3, name="d"):
 
 
 def samples_in(files, split, fetcher, *, block_bytes, seed=3):
-    mixture = Mixture([(0, [DataSource(path="alone")])])
-    return Samples(
-        [source_of(files, split)], mixture, seed=seed, block_bytes=block_bytes, fetcher=fetcher
+    return samples_of_source(
+        source_of(files, split), block_bytes=block_bytes, seed=seed, fetcher=fetcher
     )
+
+
+def samples_of_source(source, *, block_bytes, seed=3, fetcher=None):
+    mixture = Mixture([(0, [DataSource(path="alone")])])
+    return Samples([source], mixture, seed=seed, block_bytes=block_bytes, fetcher=fetcher)
 
 
 def settle(fetcher):

@@ -3,6 +3,8 @@ from threading import Event
 
 import pytest
 
+from raymega.checkpoint.format import commit_log
+from raymega.checkpoint.format.epochs import log_key
 from raymega.checkpoint.format.keys import COMMITTED, ROOT
 from raymega.checkpoint.format.manifest import list_manifests, read_manifest
 from raymega.errors import StorageError
@@ -134,6 +136,17 @@ def test_only_the_first_commit_of_an_attempt_lists_the_catalogue(store, monkeypa
         found.append({ROOT, COMMITTED} & {*asked})
     assert found == [{ROOT, COMMITTED}, set(), set(), set()]
     assert len(list_manifests(store)) == 2
+
+
+def test_commit_is_in_the_log_before_its_manifest_where_checkpoints_are_many(store, monkeypatch):
+    monkeypatch.setattr(commit_log, "FEW_CHECKPOINTS", 1)
+    saves, puts, real = make_saves(store), [], store.put
+    monkeypatch.setattr(store, "put", lambda key, *a, **b: (puts.append(key), real(key, *a, **b)))
+    for step in (10, 20):
+        save(saves, store, step)
+    log, manifest = log_key(1), "checkpoints/step-00000020/manifest-a0001.json"
+    assert puts.index(log) < puts.index(manifest) and puts.count(log) == 1, "one alone is listed"
+    assert b'"pending": [{"attempt": 1, "every": 1, "first": 20, "last": 20}]' in store.get(log)
 
 
 def test_commit_does_not_block_the_caller():

@@ -106,11 +106,10 @@ def test_run_that_may_not_or_need_not_go_on_does_not(more):
     [
         (("parallel.dp=4",), 1),
         (("parallel.dp=2", "parallel.cp=2"), 1),
-        (("parallel.dp=4", "parallel.sharding=optimizer"), 0),
-        (("parallel.dp=4", "parallel.sharding=parameters"), 0),
         (HYBRID, 2),
         ((*HYBRID, "parallel.data_parallel_shard_degree=6"), 0),
-        (("parallel.dp=4", "memory.offload=[optimizer]"), 0),
+        ((*HYBRID, "model.moe.num_experts=4"), 0),
+        (("parallel.dp=4", "elastic.on_replica_loss=restart"), 0),
     ],
 )
 def test_unit_is_what_replicas_hold_once_between_them(layout, unit):
@@ -123,7 +122,10 @@ def test_unit_is_what_replicas_hold_once_between_them(layout, unit):
         (("parallel.tp=2", "parallel.dp=2"), ("parallel.dp=1",)),
         (("parallel.tp=2", "parallel.dp=2"), ("parallel.dp=3",)),
         (("parallel.pp=2", "parallel.dp=2"), ("parallel.dp=3",)),
-        (HYBRID, ("parallel.dp=5", "parallel.sharding=optimizer")),
+        (
+            HYBRID,
+            ("parallel.dp=5", "parallel.sharding=optimizer", "elastic.on_replica_loss=restart"),
+        ),
     ],
     ids=["one-rank", "no-tp", "no-pp", "shared-by-all"],
 )

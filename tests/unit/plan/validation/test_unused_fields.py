@@ -14,6 +14,7 @@ UNREAD = {
     "elastic.snapshot_timeout_s": (5.0, ["elastic.snapshot_every=1"]),
     "elastic.snapshot_during_save": ("pause", ["elastic.snapshot_every=1"]),
     "elastic.snapshot_backpressure": ("skip", ["elastic.snapshot_every=1"]),
+    "elastic.on_replica_loss": ("continue", ["parallel.dp=4"]),
     "memory.recompute_every": (2, ["memory.recompute=full"]),
     "memory.recompute_parts": ("[norm]", ["memory.recompute=selective"]),
     "distillation.weight": (0.3, ["distillation.loss_type=forward_kl"]),
@@ -66,6 +67,7 @@ UNREAD = {
 }
 OTHER_LOSS = ["plugins.modules=[tests.golden.other_loss]", "model.loss=golden.margin"]
 ALONE = {
+    "elastic.on_replica_loss": ["parallel.dp=4", "parallel.sharding=optimizer"],
     "model.label_smoothing": OTHER_LOSS,
     "model.z_loss": OTHER_LOSS,
     "model.rope_theta": ["model.family=gpt2"],
@@ -74,6 +76,7 @@ ALONE = {
         for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
     },
 }
+SHARDED = ["parallel.dp=4", "parallel.sharding=optimizer"]
 PLAIN = (
     "parallel.pp=1",
     "model.family=llama",
@@ -93,6 +96,29 @@ def test_field_is_refused_alone_and_taken_with_its_partner(path):
     assert fault.fact.startswith(f"{path}=") and "remove it" in fault.remedy
     assert make_plan(_job(*PLAIN, *partner, f"{path}={value}"))
     assert make_plan(_job(*PLAIN, *alone, f"{path}={_text(default_of(path))}"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_legal"),
+    [
+        (["parallel.dp=2", "parallel.cp=2"], True),
+        (["parallel.dp=1"], True),
+        ([*SHARDED, "parallel.data_parallel_shard_degree=2"], True),
+        ([*SHARDED, "parallel.data_parallel_shard_degree=2", "parallel.cp=2"], False),
+        (["parallel.dp=4", "parallel.sharding=parameters"], False),
+        (["parallel.dp=4", "memory.offload=[optimizer]"], False),
+        (["parallel.dp=2", "parallel.ep=2", "model.moe.num_experts=4"], False),
+    ],
+)
+def test_continuing_without_a_replica_is_refused_where_none_can_hold_the_state(layout, is_legal):
+    job = _job(*PLAIN, *layout, "elastic.on_replica_loss=continue")
+    if is_legal:
+        assert make_plan(job) and settled(job) is job
+        return
+    with pytest.raises(PlanError, match=r"elastic\.on_replica_loss=continue with parallel\.ep="):
+        make_plan(job)
+    # layouts that a search or a fallback draws go back to the checkpoint instead
+    assert make_plan(settled(job)).job.elastic.on_replica_loss == "restart"
 
 
 def test_every_row_names_fields_that_exist():
