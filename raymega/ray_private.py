@@ -7,11 +7,14 @@ which it can be removed. Ray is imported inside functions, because it reads part
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+START_TIMEOUT_S, ASKED_AGAIN_S = 180.0, 0.1
 
 
 def recorded_address() -> str:
@@ -26,10 +29,11 @@ def recorded_address() -> str:
 
 @contextmanager
 def own_processes(*, py_executable: str = "") -> Iterator[None]:
-    """Let Ray's processes that start in the body lead process groups of their own.
+    """Let Ray's processes that start in the body lead process groups of their own, and wait for them longer.
 
     A signal to our group (a scheduler's, a `timeout`'s) then reaches this process alone, which saves
-    before it ends them. They still die when this process does. Goes when Ray has a setting for it.
+    before it ends them. They still die when this process does. Ray gives up on a raylet after 30 s, which
+    are too few on a machine of ten times its load. Goes when Ray has settings for both.
 
     Args:
         py_executable: Command that a raylet runs in place of ``python`` for a worker; '' for ``python``. An
@@ -38,18 +42,32 @@ def own_processes(*, py_executable: str = "") -> Iterator[None]:
     from ray._private import services
 
     module = vars(services)
-    # the class by which Ray starts its own processes
-    start = module["ConsolePopen"]
+    # the class by which Ray starts its own processes, and the question whether a raylet is there
+    start, get_node = module["ConsolePopen"], module["get_node"]
+    started = list[Any]()
 
     def start_own(command: list[str], *args: Any, **kwargs: Any) -> Any:
         words = [_forking(word, py_executable) for word in command] if py_executable else command
-        return start(words, *args, process_group=0, **kwargs)
+        process = start(words, *args, process_group=0, **kwargs)
+        started.append(process)
+        return process
 
-    module["ConsolePopen"] = start_own
+    def get_node_in_time(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:
+                is_dead = any(process.poll() is not None for process in started)
+                if not started or is_dead or time.monotonic() >= deadline:
+                    raise
+            time.sleep(ASKED_AGAIN_S)
+
+    module["ConsolePopen"], module["get_node"] = start_own, get_node_in_time
     try:
         yield
     finally:
-        module["ConsolePopen"] = start
+        module["ConsolePopen"], module["get_node"] = start, get_node
 
 
 def _forking(word: str, py_executable: str) -> str:

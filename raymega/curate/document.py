@@ -28,6 +28,9 @@ SCHEMA = pa.schema(
         pa.field("reasons", pa.list_(pa.string()), nullable=False),
     ]
 )
+# Columns, by their paths in Parquet, with few different values, and with values that may be searched.
+REPEATED = ["url", "language", "scores.key_value.key", "reasons.list.element"]
+SHORT = ["id", "source", "url", "language"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class DocumentWriter:
 
     def __init__(self) -> None:
         self._sink, self._waiting, self._num_bytes = BytesIO(), list[CuratedDocument](), 0
-        self._writer = pq.ParquetWriter(self._sink, SCHEMA, compression="zstd")
+        self._writer = _open_writer(self._sink)
 
     def __enter__(self) -> Self:
         return self
@@ -101,12 +104,19 @@ def read_curated(content: bytes) -> Iterator[CuratedDocument]:
 def join_files(contents: Iterable[bytes]) -> bytes:
     """Return one file with the row groups of several, in order."""
     sink = BytesIO()
-    with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
+    with _open_writer(sink) as writer:
         for content in contents:
             with pq.ParquetFile(pa.BufferReader(content)) as file:
                 for index in range(file.num_row_groups):
                     writer.write_table(file.read_row_group(index))
     return sink.getvalue()
+
+
+def _open_writer(sink: BytesIO) -> pq.ParquetWriter:
+    # Statistics and dictionaries of texts would be copies of them, of which a reader has no use.
+    return pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", use_dictionary=REPEATED, write_statistics=SHORT
+    )
 
 
 def _table(documents: Sequence[CuratedDocument]) -> pa.Table:

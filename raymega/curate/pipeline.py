@@ -222,8 +222,7 @@ def _run_stage(work: _Work, stage: Stage, total: Tally) -> None:
     pending = [each for each in tasks if each.name not in done]
     _run_all(work, _phase(stage), pending, partial(run_group, state=work.state), len(tasks))
     is_last = stage.next_comparison is None
-    for name in names:
-        record = work.state.get(f"{stage.folder}/done/{name}")
+    for record in work.state.get_all([f"{stage.folder}/done/{name}" for name in names]):
         total.add(decode_tally(record), is_later=is_last)
     if total.num_bad > work.options.max_bad_lines:
         raise ConfigError(_bad_lines(total.num_bad, work.options.max_bad_lines))
@@ -234,9 +233,9 @@ def _run_stage(work: _Work, stage: Stage, total: Tally) -> None:
 def _compare(work: _Work, stage: Stage, spec: StepSpec, names: list[str], total: Tally) -> None:
     """Compare the documents of all groups, and write which are removed."""
     _run_comparison(work, stage, spec, names)
-    for name in work.state.names(f"{stage.whole_folder}/cpu_s/"):
-        spent = work.state.get(f"{stage.whole_folder}/cpu_s/{name}")
-        total.step(spec.name).cpu_s += float(spent)
+    folder = f"{stage.whole_folder}/cpu_s/"
+    spent = work.state.get_all([f"{folder}{name}" for name in sorted(work.state.names(folder))])
+    total.step(spec.name).cpu_s += sum(map(float, spent))
 
 
 def _run_comparison(work: _Work, stage: Stage, spec: StepSpec, names: list[str]) -> None:
@@ -284,12 +283,13 @@ def _join(work: _Work) -> list[str]:
     """Write the Parquet files of the output, and return their names."""
     last, state = work.stages[-1], work.state
     parts, size = [list[str]()], 0
-    for group in work.groups:
+    records = state.get_all([f"{last.folder}/done/{group.key}" for group in work.groups])
+    for group, record in zip(work.groups, records, strict=True):
         if size >= PART_BYTES:
             parts.append([])
             size = 0
         parts[-1].append(group.key)
-        size += decode_tally(state.get(f"{last.folder}/done/{group.key}")).stored_bytes
+        size += decode_tally(record).stored_bytes
     names = [f"part-{number:06d}.parquet" for number in range(len(parts))]
     # Files of a recipe that was given up, or of other inputs, are not among these.
     joined = f"{last.whole_folder}/joined/"

@@ -6,10 +6,11 @@ in a folder as in an object store, so a task that has written its last object is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from raymega.storage.store import Store
 
 Rows = npt.NDArray[Any]
 HEAD = np.dtype("<i8")
+READS_AT_ONCE = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +36,17 @@ class State:
         """Store of the whole output."""
         return _store(self.uri)
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write an object below ``_state/``."""
-        self.store.put(f"{STATE_FOLDER}/{name}", [content], overwrite=True)
+    def put(self, name: str, *content: bytes | memoryview) -> None:
+        """Write an object below ``_state/``, of one or several parts in order."""
+        self.store.put(f"{STATE_FOLDER}/{name}", content, overwrite=True)
 
     def get(self, name: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """Return an object below ``_state/``, or some of its bytes."""
         return self.store.get(f"{STATE_FOLDER}/{name}", start=start, num_bytes=num_bytes)
+
+    def get_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the objects in order."""
+        return _some_at_once(self.get, names)
 
     def names(self, prefix: str) -> set[str]:
         """Return the names below ``_state/`` that begin with ``prefix``, without it."""
@@ -64,7 +71,7 @@ def put_table(state: State, name: str, rows: Rows, parts: npt.NDArray[Any], num_
     """
     order = np.argsort(parts, kind="stable")
     borders = np.searchsorted(parts[order], np.arange(num_parts + 1))
-    state.put(name, borders.astype(HEAD).tobytes() + rows[order].tobytes())
+    state.put(name, borders.astype(HEAD).tobytes(), rows[order].tobytes())
 
 
 def get_part(state: State, name: str, part: int, num_parts: int, kind: np.dtype[Any]) -> Rows:
@@ -82,8 +89,8 @@ def get_parts(
     state: State, names: Sequence[str], part: int, num_parts: int, kind: np.dtype[Any]
 ) -> Rows:
     """Return the rows of one part of several tables, in the order of their names."""
-    found = [get_part(state, name, part, num_parts, kind) for name in names]
-    return np.concatenate(found) if found else np.zeros(0, dtype=kind)
+    read = partial(get_part, state, part=part, num_parts=num_parts, kind=kind)
+    return np.concatenate([np.zeros(0, dtype=kind), *_some_at_once(read, names)])
 
 
 def get_keys(
@@ -91,8 +98,10 @@ def get_keys(
 ) -> Rows:
     """Return the rows of one part of the tables ``FOLDER/keys/NAME``, with the numbers of their groups."""
     found = [np.zeros(0, dtype=kind)]
-    for number, name in enumerate(names):
-        rows = get_part(state, f"{folder}/keys/{name}", part, num_parts, kind).copy()
+    read = partial(get_part, state, part=part, num_parts=num_parts, kind=kind)
+    tables = [f"{folder}/keys/{name}" for name in names]
+    for number, table in enumerate(_some_at_once(read, tables)):
+        rows = table.copy()
         # Not in the table: a group keeps its tables when a new file before it moves its number.
         rows["group"] = number
         found.append(rows)
@@ -102,8 +111,11 @@ def get_keys(
 def put_arrays(state: State, name: str, arrays: Sequence[Rows]) -> None:
     """Write arrays of uint64, each of which :class:`Arrays` reads alone."""
     ends = np.cumsum([0, *map(len, arrays)], dtype=HEAD)
-    body = np.concatenate(arrays) if arrays else np.zeros(0, dtype="<u8")
-    state.put(name, np.array([len(arrays)], HEAD).tobytes() + ends.tobytes() + body.tobytes())
+    # Each array as it lies in memory: those of a large document are not copied.
+    bodies = (
+        memoryview(array.astype("<u8", copy=False)).cast("B") for array in arrays if len(array)
+    )
+    state.put(name, np.array([len(arrays)], HEAD).tobytes(), ends.tobytes(), *bodies)
 
 
 class Arrays:
@@ -122,6 +134,13 @@ class Arrays:
         place = self._first + 8 * start
         content = self._state.get(self._name, start=place, num_bytes=8 * (end - start))
         return np.frombuffer(content, dtype=np.uint64)
+
+
+def _some_at_once(read: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
+    """Yield what is read of each name, in order; some are read at once, as a store answers after a while."""
+    with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="curate-read") as pool:
+        for start in range(0, len(names), READS_AT_ONCE):
+            yield from pool.map(read, names[start : start + READS_AT_ONCE])
 
 
 def runs(*columns: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:

@@ -6,16 +6,18 @@ its arguments and its inputs alone, so that it may run twice.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import compress, islice
 from time import thread_time
+
+import numpy as np
 
 from raymega.curate.document import CuratedDocument, DocumentWriter, read_curated, text_bytes
 from raymega.curate.duplicates.exact import KeyCollector, join_lines, split_lines
-from raymega.curate.duplicates.keys import REMOVAL, id_of
+from raymega.curate.duplicates.keys import REMOVAL, id_of, order_of
 from raymega.curate.duplicates.near import BandCollector
 from raymega.curate.options import Lines
 from raymega.curate.plan import Stage
@@ -26,6 +28,9 @@ from raymega.curate.steps.table import make_step
 from raymega.curate.tally import Tally, increase
 from raymega.prepare.documents import Document, read_documents
 from raymega.prepare.readers.pieces import ShardGroup
+
+SHOWN_LINES = 20
+"""Number of removed lines of a document in the report's examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,40 +152,42 @@ def remove(
         spec: The step that compared.
         tally: Counts to add to.
     """
-    by_row: Mapping[int, list[tuple[int, str, float]]] = defaultdict(list)
-    for row, line, high, low, score in removals.tolist():
-        by_row[row].append((line, id_of(high, low), score))
+    removals = removals[order_of(removals, "row", "line")]
+    rows, start = np.ascontiguousarray(removals["row"]), 0
     counts = tally.step(spec.name)
     for row, document in enumerate(documents):
         started, before = thread_time(), text_bytes(document.text)
-        found = by_row.get(row, [])
-        outcome = _take(document, found, spec) if found else Outcome()
+        end = int(np.searchsorted(rows, row, side="right"))
+        found, start = removals[start:end], end
+        outcome = _take(document, found, spec) if len(found) else Outcome()
         after = text_bytes(document.text)
         counts.count(before, after, reason=outcome.reason, is_removed=outcome.is_removed)
         if outcome.reason:
-            counts.show(document, reason=outcome.reason, text=outcome.shown, of=found[0][1])
+            of = id_of(int(found["high"][0]), int(found["low"][0]))
+            counts.show(document, reason=outcome.reason, text=outcome.shown, of=of)
         counts.cpu_s += thread_time() - started
         if not outcome.is_removed:
             yield document
 
 
-def _take(
-    document: CuratedDocument, found: Sequence[tuple[int, str, float]], spec: StepSpec
-) -> Outcome:
-    """Remove a document or its lines."""
-    _, of, score = found[0]
+def _take(document: CuratedDocument, found: Rows, spec: StepSpec) -> Outcome:
+    """Remove a document or its lines; ``found`` are its rows of the REMOVAL table, at least one."""
+    _, _, high, low, score = found[0].tolist()
+    of = id_of(high, low)
     if not isinstance(spec.options, Lines):
         similar = f"{spec.name} {int(score * 20) / 20:.2f}" if spec.name == "near" else "copy"
         return Outcome(
             similar, is_removed=True, shown=f"[{score:.4f} of {of}] {document.text[:400]}"
         )
-    lines, taken = split_lines(document.text, spec.options), {line for line, _, _ in found}
-    kept = [line for number, line in enumerate(lines) if number not in taken]
-    shown = "\n".join(lines[number] for number in sorted(taken))[:400]
+    lines = split_lines(document.text, spec.options)
+    is_taken = np.zeros(len(lines), dtype=bool)
+    is_taken[found["line"]] = True
+    kept = list(compress(lines, ~is_taken))
+    shown = "\n".join(islice(compress(lines, is_taken), SHOWN_LINES))[:400]
     if not any(map(str.strip, kept)):
         return Outcome("all lines", is_removed=True, shown=shown)
     document.text = join_lines(kept, spec.options)
-    document.reasons.append(f"lines: {len(taken)} removed")
+    document.reasons.append(f"lines: {len(found)} removed")
     return Outcome("some lines", shown=shown)
 
 

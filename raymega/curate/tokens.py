@@ -7,6 +7,7 @@ and digits; in scripts without spaces each character. It knows nothing of docume
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,20 +47,40 @@ class Tokens:
     starts: Positions
     ends: Positions
 
+    def since(self, first: int) -> Tokens:
+        """Return the words from number ``first`` on."""
+        return Tokens(
+            hashes=self.hashes[first:], starts=self.starts[first:], ends=self.ends[first:]
+        )
+
 
 def tokenize(text: str) -> Tokens:
     """Return the words of a text; memory beside the text is bounded by the number of words."""
-    parts, at = [], 0
+    return _joined([tokens for tokens, _ in token_blocks(text)])
+
+
+def token_blocks(text: str, *, kept: int = 0) -> Iterator[tuple[Tokens, int]]:
+    """Yield the words of a text a block at a time, so that memory is bounded by a block.
+
+    Each block begins with the last ``kept`` words of those before it, whose number comes second. Runs of
+    ``kept + 1`` words in the blocks are those of the text, each once.
+    """
+    last, at = _joined([]), 0
     while at < len(text):
         end = _cut(text, at)
-        parts.append(_tokenize(_lower(text[at:end]), at))
+        tokens = _joined([last, _tokenize(_lower(text[at:end]), at)])
+        yield tokens, len(last.hashes)
+        last = tokens.since(max(len(tokens.hashes) - kept, 0))
         at = end
-    if not parts:
-        nothing = np.zeros(0, dtype=np.int64)
-        return Tokens(hashes=nothing.astype(np.uint64), starts=nothing, ends=nothing)
-    columns = ("hashes", "starts", "ends")
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
-    return Tokens(**joined)
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    nothing = np.zeros(0, dtype=np.int64)
+    return Tokens(
+        hashes=np.concatenate([nothing.astype(np.uint64), *(part.hashes for part in parts)]),
+        starts=np.concatenate([nothing, *(part.starts for part in parts)]),
+        ends=np.concatenate([nothing, *(part.ends for part in parts)]),
+    )
 
 
 def shingles(hashes: Hashes, num_words: int) -> Hashes:

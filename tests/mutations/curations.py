@@ -97,8 +97,8 @@ CURATION_MUTATIONS = (
     CurationMutation(
         name="what is kept of lines is removed",
         file=TASKS,
-        old="if number not in taken]",
-        new="if number in taken]",
+        old="compress(lines, ~is_taken)",
+        new="compress(lines, is_taken)",
         caught="lines: other texts",
     ),
     CurationMutation(
@@ -121,6 +121,20 @@ CURATION_MUTATIONS = (
         old="shingles(hashes, num_words))",
         new="shingles(hashes, num_words - 1))",
         caught="decontaminate: other text",
+    ),
+    CurationMutation(
+        name="runs across blocks are lost",
+        file="curate/tokens.py",
+        old="tokens.since(max(len(tokens.hashes) - kept, 0))",
+        new="tokens.since(len(tokens.hashes))",
+        caught="decontaminate: other text",
+    ),
+    CurationMutation(
+        name="runs of the block before are found again",
+        file=CUT,
+        old="block.since(max(num_old - num_words + 1, 0))",
+        new="block",
+        caught="decontaminate: a hit twice",
     ),
     CurationMutation(
         name="white space is not normalised before the language is asked for",
@@ -210,17 +224,28 @@ def _lines(folder: Path) -> str:
 
 
 def _decontaminated(_: Path) -> str:
+    from raymega.curate import tokens
     from raymega.curate.document import CuratedDocument
     from raymega.curate.options import Decontaminate
     from raymega.curate.steps.decontaminate import DecontaminateStep, hash_tasks
 
+    # The hit lies in several blocks of the text.
+    tokens.BLOCK_CHARACTERS = 40
     filler = " ".join(f"word{number}" for number in range(300))
     task = " ".join(f"task{number}" for number in range(13))
     step = DecontaminateStep(Decontaminate(tasks=("x",)), hash_tasks([task], 13))
     document = CuratedDocument(id="0" * 32, text=f"{filler} {task} {filler}", source="")
     step.apply(document)
     expected = f"{filler[:-199].strip()}\n\n{filler[199:].strip()}"
-    return "" if document.text == expected else "decontaminate: other text"
+    if document.text != expected:
+        return "decontaminate: other text"
+    # A shorter task, of which the block behind it has the words too.
+    short = " ".join(f"short{number}" for number in range(8))
+    step = DecontaminateStep(Decontaminate(tasks=("x",)), hash_tasks([task, short], 13))
+    document = CuratedDocument(id="0" * 32, text=f"{filler} {short} {filler}", source="")
+    step.apply(document)
+    is_once = document.reasons == ["decontaminate: 1 runs of words"]
+    return "" if is_once else "decontaminate: a hit twice"
 
 
 def _language(_: Path) -> str:

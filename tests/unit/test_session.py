@@ -2,10 +2,11 @@ import os
 import socket
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
-from raymega import session
+from raymega import ray_private, session
 from raymega.errors import ConfigError
 from raymega.session import open_session
 
@@ -50,3 +51,30 @@ def test_server_that_is_no_ray_head_is_refused_at_once(monkeypatch):
         Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(ConfigError, match="another server listens there, not a Ray head"):
             open_session(f"127.0.0.1:{server.server_port}")
+
+
+@pytest.mark.parametrize("code", [None, 1], ids=["alive", "dead"])
+def test_raylet_that_comes_late_is_waited_for_while_its_process_lives(code, monkeypatch):
+    from ray._private import services
+
+    answers = [{"node": "here"}, RuntimeError("not yet"), RuntimeError("not yet")]
+
+    def get_node(*_):
+        answer = answers.pop()
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(
+        services, "ConsolePopen", lambda *_, **__: SimpleNamespace(poll=lambda: code)
+    )
+    monkeypatch.setattr(ray_private, "ASKED_AGAIN_S", 0)
+    with ray_private.own_processes():
+        services.ConsolePopen(["raylet"])
+        if code is None:
+            assert services.get_node("127.0.0.1:6379", "id") == {"node": "here"}
+        else:
+            with pytest.raises(RuntimeError):
+                services.get_node("127.0.0.1:6379", "id")
+    assert services.get_node is get_node

@@ -6,8 +6,9 @@ document whose shingles have at least the threshold's Jaccard similarity with it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -28,7 +29,7 @@ from raymega.curate.state import (
     put_table,
     runs,
 )
-from raymega.curate.tokens import Hashes, mix, shingles, tokenize
+from raymega.curate.tokens import Hashes, mix, shingles, token_blocks
 
 BAND = np.dtype(
     [("band", "<u8"), ("high", "<u8"), ("low", "<u8"), ("group", "<u4"), ("row", "<u4")]
@@ -41,11 +42,24 @@ PAIR = np.dtype(
 NEIGHBOURS = 64
 """Number of documents of one bucket that each is compared with, and the smallest id."""
 HASHED_AT_ONCE = 1024
+PAIRS_AT_ONCE = 1 << 16
 
 
 def shingle_set(text: str, options: Near) -> Hashes:
     """Return the hashes of the shingles of a text, each once, in order."""
-    return np.unique(shingles(tokenize(text).hashes, options.words))
+    found, hashes = list[Hashes](), np.zeros(0, dtype=np.uint64)
+    for tokens, _ in token_blocks(text, kept=options.words - 1):
+        hashes = tokens.hashes
+        if len(hashes) >= options.words:
+            found.append(np.unique(shingles(hashes, options.words)))
+    # The whole of a text of fewer words is its one shingle.
+    if len(found) < 2:
+        return found[0] if found else shingles(hashes, options.words)
+    whole = np.concatenate(found)
+    found.clear()
+    # In place, as a document may be large.
+    whole.sort()
+    return whole[np.concatenate([[True], whole[1:] != whole[:-1]])]
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
@@ -161,7 +175,9 @@ def choose_removals(pairs: Rows) -> tuple[Rows, Rows]:
     """
     pairs = pairs[order_of(pairs, "high", "low", "other_high", "other_low")]
     removed, found, groups = set[tuple[int, int]](), list[tuple[int | float, ...]](), list[int]()
-    for pair in pairs.tolist():
+    # Some at a time, as a row as a tuple of Python has seven times the size.
+    blocks = (pairs[start : start + PAIRS_AT_ONCE] for start in range(0, len(pairs), PAIRS_AT_ONCE))
+    for pair in chain.from_iterable(block.tolist() for block in blocks):
         high, low, group, row, other_high, other_low, _, _, score = pair
         if (high, low) in removed or (other_high, other_low) in removed:
             continue
@@ -174,7 +190,7 @@ def choose_removals(pairs: Rows) -> tuple[Rows, Rows]:
 def write_removals(state: State, stage: Stage, names: Sequence[str]) -> None:
     """Choose among all verified pairs, and write the table ``removed/00000`` by group."""
     folder = stage.whole_folder
-    contents: Iterable[bytes] = (state.get(f"{folder}/verified/{name}") for name in names)
+    contents = state.get_all([f"{folder}/verified/{name}" for name in names])
     pairs = np.concatenate([np.frombuffer(content, dtype=PAIR) for content in contents])
     found, groups = choose_removals(pairs)
     order = np.lexsort([found["row"], groups])

@@ -16,7 +16,7 @@ import numpy as np
 from raymega.curate.document import CuratedDocument
 from raymega.curate.options import Decontaminate
 from raymega.curate.steps.step import KEPT, Outcome
-from raymega.curate.tokens import Hashes, Positions, shingles, tokenize
+from raymega.curate.tokens import Hashes, Positions, shingles, token_blocks, tokenize
 
 LEAST_WORDS = 8
 """Least number of words of a task that is looked for as a whole (GPT-3)."""
@@ -92,15 +92,19 @@ class DecontaminateStep:
 
     def _spans(self, text: str) -> Positions:
         """Return the first character of each hit and the one after it, [N, 2], in order."""
-        tokens, spans = tokenize(text), []
-        for num_words, wanted in self._hashes.items():
-            if len(tokens.hashes) < num_words or not len(wanted):
-                continue
-            hashes = shingles(tokens.hashes, num_words)
-            places = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-            hits = np.flatnonzero(wanted[places] == hashes)
-            spans.append(np.stack([tokens.starts[hits], tokens.ends[hits + num_words - 1]], axis=1))
-        found = np.concatenate(spans) if spans else np.zeros((0, 2), dtype=np.int64)
+        spans, kept = [np.zeros((0, 2), dtype=np.int64)], max(self._hashes, default=1) - 1
+        for block, num_old in token_blocks(text, kept=kept):
+            for num_words, wanted in self._hashes.items():
+                # Runs that end in the block before were looked for there.
+                tokens = block.since(max(num_old - num_words + 1, 0))
+                if len(tokens.hashes) < num_words or not len(wanted):
+                    continue
+                hashes = shingles(tokens.hashes, num_words)
+                places = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+                hits = np.flatnonzero(wanted[places] == hashes)
+                ends = tokens.ends[hits + num_words - 1]
+                spans.append(np.stack([tokens.starts[hits], ends], axis=1))
+        found = np.concatenate(spans)
         return found[np.lexsort(found.T[::-1])]
 
 

@@ -46,7 +46,8 @@ class PersonalStep:
         for kind, pattern, sign, mask in self._kinds:
             if sign and sign not in document.text:
                 continue
-            text, first = pattern.sub(mask, document.text), pattern.search(document.text)
+            first = pattern.search(document.text)
+            text = pattern.sub(mask, document.text) if first else document.text
             if text != document.text and first:
                 masked.append(kind)
                 shown = shown or document.text[max(first.start() - 40, 0) : first.end() + 40]

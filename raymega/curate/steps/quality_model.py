@@ -17,7 +17,7 @@ from raymega.curate.document import CuratedDocument
 from raymega.curate.options import QualityModel
 from raymega.curate.steps.sample import uniform
 from raymega.curate.steps.step import KEPT, Outcome
-from raymega.curate.tokens import tokenize
+from raymega.curate.tokens import BLOCK_CHARACTERS, token_blocks
 
 FEATURE_BITS = 18
 FORMAT = "raymega-quality-1"
@@ -64,10 +64,23 @@ def decode_model(content: bytes) -> LinearModel:
 
 def features(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Return places of the words of a text and their values, log(1 + count), of Euclidean length 1."""
-    hashes = tokenize(text).hashes >> np.uint64(64 - FEATURE_BITS)
-    places, counts = np.unique(hashes.astype(np.int64), return_counts=True)
+    places, counts = _counts(text)
     values = np.log1p(counts)
     return places, values / max(float(np.linalg.norm(values)), 1e-12)
+
+
+def _counts(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the places of the words of a text, in order, and how often each is there."""
+    blocks = (tokens.hashes >> np.uint64(64 - FEATURE_BITS) for tokens, _ in token_blocks(text))
+    if len(text) <= BLOCK_CHARACTERS:
+        return np.unique(
+            np.concatenate([*blocks, np.zeros(0, np.uint64)]).astype(np.int64), return_counts=True
+        )
+    counts = np.zeros(1 << FEATURE_BITS, dtype=np.int64)
+    for block in blocks:
+        counts += np.bincount(block.astype(np.int64), minlength=len(counts))
+    places = np.flatnonzero(counts)
+    return places, counts[places]
 
 
 class QualityModelStep:

@@ -17,7 +17,9 @@ from raymega.curate.duplicates.near import (
     shingle_set,
     signature,
 )
-from raymega.curate.options import Near
+from raymega.curate.options import Decontaminate, Near
+from raymega.curate.steps.decontaminate import DecontaminateStep, hash_tasks
+from raymega.curate.steps.quality_model import features
 from raymega.curate.tokens import tokenize
 from tests.unit.curate.corpora import edited, prose
 
@@ -100,6 +102,26 @@ def test_long_text_is_cut_into_blocks_without_a_trace(monkeypatch):
     for name in ("hashes", "starts", "ends"):
         assert np.array_equal(getattr(whole, name), getattr(cut, name))
     assert text[whole.starts[7] : whole.ends[7]].isalnum()
+
+
+@pytest.mark.parametrize("block", [300, 5000])
+@pytest.mark.parametrize("filler", ["", "-" * 3000], ids=["words", "marks"])
+def test_what_is_made_of_blocks_is_that_of_the_whole_text(block, filler, monkeypatch):
+    text = f"{filler} one two {filler} three {filler}".join(prose()[:20])
+    step = DecontaminateStep(Decontaminate(tasks=("x",)), hash_tasks([prose()[7]], 13))
+
+    def results(text):
+        spans = step._spans(text)
+        sets = [shingle_set(text, Near(words=words)) for words in (1, 5, 30)]
+        return [spans, *features(text), *sets]
+
+    short = f"one two {filler} three"
+    whole, of_short = results(text), results(short)
+    assert len(whole[0]) > 5
+    monkeypatch.setattr("raymega.curate.tokens.BLOCK_CHARACTERS", block)
+    monkeypatch.setattr("raymega.curate.steps.quality_model.BLOCK_CHARACTERS", block)
+    for before, after in ((whole, results(text)), (of_short, results(short))):
+        assert all(map(np.array_equal, before, after))
 
 
 def _pair(larger, smaller, score=0.9):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,43 @@ def test_output_has_parquet_alone_at_its_top_and_feeds_prepare(corpus, tmp_path,
     ]
     page = (tmp_path / "out/_report/report.html").read_text()
     assert "What each step took" in page and page.isascii()
+    _check_page(page, done)
     monkeypatch.setattr("raymega.prepare.pipeline.on_cluster", lambda items, run: map(run, items))
     monkeypatch.setattr("raymega.prepare.pipeline.session_at", pipeline.session_at)
     options = PrepareOptions(inputs=(done.uri,), out=str(tmp_path / "tokens"), tokenizer="bytes")
     meta = prepare(options, on_progress=lambda *_: None).meta
     assert sum(split.num_documents for split in meta.splits.values()) == len(documents(done))
+
+
+def _check_page(page, done):
+    """Every element ends where it should, and each step has its row, its bar and its examples."""
+    parsed = Page()
+    parsed.feed(page)
+    parsed.close()
+    assert not parsed.open and not parsed.crossed
+    for step in done.counts["steps"]:
+        assert parsed.texts.count(step["name"]) >= (3 if step["reasons"] else 2)
+        assert f"{step['documents_in']:,}" in parsed.texts
+        assert len(step["examples"]) == min(sum(step["reasons"].values()), 20)
+
+
+class Page(HTMLParser):
+    """Texts of a page, and elements that are open at its end or end inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.crossed, self.texts = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open.pop() != tag:
+            self.crossed.append(tag)
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.wide)])
