@@ -12,6 +12,7 @@ from math import sqrt
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from raymega.config.schema import ModelSection
+from raymega.plan.base_blocks import COMPUTE, is_in_blocks
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""
@@ -85,7 +86,7 @@ def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
     found = []
     for tensor in table:
         is_frozen = tensor.role != "state" and not _is_trained(tensor.name, model)
-        found.append(replace(tensor, is_frozen=is_frozen) if is_frozen else tensor)
+        found.append(_frozen(tensor, model) if is_frozen else tensor)
         found += _adapter(tensor, model) if is_target(tensor, model) else []
     return found
 
@@ -136,6 +137,13 @@ def _is_of_new_head(name: str, model: ModelSection) -> bool:
     return model.head.is_on and name.startswith("head.")
 
 
+def _frozen(tensor: Tensor, model: ModelSection) -> Tensor:
+    """Return the tensor as a frozen one, held as codes where the base is in blocks."""
+    base_dtype = model.lora.base_dtype if model.lora.r else COMPUTE
+    held = base_dtype if is_in_blocks(tensor, base_dtype) else COMPUTE
+    return replace(tensor, is_frozen=True, base_dtype=held)
+
+
 def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
     """Return A [r, in] and B [out, r] of a weight [out, in]; experts' have the experts as dim 0.
 
@@ -148,12 +156,12 @@ def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
     rank = model.lora.r
     cut = tensor.tp_dim
     first = replace(
-        tensor, name=a, shape=(*experts, rank, inner), init=normal, is_frozen=False,
+        tensor, name=a, shape=(*experts, rank, inner), init=normal, is_frozen=False, base_dtype=COMPUTE,
         initializer_range=1 / sqrt(3 * inner), tp_dim=cut if cut == 1 else -1, tp_units=0,
         serves_heads=False,
     )  # fmt: skip
     second = replace(
-        tensor, name=b, shape=(*experts, out, rank), init="zeros", is_frozen=False,
+        tensor, name=b, shape=(*experts, out, rank), init="zeros", is_frozen=False, base_dtype=COMPUTE,
         initializer_range=0.0, tp_dim=cut if cut == 0 else -1,
     )  # fmt: skip
     if tensor.is_expert:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal
 
 from raymega.messages import Box
+from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.grid import ExpertPlace
 
 Role = Literal["embedding", "head", "matrix", "filter", "norm", "bias", "state"]
@@ -46,6 +47,7 @@ class GlobalTensor:
             an expert tensor is the experts, which ep cuts evenly.
         is_wide: Whether it is kept in float32 or better.
         is_frozen: Whether the job trains other tensors only; `adapters.py` decides.
+        base_dtype: Format of a frozen weight that is held as codes, `nf4` or `fp8`; `compute` of all others.
         is_carried: Whether no layer reads it: it is kept, frozen, for what is exported.
         layer: Number of its block, from 0; -1 outside of blocks.
     """
@@ -63,6 +65,7 @@ class GlobalTensor:
     etp_dim: int = -1
     is_wide: bool = False
     is_frozen: bool = False
+    base_dtype: str = COMPUTE
     is_carried: bool = False
     layer: int = -1
 

@@ -31,6 +31,11 @@ LATENT = (
 FURTHER = (
     "model.num_nextn_predict_layers=1", "model.lora={r: 4, lora_dropout: 0.3, target_modules: ['*attention.*']}",
 )  # fmt: skip
+# a base in blocks: rows of 32 and 24 are less than a block, those of 160 are cut inside one
+NF4 = ("model.lora={r: 4, lora_dropout: 0.1, base_dtype: nf4}", "model.ffn_hidden_size=160")
+EXPERTS_NF4 = (EXPERTS[0], "model.lora={r: 4, base_dtype: nf4, target_modules: ['attention.*', 'moe.*']}")
+EXPERTS_FP8 = (EXPERTS[0], "model.lora={r: 4, base_dtype: fp8}")
+LATENT_NF4 = (*LATENT[:2], "model.lora={r: 4, base_dtype: nf4}", LATENT[3])
 FROZEN = ("model.freeze=['layers.[01].*', 'embedding.*']", "model.neftune_noise_alpha=5.0")
 CASES = [
     (LORA, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
@@ -47,6 +52,15 @@ CASES = [
     (LORA, "tp2-dp2-sp", ("parallel.tp_comm_overlap=true", "parallel.sharding=gradients")),
     # recomputation of a further block comes after the forward of other micro-batches
     (FURTHER, "tp1", ("memory.recompute=full", "schedule.name=gpipe")),
+    (NF4, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
+    (NF4, "cp2-dp3", ("parallel.sharding=parameters",)),
+    (NF4, "tp4-dp2-sp", ("parallel.sharding=parameters", "memory.recompute=full")),
+    (NF4, "pp2-dp2", ("parallel.sharding=gradients", "schedule.chunks=2")),
+    (NF4, "tp2-pp2", ("schedule.name=zb_h1", "memory.recompute=selective")),
+    ((*NF4, "model.num_kv_heads=2"), "tp4", ()),
+    (EXPERTS_NF4, "pp2-dp2", ("parallel.ep=2", "parallel.sharding=parameters")),
+    (EXPERTS_FP8, "tp2-dp2-etp2-sp", ("parallel.sharding=gradients",)),
+    (LATENT_NF4, "tp2-cp2-sp", ()),
     (FROZEN, "tp2-pp2-sp", ("parallel.sharding=gradients",)),
     (FROZEN, "pp2-dp2", ("parallel.sharding=optimizer", "schedule.chunks=2")),
     (FROZEN, "cp2-dp2", ("parallel.sharding=parameters",)),
