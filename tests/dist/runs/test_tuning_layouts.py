@@ -4,9 +4,13 @@ from functools import cache
 
 import pytest
 
-from raymega.plan.memory.state_bytes import rank_state
+from raymega.messages import Requests
+from raymega.parallel.data_parallel.coded_bucket import held_bytes
+from raymega.plan.memory.state_bytes import rank_elements, state_of
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import build_parts
+from raymega.train.state import TrainState
+from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.training import assert_same_run, train
@@ -33,7 +37,10 @@ FURTHER = (
 )  # fmt: skip
 # a base in blocks: rows of 32 and 24 are less than a block, those of 160 are cut inside one
 NF4 = ("model.lora={r: 4, lora_dropout: 0.1, base_dtype: nf4}", "model.ffn_hidden_size=160")
-EXPERTS_NF4 = (EXPERTS[0], "model.lora={r: 4, base_dtype: nf4, target_modules: ['attention.*', 'moe.*']}")
+EXPERTS_NF4 = (
+    EXPERTS[0],
+    "model.lora={r: 4, base_dtype: nf4, target_modules: ['attention.*', 'moe.*']}",
+)
 EXPERTS_FP8 = (EXPERTS[0], "model.lora={r: 4, base_dtype: fp8}")
 LATENT_NF4 = (*LATENT[:2], "model.lora={r: 4, base_dtype: nf4}", LATENT[3])
 FROZEN = ("model.freeze=['layers.[01].*', 'embedding.*']", "model.neftune_noise_alpha=5.0")
@@ -79,18 +86,33 @@ def test_layout_trains_the_same_run(model, layout, options):
 
 
 def _state_bytes(env, plan_json):
-    """Bytes of this rank's weights, gradient sums and optimizer state, and of what the optimizer keeps in all."""
+    """Bytes of this rank's weights with codes and scales, gradient sums and optimizer state; what a step leaves of a unit in use."""
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     buckets = parts.weights._table.buckets
     held = [parts.weights.owned(bucket) for bucket in buckets]
     held += [flat for _, flat in parts.weights.whole()]
+    coded = held_bytes([*parts.weights.coded.values()])
     sums = [parts.gradients.owned(bucket) for bucket in buckets if not bucket.is_frozen]
     sums += [part.flat for part in parts.gradients._sums.values()]
     state = [block.values for block in parts.optimizer.blocks() if block.kind != "model"]
     trained = {span.param.spec.name for b in buckets if not b.is_frozen for span in b.spans}
     assert all("lora_" in name for name in trained), "only adapters have gradients"
-    return _num_bytes(held), _num_bytes(sums), _num_bytes(state)
+    # weights that exist around a use: the most at any use of a step, and none between steps
+    passing = [
+        flat for flat, bucket in zip(parts.weights._flats, buckets, strict=True) if bucket.is_coded
+    ]
+    most, wait_for = [0], parts.weights.wait_for
+
+    def watch(module):
+        wait_for(module)
+        most.append(_num_bytes(passing))
+
+    for module in parts.modules:
+        module.before_use = watch
+    train_step(parts, TrainState(), Requests(), is_recording=False)
+    assert _num_bytes(passing) == 0
+    return _num_bytes(held) + coded, _num_bytes(sums), _num_bytes(state), max(most)
 
 
 def _num_bytes(tensors):
@@ -98,16 +120,19 @@ def _num_bytes(tensors):
     return sum(storages.values())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("base", ["compute", "nf4", "fp8"])
 @pytest.mark.parametrize("level", ["none", "optimizer", "gradients", "parameters"])
-def test_state_of_a_frozen_base_is_that_of_the_plan(level):
+def test_state_of_a_frozen_base_is_that_of_the_plan(level, base):
     plan = make_test_plan(
-        "model.lora={r: 8}", "model.hidden_size=128", "model.ffn_hidden_size=256",
-        *layout_overrides("tp2-dp2"), f"parallel.sharding={level}",
+        f"model.lora={{r: 8, base_dtype: {base}}}", "model.hidden_size=128", "model.ffn_hidden_size=256",
+        "precision.dtype=bfloat16", *layout_overrides("tp2-dp2"), f"parallel.sharding={level}",
     )  # fmt: skip
     results = run_grid(_state_bytes, plan.grid, plan.to_json())
-    planned = rank_state(plan.job, plan.stages_of(0), plan.grid, tp_rank=0)
-    for weights, sums, state in results:
+    held = rank_elements(plan.job, plan.stages_of(0), plan.grid)
+    planned = state_of(plan.job, held, plan.grid)
+    for weights, sums, state, unit in results:
         assert weights == pytest.approx(planned.weight_bytes, rel=LIMIT)
         assert sums == pytest.approx(planned.gradient_bytes, rel=LIMIT)
-        assert state == pytest.approx(planned.moment_bytes, rel=LIMIT)
+        assert state == pytest.approx(planned.moment_bytes + planned.master_bytes, rel=LIMIT)
+        assert unit == pytest.approx(held.coded.unit * 2, rel=LIMIT)
