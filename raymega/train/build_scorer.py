@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 
+from raymega.checkpoint.load.adapted_base import BASE_REMEDY, open_base
 from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.load.starting_values import finish_upcycling
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Groups
@@ -30,6 +32,7 @@ class Scorer:
     """Weights of one rank, and its part of a forward-only pipeline.
 
     Attributes:
+        plan: Plan of the grid.
         modules: Model chunks, in the order of their stages.
         context: Ranks that share a row's tokens.
         has_scores: True on ranks that hold the last stage.
@@ -37,6 +40,7 @@ class Scorer:
         run: Function that returns the scores of each micro-batch, in order; none without the last stage.
     """
 
+    plan: RunPlan
     modules: tuple[StageModule, ...]
     context: Context
     has_scores: bool
@@ -93,6 +97,7 @@ def forward_of(parts: TrainingComponents, progress: Callable[[], None]) -> Forwa
 
 def _scorer(plan: RunPlan, rank: int, forward: ForwardOnly) -> Scorer:
     return Scorer(
+        plan=plan,
         modules=forward.modules,
         context=forward.modules[0].context,
         has_scores=any(stage.is_last for stage in plan.stages_of(rank)),
@@ -108,7 +113,7 @@ def load_weights(
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill the weights from a checkpoint of any grid, rounded to the compute dtype."""
+    """Fill the weights from a checkpoint of any grid, rounded to the compute dtype; under adapters from their base."""
     params = dict.fromkeys(p for module in scorer.modules for p in module.parameters())
     blocks = [
         block
@@ -116,6 +121,17 @@ def load_weights(
         if isinstance(param, ShardedParameter)
         for block in StateTensor(param=param, group=groups.replicas).blocks()
     ]
+    job = scorer.plan.job
+    if job.model.lora.r:
+        held = set(checkpoint.names)
+        base = open_base(
+            checkpoint, job.model, start=job.checkpoint.model_dump(mode="json"), remedy=BASE_REMEDY
+        )
+        under = [block for block in blocks if block.name not in held]
+        store, manifest = base.checkpoint
+        load(store, manifest, under, is_narrowing_allowed=True, progress=progress)
+        finish_upcycling(base.upcycling, under, job.run.seed)
+        blocks = [block for block in blocks if block.name in held]
     load(
         checkpoint.store,
         checkpoint.manifest,

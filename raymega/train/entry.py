@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -23,6 +23,7 @@ from raymega.checkpoint.load.init_from import (
     upcycling_of,
 )
 from raymega.checkpoint.load.reader import boxes_by_name, load, names_of
+from raymega.checkpoint.load.starting_values import begin_magnitudes, finish_upcycling
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.copies import SnapshotCopies
@@ -30,20 +31,18 @@ from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.schema import CheckpointSection, Job
 from raymega.errors import CheckpointError, CommunicationError
-from raymega.messages import Box, Channel, Entered, StartWorker, Working
+from raymega.messages import Channel, Entered, StartWorker, Working
 from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import is_communication_error
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.parallel.comm.process_groups import groups_of_plan
 from raymega.parallel.comm.world import Store
 from raymega.parallel.context_parallel.varlen_attention import torch_kernel
-from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.workarounds.autograd_engine import add_gradients
 from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.plan.upcycling import Upcycling
 from raymega.plan.zero_levels import dp_shard_ranks
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
@@ -244,7 +243,7 @@ def _restore(
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
     if not start.restore or parts.plan.job.model.lora.r:
-        init_from(parts, section, progress=progress)
+        init_from(parts, section, is_resumed=bool(start.restore), progress=progress)
     if not start.restore:
         return first_state(precision)
     # A broken copy in memory has a second one; only the last failure ends the attempt.
@@ -304,9 +303,13 @@ def init_from(
     parts: TrainingComponents,
     section: CheckpointSection,
     *,
+    is_resumed: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load ``checkpoint.init_from`` and ``init_adapter``, rounded where the masters are narrower."""
+    """Load ``checkpoint.init_from`` and ``init_adapter``, rounded where the masters are narrower.
+
+    A run that ``is_resumed`` takes the base of its adapters alone; its own checkpoint has the rest.
+    """
     if section.init_adapter != "none":
         store, root = open_root(section.init_adapter)
         factors = [
@@ -336,7 +339,15 @@ def init_from(
     sources = source_blocks(manifest, section, model, {block.tensor.name for block in taken})
     source = starting_manifest(read_blocks(store, manifest.key, sources), section, model)
     load(store, source, taken, is_narrowing_allowed=True, progress=progress)
-    _finish_upcycling(upcycling, weights, seed)
+    finish_upcycling(upcycling, weights, seed)
+
+    def read_rows(rows: TensorBlock) -> None:
+        load(store, source, [rows], is_narrowing_allowed=True, progress=progress)
+        finish_upcycling(upcycling, [rows], seed)
+
+    # an adapter's magnitudes begin as the norms of what was read
+    if not (is_resumed or section.init_adapter != "none"):
+        begin_magnitudes(parts.optimizer.blocks(), taken, read_rows)
     parts.optimizer.sync_weights(is_start=True)
     log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
 
@@ -347,21 +358,6 @@ def every_block(parts: TrainingComponents) -> Iterator[TensorBlock]:
     if parts.plan.job.model.lora.r:
         for weights in parts.frozen:
             yield from weights.blocks()
-
-
-def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
-    """Scale experts that copy a dense layer; give routers equal rows for parts of one copy."""
-    for block in weights:
-        held = block.values.detach()
-        if block.tensor.name in upcycling.sources:
-            held.mul_(upcycling.factor(block.tensor.name))
-        if block.tensor.name in upcycling.routers:
-            # This rank may hold some rows only: draw each by its global number.
-            first, *columns = block.box.offset
-            for number, row in enumerate(held, first):
-                offset = (upcycling.router_row(number), *columns)
-                drawn = Box(offset=offset, shape=(1, *row.shape))
-                row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])
 
 
 class _Phases:

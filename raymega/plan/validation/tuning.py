@@ -40,6 +40,7 @@ def pattern_faults(*values: Any) -> Iterator[Fault]:
                 )
     yield from _target_faults(model, tensors)
     yield from _fused_faults(tensors)
+    yield from _rescaled_faults(model, tensors)
     if not model.lora.r and not any(each.is_trained for each in model_tensors(model)):
         yield Fault(
             fact=f"model.freeze=[{', '.join(model.freeze)}] leaves no tensor to train",
@@ -70,6 +71,20 @@ def _target_faults(model: ModelSection, tensors: Sequence[GlobalTensor]) -> Iter
                 rule=f"the blocks of this model have {', '.join(layers)}",
                 remedy="use some of them, or patterns such as 'attention.*'",
             )
+
+
+def _rescaled_faults(model: ModelSection, tensors: Sequence[GlobalTensor]) -> Iterator[Fault]:
+    """Yield the fault of a layer that is trained below DoRA, whose gradients take it for a constant."""
+    if not model.lora.use_dora:
+        return
+    linears = {t.name.removesuffix(".weight") for t in tensors if is_target(t, model)}
+    trained = [t.name for t in tensors if t.is_trained and t.name.rpartition(".")[0] in linears]
+    if trained:
+        yield Fault(
+            fact=f"model.lora.use_dora=true, and {first_few(trained, 2)} trained by model.train",
+            rule="DoRA rescales layers that are frozen, their biases included",
+            remedy="take these layers out of model.train or of model.lora.target_modules",
+        )
 
 
 def _fused_faults(tensors: Sequence[GlobalTensor]) -> Iterator[Fault]:
