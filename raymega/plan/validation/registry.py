@@ -137,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     tuning.token_loss_faults,
     tuning.reference_faults,
     rules.idle_head_faults,
+    rules.embedding_faults,
     rules.headless_faults,
     rules.head_row_faults,
     rules.head_part_faults,
