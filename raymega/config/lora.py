@@ -17,6 +17,9 @@ class LoraSection(Section):
     """An adapter's output is multiplied by lora_alpha / r."""
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) instead (rank-stabilised LoRA, Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Train the norm of each row of W + scale B A apart, as a vector of magnitudes (weight-decomposed LoRA, DoRA,
+    Liu et al. 2024). They begin as the norms of W, and no gradient passes the norm, as in PEFT."""
     target_modules: tuple[str, ...] = ("attention.*", "mlp.*")
     """Patterns of linear layers inside blocks that get an adapter: `attention.q`, `mlp.*`, `moe.shared.*`,
     or a whole name such as `layers.3.mlp.up`."""

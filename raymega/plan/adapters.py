@@ -16,6 +16,8 @@ from raymega.plan.base_blocks import COMPUTE, is_in_blocks
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""
+MAGNITUDE = ".lora_magnitude.weight"
+"""End of the name of DoRA's magnitudes [out], one for each row of the layer's weight."""
 NO_LINEARS = (".router.weight", ".shared_gate.weight")
 """Ends of the names of matrices that no linear layer of a block multiplies."""
 FUSED = (
@@ -67,8 +69,8 @@ Tensor = TypeVar("Tensor", bound=TableTensor)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor is one of LoRA's factors."""
-    return name.endswith((LORA_A, LORA_B))
+    """Return whether a tensor belongs to an adapter: LoRA's factors and DoRA's magnitudes."""
+    return name.endswith((LORA_A, LORA_B, MAGNITUDE))
 
 
 def adapter_names(linear: str) -> tuple[str, str]:
@@ -76,9 +78,14 @@ def adapter_names(linear: str) -> tuple[str, str]:
     return linear + LORA_A, linear + LORA_B
 
 
+def magnitude_name(linear: str) -> str:
+    """Return the name of DoRA's magnitudes of the linear layer ``linear``."""
+    return linear + MAGNITUDE
+
+
 def linear_of(adapter: str) -> str:
-    """Return the name of the weight that the factor ``adapter`` belongs to."""
-    return adapter.removesuffix(LORA_A).removesuffix(LORA_B) + ".weight"
+    """Return the name of the weight that the adapter's tensor ``adapter`` belongs to."""
+    return adapter.removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(MAGNITUDE) + ".weight"
 
 
 def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
@@ -145,10 +152,10 @@ def _frozen(tensor: Tensor, model: ModelSection) -> Tensor:
 
 
 def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
-    """Return A [r, in] and B [out, r] of a weight [out, in]; experts' have the experts as dim 0.
+    """Return A [r, in] and B [out, r] of a weight [out, in], and DoRA's magnitudes [out].
 
-    The side that W's cut leaves whole is whole in the factor too. A starts with the variance of PEFT's
-    uniform values, 1 / (3 in), and B at zero.
+    Experts' have the experts as dim 0. The side that W's cut leaves whole is whole in the factor too. A starts
+    with the variance of PEFT's uniform values, 1 / (3 in), B at zero, and magnitudes as the norms of W's rows.
     """
     *experts, out, inner = tensor.shape
     a, b = adapter_names(tensor.name.removesuffix(".weight"))
@@ -167,4 +174,11 @@ def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
     if tensor.is_expert:
         # etp is 1 with adapters on experts; the dim only marks them as experts'.
         first, second = replace(first, etp_dim=1), replace(second, etp_dim=1)
-    return [first, second]
+    if not model.lora.use_dora:
+        return [first, second]
+    # in float32 or better: a factor near 1, rounded to bfloat16, would change every output
+    magnitude = replace(
+        second, name=magnitude_name(tensor.name.removesuffix(".weight")), shape=(*experts, out),
+        init="row_norms", rows_of=tensor, role="norm", is_wide=True,
+    )  # fmt: skip
+    return [first, second, magnitude]

@@ -235,7 +235,7 @@ def _restore(
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
     if not start.restore or parts.plan.job.model.lora.r:
-        init_from(parts, section, progress=progress)
+        init_from(parts, section, is_resumed=bool(start.restore), progress=progress)
     if not start.restore:
         return first_state(precision)
     # A broken copy in memory has a second one; only the last failure ends the attempt.

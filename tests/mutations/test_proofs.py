@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.mutations.adapter_proofs import ADAPTER_PROOFS
 from tests.mutations.distillation import DISTILLATION_PROOFS
 from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
@@ -20,6 +21,7 @@ PROOFS = (
     *TWO_STREAM_PROOFS,
     *DISTILLATION_PROOFS,
     *IMAGE_PROOFS,
+    *ADAPTER_PROOFS,
 )
 TIMEOUT_S = 300.0
 

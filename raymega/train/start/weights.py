@@ -17,9 +17,9 @@ from raymega.checkpoint.load.init_from import (
     upcycling_of,
 )
 from raymega.checkpoint.load.reader import boxes_by_name, load
+from raymega.checkpoint.load.starting_values import begin_magnitudes, finish_upcycling
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.schema import CheckpointSection
-from raymega.messages import Box
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.adapters import is_adapter
@@ -35,11 +35,12 @@ def init_from(
     parts: TrainingComponents,
     section: CheckpointSection,
     *,
+    is_resumed: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Load ``checkpoint.init_from`` and ``init_adapter``, rounded where the masters are narrower.
 
-    A base that is held as codes is encoded again; all ranks call it together.
+    A run that ``is_resumed`` takes the base of its adapters alone; its own checkpoint has the rest. A base that is held as codes is encoded again; all ranks call it together.
     """
     if section.init_adapter != "none":
         store, root = open_root(section.init_adapter)
@@ -57,7 +58,12 @@ def init_from(
         if block.kind == WEIGHTS and not is_adapter(block.tensor.name)
     ]
     source = _open(parts, section, {block.tensor.name for block in weights} | _coded_names(parts))
-    source.load(weights, progress)
+    taken = source.load(weights, progress)
+    # an adapter's magnitudes begin as the norms of what was read
+    if not (is_resumed or section.init_adapter != "none"):
+        begin_magnitudes(
+            parts.optimizer.blocks(), taken, lambda rows: source.load([rows], progress)
+        )
     parts.optimizer.sync_weights(is_start=True)
     _encode(parts, source, progress)
     log.info("started from the weights of step %d in %s", source.manifest.step, section.init_from)
@@ -98,11 +104,18 @@ class _Source:
     upcycling: Upcycling
     seed: int
 
-    def load(self, weights: Sequence[TensorBlock], progress: Callable[[], None]) -> None:
-        """Fill ``weights``, except a router made by upcycling or a reinitialised tensor, which keeps its values."""
+    def load(
+        self, weights: Sequence[TensorBlock], progress: Callable[[], None]
+    ) -> list[TensorBlock]:
+        """Fill ``weights``, except a router made by upcycling or a reinitialised tensor, which keeps its values.
+
+        Returns:
+            The blocks that the checkpoint gave.
+        """
         taken = [block for block in weights if self.is_taken(block.tensor.name)]
         load(self.store, self.manifest, taken, is_narrowing_allowed=True, progress=progress)
-        _finish_upcycling(self.upcycling, weights, self.seed)
+        finish_upcycling(self.upcycling, weights, self.seed)
+        return taken
 
     def is_taken(self, name: str) -> bool:
         """Return whether a tensor comes from the checkpoint."""
@@ -141,18 +154,3 @@ def _encode(parts: TrainingComponents, source: _Source, progress: Callable[[], N
                     drawn = initial_values(block.tensor, block.box, seed=source.seed, device=device)
                     block.values.copy_(drawn)
             source.load(blocks, progress)
-
-
-def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
-    """Scale experts that copy a dense layer; give routers equal rows for parts of one copy."""
-    for block in weights:
-        held = block.values.detach()
-        if block.tensor.name in upcycling.sources:
-            held.mul_(upcycling.factor(block.tensor.name))
-        if block.tensor.name in upcycling.routers:
-            # This rank may hold some rows only: draw each by its global number.
-            first, *columns = block.box.offset
-            for number, row in enumerate(held, first):
-                offset = (upcycling.router_row(number), *columns)
-                drawn = Box(offset=offset, shape=(1, *row.shape))
-                row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from raymega.convert.tuned.merge import merge
-from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.tuned.peft_names import linear_modules
 from raymega.plan.adapters import adapter_names
 from tests.support.ranks import run_grid

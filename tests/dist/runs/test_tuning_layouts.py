@@ -19,14 +19,20 @@ pytestmark = pytest.mark.dist
 
 LIMIT = 0.03
 LORA = ("model.lora={r: 4, use_rslora: true, lora_dropout: 0.1}",)
+DORA = ("model.lora={r: 4, use_dora: true, lora_dropout: 0.1}",)
 TWO_KV_HEADS = (*LORA, "model.num_kv_heads=2")
 PARTS = (
     "model.family=gpt2", "model.num_kv_heads=num_heads", "model.train=['*norm.*']",
     "model.lora={r: 2, target_modules: ['attention.q', 'layers.[13].mlp.*']}",
 )  # fmt: skip
+SHARED_KV_DORA = (*DORA, "model.num_kv_heads=2")
 EXPERTS = (
     "model.moe={num_experts: 4, top_k: 2, intermediate_size: 24, shared_expert_intermediate_size: 16}",
     "model.lora={r: 4, target_modules: ['attention.*', 'moe.*']}",
+)
+EXPERT_DORA = (
+    EXPERTS[0],
+    "model.lora={r: 4, use_dora: true, target_modules: ['attention.*', 'moe.*']}",
 )
 LATENT = (
     "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "model.lora={r: 4, lora_dropout: 0.1}",
@@ -57,6 +63,12 @@ CASES = [
     (EXPERTS, "tp1", ("memory.recompute=selective",)),
     (LATENT, "tp2-cp2-sp", ()),
     (LORA, "tp2-dp2-sp", ("parallel.tp_comm_overlap=true", "parallel.sharding=gradients")),
+    (DORA, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
+    (DORA, "cp2-dp3", ("parallel.sharding=parameters",)),
+    (DORA, "tp2-pp2", ("memory.recompute=full", "schedule.name=zb_h1")),
+    (SHARED_KV_DORA, "tp4-sp", ("parallel.sharding=gradients",)),
+    (EXPERT_DORA, "dp2-tp2-sp", ("parallel.ep=2",)),
+    (EXPERT_DORA, "pp2-dp2", ("parallel.ep=2", "memory.recompute=selective")),
     # recomputation of a further block comes after the forward of other micro-batches
     (FURTHER, "tp1", ("memory.recompute=full", "schedule.name=gpipe")),
     (NF4, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
