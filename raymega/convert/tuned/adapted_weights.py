@@ -15,6 +15,8 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
+from raymega.convert.number_formats import recast
+from raymega.convert.tuned.coded_base import through_blocks
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.adapters import LORA_A, adapter_names, is_adapter, linear_of, magnitude_name
 from raymega.plan.base_blocks import is_in_blocks
@@ -109,16 +111,12 @@ class AdaptedWeights:
         base_dtype = self._parts[0].model.lora.base_dtype
         if not is_in_blocks(tensor, base_dtype):
             return values
-        # imported here: other merges do without torch
-        import torch
-
-        from raymega.parallel.core.block_codes import through_blocks
-
         told = self._parts[0].checkpoint.manifest.job.get("precision")
         dtype = told.get("dtype", "float32") if isinstance(told, dict) else "float32"
-        weight = torch.from_numpy(values).to(getattr(torch, dtype))
-        found: NDArray[np.float64] = through_blocks(weight, base_dtype).double().numpy()
-        return found
+        # as the run read it, in its compute dtype, and as it decoded it
+        held = recast(recast(values, "float64", dtype), dtype, "float64")
+        coded = through_blocks(held, base_dtype)
+        return recast(recast(coded, "float64", dtype), dtype, "float64")
 
 
 class CombinedAdapters:

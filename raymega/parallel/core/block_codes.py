@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from raymega.plan.base_blocks import BLOCK, CODE_BITS, SCALE_BLOCK, row_blocks
+from raymega.plan.base_blocks import (
+    BLOCK,
+    CODE_BITS,
+    MEAN_BITS,
+    SCALE_BLOCK,
+    dynamic_values,
+    format_values,
+    row_blocks,
+)
 
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Values of NF4 (QLoRA, appendix E): quantiles of a normal distribution, with an exact zero."""
-DYNAMIC_DIGITS = 7
-"""Powers of ten of the 8-bit dynamic map, from 1e-6 to 1."""
-MEAN_BITS = 36
-"""Bits to which each scale is rounded for their mean, so that the sum is the same in any order."""
 AT_ONCE = 2**18
 """Weights whose float32 values exist at a time."""
 
@@ -47,22 +44,13 @@ class Scales(NamedTuple):
 @lru_cache(maxsize=16)
 def code_values(base_dtype: str, device: torch.device) -> Tensor:
     """Return the values of a format between -1 and 1, ascending: float32, 16 of nf4 and 253 of fp8."""
-    if base_dtype == "nf4":
-        return torch.tensor(NF4, dtype=torch.float32, device=device)
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    finite = every[every.isfinite()].unique()
-    return (finite / finite.max()).to(device)
+    return torch.tensor(format_values(base_dtype), dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=4)
 def dynamic_map(device: torch.device) -> Tensor:
     """Return the 256 values of the signed 8-bit dynamic map, ascending: float32 between -1 and 1."""
-    found = [0.0, 1.0]
-    for digit in range(DYNAMIC_DIGITS):
-        edges = torch.linspace(0.1, 1, 2**digit + 1, dtype=torch.float32)
-        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (digit + 1 - DYNAMIC_DIGITS)
-        found += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+    return torch.tensor(dynamic_values(), dtype=torch.float32, device=device)
 
 
 def block_maxima(rows: Tensor, first: int) -> Tensor:
