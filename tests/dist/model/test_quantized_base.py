@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.convert.tuned.adapted_weights import AdaptedWeights, AdapterPart
 from raymega.convert.tuned.peft_names import linear_modules
 from raymega.plan.adapters import adapter_names
+from raymega.plan.tensor_table import model_tensors
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
 from tests.support.references.peft_models import adapted
@@ -61,3 +64,24 @@ def test_steps_are_those_of_peft_over_the_quantized_weights(tmp_path, kind, layo
             if param is not None:
                 ours = torch.from_numpy(whole[name])
                 assert plain_models.difference(ours, param.detach()) < TRAINING_LIMIT, name
+
+
+def test_a_merge_adds_to_the_weights_that_the_run_computed_with(tmp_path):
+    _, done = adapted("llama3", tmp_path)
+    lora = done.model.lora.model_copy(update={"base_dtype": "nf4"})
+    coded = done.model.model_copy(update={"lora": lora})
+    adapters, base = open_checkpoint(done.uri), open_checkpoint(done.base)
+    part = AdapterPart(checkpoint=adapters, model=coded, weight=1.0)
+    tensors = {tensor.name: tensor for tensor in model_tensors(coded)}
+    found = AdaptedWeights([part], "")
+    name = "layers.0.attention.q"
+    a, b = (adapters.read(f"model/{each}") for each in adapter_names(name))
+    source = base.read(f"model/{name}.weight")
+    wanted = through_nf4(source) + lora.scale * (b @ a)
+    np.testing.assert_allclose(found.of(tensors[f"{name}.weight"]), wanted, atol=1e-12)
+    assert np.abs(wanted - source - lora.scale * (b @ a)).max() > 1e-3
+    # no adapter, but a matrix of a block; and one that is kept as it is
+    up, table = "layers.0.mlp.up.weight", "embedding.tokens.weight"
+    np.testing.assert_array_equal(found.of(tensors[up]), through_nf4(base.read(f"model/{up}")))
+    kept = base.read(f"model/{table}")
+    np.testing.assert_array_equal(found.of(tensors[table])[: len(kept)], kept)

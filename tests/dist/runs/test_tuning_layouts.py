@@ -107,7 +107,8 @@ def _state_bytes(env, plan_json):
     coded = held_bytes([*parts.weights.coded.values()])
     sums = [parts.gradients.owned(bucket) for bucket in buckets if not bucket.is_frozen]
     sums += [part.flat for part in parts.gradients._sums.values()]
-    state = [block.values for block in parts.optimizer.blocks() if block.kind != "model"]
+    # masters and moments
+    state = [block.values for block in parts.optimizer.blocks() if block.tensor.is_trained]
     trained = {span.param.spec.name for b in buckets if not b.is_frozen for span in b.spans}
     assert all("lora_" in name for name in trained), "only adapters have gradients"
     # weights that exist around a use: the most at any use of a step, and none between steps
