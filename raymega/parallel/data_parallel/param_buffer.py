@@ -104,12 +104,10 @@ class WeightBuffer:
         All ranks that share its tensors call it together.
         """
         self._free(keep=())
-        flat, part = self._flats[bucket.index], self._table.owned(bucket)
-        _refill(flat)
-        flat.zero_()
+        # memory of its own: torch resizes no storage that numpy has seen, as a reader's may
+        flat, part = torch.zeros_like(self._flats[bucket.index]), self._table.owned(bucket)
         yield FrozenWeights(part=part, values=flat[part.place])
         self.coded[bucket.index].encode(flat)
-        _drop(flat)
 
     def owned(self, bucket: Bucket) -> torch.Tensor:
         """Return the flat weights that this rank updates or keeps, none of a bucket of codes; always the same memory."""
