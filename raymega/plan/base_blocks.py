@@ -32,6 +32,10 @@ DYNAMIC_DIGITS = 7
 """Powers of ten of the 8-bit dynamic map, from 1e-6 to 1."""
 MEAN_BITS = 36
 """Bits to which each scale is rounded for their mean, so that the sum is the same in any order."""
+AT_ONCE = {"cpu": 2**18, "cuda": 2**22}
+"""Weights that are encoded or decoded at a time, by device: few for a CPU's cache, many for a GPU's launches."""
+TEMPORARY_BYTES = 16
+"""Bytes of one of them meanwhile: code, value, scale and product."""
 NUMBER_BYTES = 4
 """Bytes of a scale of scales, and of a matrix's mean scale."""
 

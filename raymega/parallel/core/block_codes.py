@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raymega.plan.base_blocks import (
+    AT_ONCE,
     BLOCK,
     CODE_BITS,
     MEAN_BITS,
@@ -22,9 +23,6 @@ from raymega.plan.base_blocks import (
     format_values,
     row_blocks,
 )
-
-AT_ONCE = 2**18
-"""Weights whose float32 values exist at a time."""
 
 
 class Scales(NamedTuple):
@@ -184,5 +182,5 @@ def _nearest(shares: Tensor, values: Tensor) -> Tensor:
 
 def _portions(rows: Tensor) -> list[slice]:
     """Return slices of rows with about AT_ONCE elements each."""
-    step = max(1, AT_ONCE // max(1, rows.shape[1]))
+    step = max(1, AT_ONCE[rows.device.type] // max(1, rows.shape[1]))
     return [slice(at, min(at + step, len(rows))) for at in range(0, len(rows), step)]

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raymega.messages import Box
-from raymega.plan.base_blocks import CODE_BITS, COMPUTE, code_bytes, scale_bytes
+from raymega.plan.base_blocks import (
+    AT_ONCE,
+    CODE_BITS,
+    COMPUTE,
+    TEMPORARY_BYTES,
+    code_bytes,
+    scale_bytes,
+)
 from raymega.plan.layers.global_tensor import GlobalTensor
 
 
@@ -54,10 +61,17 @@ class CodedElements:
         """Return the bytes of the codes of ``count`` elements that are gathered for a use."""
         return count * CODE_BITS.get(self.base_dtype, 0) / 8
 
-    def passing_bytes(self, element: int, *, is_in_parts: bool) -> int:
-        """Return the bytes of a unit's weights while it is used, and of the codes of two units where they are gathered."""
+    def passing_bytes(self, element: int, device: str, *, is_in_parts: bool) -> int:
+        """Return the bytes of a unit's weights while it is used, and of the codes of two units where they are gathered.
+
+        Args:
+            element: Bytes of a weight in the compute dtype.
+            device: Value of ``cluster.device``, which decides how many are decoded at a time.
+            is_in_parts: Whether ranks share the codes.
+        """
         codes = 2 * self.gathered_bytes(self.unit) if is_in_parts else 0
-        return self.unit * element + round(codes)
+        decoding = min(AT_ONCE["cpu" if device == "cpu" else "cuda"], self.unit) * TEMPORARY_BYTES
+        return self.unit * element + round(codes) + decoding
 
 
 NO_CODES = CodedElements()

@@ -231,7 +231,7 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
     is_in_parts = level == ZeroLevel.PARAMETERS and is_cut
     codes = held.coded.held_bytes(ranks, edp) if is_in_parts else held.coded.held_bytes(1, 1)
-    passing += held.coded.passing_bytes(compute, is_in_parts=is_in_parts)
+    passing += held.coded.passing_bytes(compute, job.cluster.device, is_in_parts=is_in_parts)
     # Rows and columns of a weight are multiplied by a copy each; gathered or decoded weights have none.
     copies = 0 if is_in_parts or held.coded.total else 2 * held.in_fp8
     size = StateSize(

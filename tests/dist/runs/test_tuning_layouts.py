@@ -49,6 +49,7 @@ EXPERTS_NF4 = (
 )
 EXPERTS_FP8 = (EXPERTS[0], "model.lora={r: 4, base_dtype: fp8}")
 LATENT_NF4 = (*LATENT[:2], "model.lora={r: 4, base_dtype: nf4}", LATENT[3])
+FURTHER_NF4 = (FURTHER[0], "model.lora={r: 4, base_dtype: nf4, target_modules: ['*attention.*']}")
 FROZEN = ("model.freeze=['layers.[01].*', 'embedding.*']", "model.neftune_noise_alpha=5.0")
 CASES = [
     (LORA, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
@@ -80,6 +81,7 @@ CASES = [
     (EXPERTS_NF4, "pp2-dp2", ("parallel.ep=2", "parallel.sharding=parameters")),
     (EXPERTS_FP8, "tp2-dp2-etp2-sp", ("parallel.sharding=gradients",)),
     (LATENT_NF4, "tp2-cp2-sp", ()),
+    (FURTHER_NF4, "dp2-tp2", ("memory.recompute=full", "parallel.sharding=parameters")),
     (FROZEN, "tp2-pp2-sp", ("parallel.sharding=gradients",)),
     (FROZEN, "pp2-dp2", ("parallel.sharding=optimizer", "schedule.chunks=2")),
     (FROZEN, "cp2-dp2", ("parallel.sharding=parameters",)),
