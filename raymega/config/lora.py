@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from raymega.config.fields import Decay, NonNegative, PositiveFloat, Section
 
 
@@ -15,11 +17,19 @@ class LoraSection(Section):
     """An adapter's output is multiplied by lora_alpha / r."""
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) instead (rank-stabilised LoRA, Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Train the norm of each row of W + scale B A apart, as a vector of magnitudes (weight-decomposed LoRA, DoRA,
+    Liu et al. 2024). They begin as the norms of W, and no gradient passes the norm, as in PEFT."""
     target_modules: tuple[str, ...] = ("attention.*", "mlp.*")
     """Patterns of linear layers inside blocks that get an adapter: `attention.q`, `mlp.*`, `moe.shared.*`,
     or a whole name such as `layers.3.mlp.up`."""
     lora_dropout: Decay = 0.0
     """Share of an adapter's input features that is dropped in training, for each adapter apart."""
+
+    base_dtype: Literal["compute", "fp8", "nf4"] = "compute"
+    """Format in which frozen matrices of blocks are held. compute: precision.dtype. nf4: 4-bit codes in blocks of
+    64 with doubly quantised scales (QLoRA, Dettmers et al. 2023). fp8: codes of float8 e4m3 with the same scales.
+    Codes are decoded for each use; embedding, head, norms and routers stay in precision.dtype."""
 
     @property
     def scale(self) -> float:

@@ -45,6 +45,7 @@ RowFormat = Literal[
     "classification",
     "token_classification",
     "multiple_choice",
+    "embedding",
     "images",
 ]
 """Forms of the rows that a dataset is prepared from."""

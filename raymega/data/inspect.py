@@ -37,7 +37,7 @@ from raymega.storage.registry import open_store, reading_faults
 
 FORMS: dict[RowFormat, RowForm] = {
     "preference": PAIRS, "kto": ANSWERS, "classification": RowForm("classes", 1),
-    "token_classification": RowForm("tokens", 1),
+    "token_classification": RowForm("tokens", 1), "embedding": RowForm("matches", 2),
 }  # fmt: skip
 """Form of the documents of datasets that are no texts, by format."""
 

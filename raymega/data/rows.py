@@ -130,13 +130,14 @@ class RowForm(NamedTuple):
 
     Attributes:
         kind: ``texts``; ``pairs`` of answers; ``answers`` with a boolean label, each before one of another prompt;
-            documents with ``classes`` or ``values``; ``choices`` of a question; ``tokens`` with classes.
+            documents with ``classes`` or ``values``; ``choices`` of a question; ``tokens`` with classes; ``matches``,
+            two texts that belong together.
         size: Number of documents that belong together, and stay in one row; 0 for texts, which may be cut.
         num_classes: Classes of a document or token; 0 without.
         is_causal: Whether padding behind a document is seen by none of its tokens.
     """
 
-    kind: Literal["texts", "pairs", "answers", "classes", "values", "choices", "tokens"]
+    kind: Literal["texts", "pairs", "answers", "classes", "values", "choices", "tokens", "matches"]
     size: int = 0
     num_classes: int = 0
     is_causal: bool = True

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.load.adapted_base import BASE_REMEDY, open_base, start_of
+from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.grid_text import degrees_of, grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.config.schema import Job, ModelSection
-from raymega.convert.native import model_of, modules_of
+from raymega.convert.native import modules_of, tuned_model_of
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.evaluate.recording import OF_RUN
 from raymega.plan.layers.family_parts import parts_of
@@ -49,21 +51,29 @@ class EvalOptions:
     is_for_export: bool = False
 
 
-def plan_of(manifest: Manifest, options: EvalOptions) -> RunPlan:
+def plan_of(checkpoint: Checkpoint, options: EvalOptions) -> RunPlan:
     """Return the plan of an evaluation: the checkpoint's model and number format, on the options' grid.
 
+    A checkpoint of adapters is evaluated with them, over the base that its run began with.
+
     Raises:
-        ConfigError: The grid is not legal for the model.
+        ConfigError: The grid is not legal for the model, or the base of adapters is missing.
     """
-    model = model_of(manifest)
+    manifest = checkpoint.manifest
+    model = tuned_model_of(manifest)
     values = {
         "seq_len": options.seq_len or _saved(manifest, "data", "seq_len", 0),
         "dtype": _saved(manifest, "precision", "dtype", "float32"),
         "device": _saved(manifest, "cluster", "device", "cpu"),
         # an evaluation uses the family alone of a run's plug-ins
         "plugins": modules_of(manifest) if "." in model.family else (),
+        "start": start_of(manifest) if model.lora.r else {},
     }
-    return plan_on(model, options, values)
+    plan = plan_on(model, options, values)
+    if model.lora.r:
+        start = plan.job.checkpoint.model_dump(mode="json")
+        open_base(checkpoint, plan.job.model, start=start, remedy=BASE_REMEDY)
+    return plan
 
 
 def plan_on(
@@ -78,8 +88,8 @@ def plan_on(
     Args:
         model: Model to evaluate.
         options: Grid and overrides.
-        values: Length ``seq_len``, ``dtype`` and ``device`` of the run; ``cpus`` of a worker and modules of
-            ``plugins``, if given.
+        values: Length ``seq_len``, ``dtype`` and ``device`` of the run; ``cpus`` of a worker, modules of
+            ``plugins`` and the base of adapters, ``start``, if given.
         name: Name of the workers in Ray.
 
     Raises:
@@ -91,7 +101,8 @@ def plan_on(
     raw: dict[str, Any] = {
         "run": {"name": name, "steps": 1, "eval_samples": 0},
         "model": model.model_dump(mode="json")
-        | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "loss": "cross_entropy"},
+        | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "loss": "cross_entropy"}
+        | {"freeze": (), "train": (), "lora": _lora(model)},
         # rows of several requests, whatever the run's rows were
         "data": {
             "path": "synthetic",
@@ -102,7 +113,7 @@ def plan_on(
         },
         "optimizer": {"lr": 1e-3},
         "precision": {"dtype": values["dtype"]},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, **values.get("start", {})},
         "tracking": {"mlflow_uri": "off"},
         "plugins": {"modules": values.get("plugins", ())},
         "cluster": {
@@ -113,6 +124,11 @@ def plan_on(
     parsed = parse_mapping(raw).with_overrides([*grid, *options.overrides])
     raise_faults(ConfigError, [*parsed.faults, *job_faults(parsed.values)])
     return make_plan(parsed.job())
+
+
+def _lora(model: ModelSection) -> dict[str, Any]:
+    """Return the adapters without dropout; the plain section where there are none."""
+    return (model.lora.model_copy(update={"lora_dropout": 0.0})).model_dump(mode="json")
 
 
 def next_token_faults(model: ModelSection, *, is_for_export: bool = False) -> list[Fault]:

@@ -58,7 +58,7 @@ def store_reference(
     raise_faults(ConfigError, [*_faults(job, uri)])
     opened = open_checkpoint(uri)
     longest = job.data.seq_len
-    plan = plan_of(opened.manifest, EvalOptions(grid=grid, seq_len=longest))
+    plan = plan_of(opened, EvalOptions(grid=grid, seq_len=longest))
     with session_at(address):
         return [
             _store(job, path, split, opened, plan, on_rows or (lambda _done, _total: None))

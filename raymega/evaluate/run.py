@@ -137,7 +137,7 @@ def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOpti
     raise_faults(ConfigError, [*_task_faults(task), *_file_faults(task, data)])
     assert data is not None, "a task without a file has a fault"
     checkpoint = open_checkpoint(uri)
-    plan = plan_of(checkpoint.manifest, options)
+    plan = plan_of(checkpoint, options)
     seq_len = plan.job.data.seq_len
     tokenizer = find_tokenizer(checkpoint, options.tokenizer)
     raise_faults(
@@ -175,7 +175,7 @@ def _prepare_yaml(uri: str, file: Path, data: Path | None, options: EvalOptions)
     from raymega.evaluate.harness.yaml_task import prepare_yaml
 
     checkpoint = open_checkpoint(uri)
-    return prepare_yaml(file, data, checkpoint, plan_of(checkpoint.manifest, options), options)
+    return prepare_yaml(file, data, checkpoint, plan_of(checkpoint, options), options)
 
 
 def _unused_faults(file: Path, options: EvalOptions) -> list[Fault]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.convert.huggingface.exporter import hf_export
-from raymega.convert.native import model_of
+from raymega.convert.native import tuned_model_of
+from raymega.convert.tuned.merge import NO_BASE, whole_weights
 from raymega.errors import ConfigError
 from raymega.evaluate.run import EvalOptions, plan_of
 from raymega.plan.layers.family_parts import parts_of
@@ -30,33 +31,36 @@ STREAMS = (
 
 
 @contextmanager
-def exported(checkpoint: Checkpoint, *, dtype: str, folder: Path | None) -> Iterator[Path]:
+def exported(
+    checkpoint: Checkpoint, *, dtype: str, folder: Path | None, base: str = NO_BASE
+) -> Iterator[Path]:
     """Yield a folder that holds the model of ``checkpoint`` in the number format ``dtype``.
 
     Args:
         checkpoint: Checkpoint of a run, or of a converted model.
         dtype: Number format of the weights.
         folder: Folder to keep; used again if it holds this checkpoint. None is a temporary one.
+        base: Weights under adapters, which are merged into them; ``none`` without adapters.
 
     Raises:
         ConfigError: The folder holds something else, or transformers has no such model.
     """
     if folder is not None:
-        keep_export(checkpoint, dtype=dtype, folder=folder)
+        keep_export(checkpoint, dtype=dtype, folder=folder, base=base)
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="raymega-export-") as place:
-        keep_export(checkpoint, dtype=dtype, folder=Path(place) / "model")
+        keep_export(checkpoint, dtype=dtype, folder=Path(place) / "model", base=base)
         yield Path(place) / "model"
 
 
-def keep_export(checkpoint: Checkpoint, *, dtype: str, folder: Path) -> None:
-    """Export ``checkpoint`` to ``folder``, unless it is there already.
+def keep_export(checkpoint: Checkpoint, *, dtype: str, folder: Path, base: str = NO_BASE) -> None:
+    """Export ``checkpoint`` to ``folder``, unless it is there already; adapters merged into their ``base``.
 
     Raises:
         ConfigError: The folder holds something else, or transformers has no such model.
     """
-    wanted = _identity(checkpoint, dtype)
+    wanted = _identity(checkpoint, dtype) | ({"base": base} if base != NO_BASE else {})
     mark = folder / MARK
     if mark.is_file():
         found = json.loads(mark.read_text(encoding="utf-8"))
@@ -68,7 +72,8 @@ def keep_export(checkpoint: Checkpoint, *, dtype: str, folder: Path) -> None:
             remedy="give another --folder",
         )
     # this very checkpoint: a run under way may have a newer one by now
-    hf_export(f"{checkpoint.store.uri}/{checkpoint.manifest.key}", folder, dtype=dtype)
+    with whole_weights(checkpoint, base) as source:
+        hf_export(source, folder, dtype=dtype)
     mark.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
 
 
@@ -78,13 +83,13 @@ def one_device_plan(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunPlan
     Raises:
         ConfigError: A text of ``overrides`` is wrong.
     """
-    model = model_of(checkpoint.manifest)
+    model = tuned_model_of(checkpoint.manifest)
     rows = STREAMS if parts_of(model).is_encoder_decoder else ()
     last = [f"data.span_corruption.first_sentinel_id={model.vocab_size - 1}"] if rows else []
     options = EvalOptions(
         overrides=(*rows, *last, *overrides), seq_len=SHORTEST_ROW, is_for_export=True
     )
-    return plan_of(checkpoint.manifest, options)
+    return plan_of(checkpoint, options)
 
 
 def default_folder(checkpoint: Checkpoint, *, dtype: str) -> Path:

@@ -124,7 +124,8 @@ class Generation:
     def _with_transformers(self, on_count: OnCount) -> list[list[int]]:
         engine = import_extra(ENGINE, extra="hf", purpose="raymega generate without --grid")
         dtype, num_prompts = self.plan.job.precision.dtype, len(self.texts)
-        with exported(self.checkpoint, dtype=dtype, folder=self.options.folder) as folder:
+        base, kept = self.plan.job.checkpoint.init_from, self.options.folder
+        with exported(self.checkpoint, dtype=dtype, folder=kept, base=base) as folder:
             model = engine.Engine(folder, device=self.plan.job.cluster.device)
             found: list[list[int]] = model.generate(
                 self.task,
@@ -190,7 +191,7 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
     if options.grid:
         lengths = (len(each) + limit for each, limit in zip(task.prompts, task.limits, strict=True))
         plan = plan_of(
-            checkpoint.manifest,
+            checkpoint,
             EvalOptions(
                 grid=options.grid,
                 overrides=options.overrides,

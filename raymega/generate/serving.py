@@ -107,7 +107,7 @@ def serving_line(  # noqa: PLR0913  # the options of the command
     plan = one_device_plan(checkpoint, overrides)
     dtype = plan.job.precision.dtype
     place = folder or default_folder(checkpoint, dtype=dtype)
-    keep_export(checkpoint, dtype=dtype, folder=place)
+    keep_export(checkpoint, dtype=dtype, folder=place, base=plan.job.checkpoint.init_from)
     return serving_words(engine, place, name=model_name(checkpoint), port=port, grid=grid)
 
 

@@ -12,9 +12,12 @@ from math import sqrt
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from raymega.config.schema import ModelSection
+from raymega.plan.base_blocks import COMPUTE, is_in_blocks
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""
+MAGNITUDE = ".lora_magnitude.weight"
+"""End of the name of DoRA's magnitudes [out], one for each row of the layer's weight."""
 NO_LINEARS = (".router.weight", ".shared_gate.weight")
 """Ends of the names of matrices that no linear layer of a block multiplies."""
 FUSED = (
@@ -66,8 +69,8 @@ Tensor = TypeVar("Tensor", bound=TableTensor)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor is one of LoRA's factors."""
-    return name.endswith((LORA_A, LORA_B))
+    """Return whether a tensor belongs to an adapter: LoRA's factors and DoRA's magnitudes."""
+    return name.endswith((LORA_A, LORA_B, MAGNITUDE))
 
 
 def adapter_names(linear: str) -> tuple[str, str]:
@@ -75,9 +78,14 @@ def adapter_names(linear: str) -> tuple[str, str]:
     return linear + LORA_A, linear + LORA_B
 
 
+def magnitude_name(linear: str) -> str:
+    """Return the name of DoRA's magnitudes of the linear layer ``linear``."""
+    return linear + MAGNITUDE
+
+
 def linear_of(adapter: str) -> str:
-    """Return the name of the weight that the factor ``adapter`` belongs to."""
-    return adapter.removesuffix(LORA_A).removesuffix(LORA_B) + ".weight"
+    """Return the name of the weight that the adapter's tensor ``adapter`` belongs to."""
+    return adapter.removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(MAGNITUDE) + ".weight"
 
 
 def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
@@ -85,7 +93,7 @@ def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
     found = []
     for tensor in table:
         is_frozen = tensor.role != "state" and not _is_trained(tensor.name, model)
-        found.append(replace(tensor, is_frozen=is_frozen) if is_frozen else tensor)
+        found.append(_frozen(tensor, model) if is_frozen else tensor)
         found += _adapter(tensor, model) if is_target(tensor, model) else []
     return found
 
@@ -136,11 +144,18 @@ def _is_of_new_head(name: str, model: ModelSection) -> bool:
     return model.head.is_on and name.startswith("head.")
 
 
-def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
-    """Return A [r, in] and B [out, r] of a weight [out, in]; experts' have the experts as dim 0.
+def _frozen(tensor: Tensor, model: ModelSection) -> Tensor:
+    """Return the tensor as a frozen one, held as codes where the base is in blocks."""
+    base_dtype = model.lora.base_dtype if model.lora.r else COMPUTE
+    held = base_dtype if is_in_blocks(tensor, base_dtype) else COMPUTE
+    return replace(tensor, is_frozen=True, base_dtype=held)
 
-    The side that W's cut leaves whole is whole in the factor too. A starts with the variance of PEFT's
-    uniform values, 1 / (3 in), and B at zero.
+
+def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
+    """Return A [r, in] and B [out, r] of a weight [out, in], and DoRA's magnitudes [out].
+
+    Experts' have the experts as dim 0. The side that W's cut leaves whole is whole in the factor too. A starts
+    with the variance of PEFT's uniform values, 1 / (3 in), B at zero, and magnitudes as the norms of W's rows.
     """
     *experts, out, inner = tensor.shape
     a, b = adapter_names(tensor.name.removesuffix(".weight"))
@@ -148,15 +163,22 @@ def _adapter(tensor: Tensor, model: ModelSection) -> list[Tensor]:
     rank = model.lora.r
     cut = tensor.tp_dim
     first = replace(
-        tensor, name=a, shape=(*experts, rank, inner), init=normal, is_frozen=False,
+        tensor, name=a, shape=(*experts, rank, inner), init=normal, is_frozen=False, base_dtype=COMPUTE,
         initializer_range=1 / sqrt(3 * inner), tp_dim=cut if cut == 1 else -1, tp_units=0,
         serves_heads=False,
     )  # fmt: skip
     second = replace(
-        tensor, name=b, shape=(*experts, out, rank), init="zeros", is_frozen=False,
+        tensor, name=b, shape=(*experts, out, rank), init="zeros", is_frozen=False, base_dtype=COMPUTE,
         initializer_range=0.0, tp_dim=cut if cut == 0 else -1,
     )  # fmt: skip
     if tensor.is_expert:
         # etp is 1 with adapters on experts; the dim only marks them as experts'.
         first, second = replace(first, etp_dim=1), replace(second, etp_dim=1)
-    return [first, second]
+    if not model.lora.use_dora:
+        return [first, second]
+    # in float32 or better: a factor near 1, rounded to bfloat16, would change every output
+    magnitude = replace(
+        second, name=magnitude_name(tensor.name.removesuffix(".weight")), shape=(*experts, out),
+        init="row_norms", rows_of=tensor, role="norm", is_wide=True,
+    )  # fmt: skip
+    return [first, second, magnitude]

@@ -22,6 +22,8 @@ def unused_groups(plan: RunPlan) -> frozenset[str]:
     has_experts = any(each.model.moe.num_experts > 0 for each in jobs)
     # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp
     unused = {"cp", "dp"}
+    if job.model.head.kind == "embedding":  # whose embeddings are gathered
+        unused.remove("dp")
     if not has_experts:
         unused |= EXPERT_GROUPS
     if not any(map(_counts_micro_batch, jobs)):

@@ -51,6 +51,7 @@ from raymega.train.distillation.teacher import Teacher, build_teacher
 from raymega.train.forward_only import (
     AddReference,
     ForwardOnly,
+    contrast_by_cache,
     no_reference,
     reference_by_base,
     with_baseline,
@@ -206,6 +207,10 @@ def _with_objective(
             module.objective = ScoreObjective(model, section, parts.device)
         elif section.is_on:
             module.objective = PairObjective(section, parts.device)
+    if model.head.kind == "embedding":
+        forward = make_forward(parts, p2p, progress)
+        add = contrast_by_cache(forward, model.head, parts.groups.dp)
+        return replace(parts, add_reference=add)
     is_live, is_kto = section.reference == "base", section.loss_type == "kto"
     if not section.needs_reference or not (is_live or is_kto):
         return parts

@@ -65,8 +65,9 @@ class ModelWeights:
 
     @property
     def frozen(self) -> list[FrozenWeights]:
-        """Parts of the frozen weights that this rank keeps."""
-        parts = [self.table.owned(bucket) for bucket in self.table.buckets if bucket.is_frozen]
+        """Parts of the frozen weights that this rank keeps, without those that are held as codes."""
+        frozen = [b for b in self.table.buckets if b.is_frozen and not b.is_coded]
+        parts = [self.table.owned(bucket) for bucket in frozen]
         return [FrozenWeights(part=part, values=self.weights.owned(part.bucket)) for part in parts]
 
 
@@ -149,7 +150,12 @@ def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     )
     # memory and initial values, bucket by bucket
     fill = partial(initialise, seed=plan.job.run.seed) if has_initial_values else leave_zeros
-    weights = WeightBuffer(table, log=experts.log, fill=fill)
+    weights = WeightBuffer(
+        table,
+        log=experts.log,
+        fill=fill,
+        cut_of=lambda bucket: groups.etp if bucket.is_expert else groups.tp,
+    )
     _hand_out(weights, modules)
     return ModelWeights(modules=tuple(modules), states=tuple(states), table=table, weights=weights)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,35 +16,23 @@ import torch
 from raymega.checkpoint.format.keys import checkpoint_of
 from raymega.checkpoint.format.manifest import read_blocks
 from raymega.checkpoint.load.held_state import HELD, take_over
-from raymega.checkpoint.load.init_from import (
-    WEIGHTS,
-    source_blocks,
-    starting_manifest,
-    upcycling_of,
-)
 from raymega.checkpoint.load.reader import boxes_by_name, load, names_of
 from raymega.checkpoint.load.shared_load import SharedLoad, groups_to_share
 from raymega.checkpoint.save.local_cache import CachedReader, LocalCache
 from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots.copies import SnapshotCopies
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
-from raymega.checkpoint.tools.inspection import open_root
-from raymega.config.schema import CheckpointSection, Job
+from raymega.config.schema import Job
 from raymega.errors import CheckpointError, CommunicationError
-from raymega.messages import Box, Channel, Entered, StartWorker, Working
+from raymega.messages import Channel, Entered, StartWorker, Working
 from raymega.parallel.comm import world
 from raymega.parallel.comm.collectives import is_communication_error
 from raymega.parallel.comm.nccl_warmup import open_communicators
 from raymega.parallel.comm.process_groups import groups_of_plan
 from raymega.parallel.comm.world import Store
 from raymega.parallel.context_parallel.varlen_attention import torch_kernel
-from raymega.parallel.core.sharded_parameter import initial_values
-from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.parallel.workarounds.autograd_engine import add_gradients
-from raymega.plan.adapters import is_adapter
-from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.run_plan import RunPlan, read_plan
-from raymega.plan.upcycling import Upcycling
 from raymega.plan.zero_levels import dp_shard_ranks
 from raymega.storage.registry import open_store
 from raymega.storage.remote_memory_store import RemoteMemoryStore
@@ -61,6 +49,7 @@ from raymega.train.environment import (
 from raymega.train.forward_backward import sum_over_world
 from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler, save_limits
+from raymega.train.start.weights import every_block, init_from, load_codes
 from raymega.train.state import TrainState, first_state, state_from
 
 log = logging.getLogger(__name__)
@@ -230,6 +219,8 @@ def _go_on(parts: TrainingComponents, start: StartWorker, channel: Channel) -> T
     if dp_shard_ranks(parts.plan.job.parallel, replicas.size) > 1:
         replicas = parts.groups.copies
     scalars, report = take_over(HELD, [*every_block(parts)], replicas, step=at.step)
+    # codes are not held: the base is read and encoded anew
+    load_codes(parts, parts.plan.job.checkpoint)
     parts.optimizer.sync_weights()
     if report is not None and start.rank == 0 and at.step > start.reported_step:
         channel.report(report)
@@ -245,7 +236,7 @@ def _restore(
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
     if not start.restore or parts.plan.job.model.lora.r:
-        init_from(parts, section, progress=progress)
+        init_from(parts, section, is_resumed=bool(start.restore), progress=progress)
     if not start.restore:
         return first_state(precision)
     # A broken copy in memory has a second one; only the last failure ends the attempt.
@@ -302,70 +293,6 @@ def _restore_from(
         "restored step %d from %s in %s, %d near files", manifest.step, key, store.uri, files_near
     )
     return state_from(manifest.state, parts.plan.job.precision)
-
-
-def init_from(
-    parts: TrainingComponents,
-    section: CheckpointSection,
-    *,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Load ``checkpoint.init_from`` and ``init_adapter``, rounded where the masters are narrower."""
-    if section.init_adapter != "none":
-        store, root = open_root(section.init_adapter)
-        factors = [
-            b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
-        ]
-        manifest = read_blocks(store, root.key, boxes_by_name(factors))
-        load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
-        parts.optimizer.sync_weights(is_start=True)
-    if section.init_from == "none":
-        return
-    store, manifest = open_root(section.init_from)
-    model, seed = parts.plan.job.model, parts.plan.job.run.seed
-    weights = [
-        block
-        for block in every_block(parts)
-        if block.kind == WEIGHTS and not is_adapter(block.tensor.name)
-    ]
-    # A router made by upcycling, or a reinitialised tensor, keeps its initial values.
-    upcycling = upcycling_of(manifest, section, model)
-    taken = [
-        block
-        for block in weights
-        if not is_reinitialised(section, block.tensor.name)
-        and block.tensor.name not in upcycling.routers
-    ]
-    # of a large world's checkpoint only the boxes of these weights
-    sources = source_blocks(manifest, section, model, {block.tensor.name for block in taken})
-    source = starting_manifest(read_blocks(store, manifest.key, sources), section, model)
-    load(store, source, taken, is_narrowing_allowed=True, progress=progress)
-    _finish_upcycling(upcycling, weights, seed)
-    parts.optimizer.sync_weights(is_start=True)
-    log.info("started from the weights of step %d in %s", manifest.step, section.init_from)
-
-
-def every_block(parts: TrainingComponents) -> Iterator[TensorBlock]:
-    """Yield the blocks of a checkpoint, and with adapters also those of the base, which it lacks."""
-    yield from parts.optimizer.blocks()
-    if parts.plan.job.model.lora.r:
-        for weights in parts.frozen:
-            yield from weights.blocks()
-
-
-def _finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed: int) -> None:
-    """Scale experts that copy a dense layer; give routers equal rows for parts of one copy."""
-    for block in weights:
-        held = block.values.detach()
-        if block.tensor.name in upcycling.sources:
-            held.mul_(upcycling.factor(block.tensor.name))
-        if block.tensor.name in upcycling.routers:
-            # This rank may hold some rows only: draw each by its global number.
-            first, *columns = block.box.offset
-            for number, row in enumerate(held, first):
-                offset = (upcycling.router_row(number), *columns)
-                drawn = Box(offset=offset, shape=(1, *row.shape))
-                row.copy_(initial_values(block.tensor, drawn, seed=seed, device=row.device)[0])
 
 
 class _Phases:

@@ -1,7 +1,8 @@
 """Forward passes without training: micro-batches through the pipeline, and what the last stage returns for each.
 
 One of them gives a step's pairs their reference log-probabilities, by the frozen weights under the adapters. It has no
-dropout, no noise and no adapters, and its results stay on the ranks of the last stage, where the loss is.
+dropout, no noise and no adapters, and its results stay on the ranks of the last stage, where the loss is. Another one
+has the embeddings of a whole batch, each of which is in the losses of all pairs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from raymega.model.heads.score_head import language_head
+from raymega.config.heads.section import HeadSection
+from raymega.model.heads.contrastive import contrast_of
+from raymega.model.heads.score_head import ScoreHead, language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference import own_log_probs, sum_over_context
-from raymega.parallel.comm.collectives import all_reduce
+from raymega.parallel.comm.collectives import all_gather, all_reduce
 from raymega.parallel.comm.process_groups import Group
-from raymega.parallel.context_parallel.context import MicroBatch, PairBatch
+from raymega.parallel.context_parallel.context import (
+    Contrast,
+    MicroBatch,
+    PairBatch,
+    ScoreBatch,
+)
 from raymega.pipeline.executor import Executor
 from raymega.pipeline.p2p import PointToPoint
 from raymega.plan.run_plan import RunPlan
@@ -165,6 +173,67 @@ def _baseline_sums(pairs: PairBatch, policy: Tensor) -> Tensor:
     good, counted = pairs.is_desirable, pairs.is_counted
     sums = ratios.sum(), counts.sum(), (good * counted).sum(), ((1 - good) * counted).sum()
     return torch.stack(sums)
+
+
+def contrast_by_cache(forward: ForwardOnly, head: HeadSection, dp: Group) -> AddReference:
+    """Return the function that gives pairs of documents their loss among all pairs of a batch.
+
+    A pass of its own has the pooled states of all micro-batches; those of the data-parallel ranks are gathered.
+
+    Args:
+        forward: Forward-only pipeline of the rank.
+        head: Temperature and normalisation.
+        dp: Ranks that read other samples.
+    """
+
+    def add(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        found: list[Tensor] = forward.run(document_states, micro_batches)
+        if not found:  # not the last stage
+            return list(micro_batches)
+        whole, first = _gather_rows(torch.cat(found), dp)
+        contrast, batches = contrast_of(whole, head), []
+        for batch, states in zip(micro_batches, found, strict=True):
+            here, last = slice(first // 2, (first + len(states)) // 2), first + len(states)
+            own = Contrast(
+                losses=contrast.losses[here],
+                is_right=contrast.is_right[here],
+                slopes=contrast.slopes[first:last],
+            )
+            first = last
+            if isinstance(batch.pairs, ScoreBatch) and len(states):
+                batch = replace(batch, pairs=replace(batch.pairs, contrast=own))
+            batches.append(batch)
+        return batches
+
+    return add
+
+
+def _gather_rows(rows: Tensor, group: Group) -> tuple[Tensor, int]:
+    """Return the rows of all ranks [N, D] in group order, and the place of the first of this rank's [n, D]."""
+    if group.size == 1:
+        return rows, 0
+    mine = torch.tensor([len(rows)], device=rows.device)
+    counts = all_gather(mine, group).tolist()
+    padded = rows.new_zeros((max(counts), rows.shape[1]))
+    padded[: len(rows)] = rows
+    parts = all_gather(padded, group).view(group.size, *padded.shape)
+    whole = torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+    return whole, sum(counts[: group.index])
+
+
+def document_states(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    """Return the activation for the next stage, or the last stage's pooled states of each document, [N, D] float64.
+
+    They are those of whole documents, equal on all context-parallel ranks, without a gradient.
+    """
+    x, scored = module.evaluated(micro_batch, hidden), micro_batch.pairs
+    if module.head is None:
+        return x
+    if not isinstance(scored, ScoreBatch):  # no document in any row
+        return x.new_zeros((0, x.shape[-1]), dtype=torch.float64)
+    assert isinstance(module.head, ScoreHead), "the model has a head of documents"
+    context = micro_batch.rows.context or module.context
+    return sum_over_context(module.head.document_sums(x, scored), context)
 
 
 def answer_log_probs(module: StageModule, micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:

@@ -27,6 +27,7 @@ from raymega.data.rows import Row
 from raymega.data.samples import Samples
 from raymega.evaluate.requests import Request
 from raymega.model.encoder_decoder import EncoderDecoderStage
+from raymega.model.heads.contrastive import contrast_losses
 from raymega.model.heads.score_losses import LOSSES as SCORE_LOSSES
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.preference_losses import LOSSES, Answers
@@ -205,7 +206,7 @@ def _mean_pair_loss(found: Sequence[Answers], section: PreferenceSection) -> flo
 
 def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:
     """Return the mean loss of a head's documents or tokens in a set's first samples, by its formula on one at a time."""
-    losses, kind = list[Tensor](), job.model.head.kind
+    losses, states, kind = list[Tensor](), list[Tensor](), job.model.head.kind
     is_causal = parts_of(job.model).is_causal
     module.eval()
     with torch.no_grad():
@@ -225,7 +226,9 @@ def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:
                 else:
                     pooled = {"last": scores[-1], "first": scores[0], "mean": scores.mean(0)}
                     found.append(pooled[pooling])
-            if found:
+            if kind == "embedding":
+                states += found
+            elif found:
                 classes = (
                     torch.zeros(row.num_pairs)
                     if row.classes is None
@@ -233,5 +236,7 @@ def _score_loss(module: StageModule, samples: Samples, job: Job) -> float:
                 )
                 whole = torch.stack(found).view(row.num_pairs, -1)
                 losses.append(SCORE_LOSSES[kind](whole, classes, job.preference)[0])
+    if states:  # of the whole set, in which each pair has the others as negatives
+        losses.append(contrast_losses(torch.stack(states), job.model.head)[0])
     module.train()
     return float(torch.cat(losses).mean())

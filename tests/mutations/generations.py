@@ -209,7 +209,7 @@ def _recomputed(ready, uri: str):
     from raymega.parallel.comm.process_groups import groups_of_plan
     from raymega.train.build_scorer import build_scorer, load_weights
 
-    plan = plan_of(open_checkpoint(uri).manifest, EvalOptions(seq_len=LENGTH))
+    plan = plan_of(open_checkpoint(uri), EvalOptions(seq_len=LENGTH))
     device = torch.device("cpu")
     address, store = world.host_store("127.0.0.1")
     world.open_world(

@@ -14,13 +14,71 @@ LAST = (*ROWS, "model.head={kind: sequence_classification, num_labels: 3}")
 MEAN = (*ROWS, "model.head={kind: regression, pooling: mean}")
 TOKENS = (*ROWS, "model.head={kind: token_classification, num_labels: 3}")
 REWARD = (*PAIRS, "model.head.kind=reward", "preference.loss_type=bradley_terry")
+EMBEDDING = (*ROWS, "model.head={kind: embedding, pooling: mean}")
 KTO = (*PAIRS, "preference.loss_type=kto", "model.lora={r: 4}", "optimizer.lr=0.05")
 OBJECTIVE, HEAD, DATA = (
     "model/heads/objective.py",
     "model/heads/score_head.py",
     "data/heads/score_batch.py",
 )
+CACHE = "train/forward_only.py"
 HEADS: tuple[Mutation, ...] = (
+    Mutation(
+        name="a rank's embeddings have the negatives of its own samples alone",
+        file=CACHE,
+        old="whole, first = _gather_rows(torch.cat(found), dp)",
+        new="whole, first = torch.cat(found), 0",
+        layout=Layout(dp=2),
+        job=EMBEDDING,
+    ),
+    Mutation(
+        name="each micro-batch takes the derivatives of the first one",
+        file=CACHE,
+        old="            first = last\n",
+        new="            first = last - len(states)\n",
+        layout=Layout(),
+        job=(*EMBEDDING, "schedule.micro_batch_size=1"),
+    ),
+    Mutation(
+        name="every data-parallel rank takes the derivatives of the first one",
+        file=CACHE,
+        old="return whole, sum(counts[: group.index])",
+        new="return whole, 0",
+        layout=Layout(dp=2),
+        job=EMBEDDING,
+    ),
+    Mutation(
+        name="a document's embedding is that of the tokens of one context-parallel rank",
+        file=CACHE,
+        old="    return sum_over_context(module.head.document_sums(x, scored), context)\n",
+        new="    return module.head.document_sums(x, scored)\n",
+        layout=Layout(cp=2),
+        job=EMBEDDING,
+    ),
+    Mutation(
+        name="every context-parallel rank counts the loss of a pair",
+        file=OBJECTIVE,
+        old="    total = scored.contrast.losses.sum() * is_first\n",
+        new="    total = scored.contrast.losses.sum()\n",
+        layout=Layout(cp=2),
+        job=EMBEDDING,
+    ),
+    Mutation(
+        name="the temperature is forgotten",
+        file="model/heads/contrastive.py",
+        old="anchors @ positives.T / head.temperature",
+        new="anchors @ positives.T",
+        layout=Layout(),
+        job=EMBEDDING,
+    ),
+    Mutation(
+        name="no gradient passes the normalisation",
+        file="model/heads/contrastive.py",
+        old="normalize(sums, dim=-1) if head.normalize",
+        new="sums / sums.detach().norm(dim=-1, keepdim=True) if head.normalize",
+        layout=Layout(),
+        job=EMBEDDING,
+    ),
     Mutation(
         name="each context-parallel rank takes the loss of the scores of its own part of a document",
         file=OBJECTIVE,

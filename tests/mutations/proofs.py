@@ -88,8 +88,8 @@ PROOFS: tuple[ProofMutation, ...] = (
     ),
     ProofMutation(
         name="a merge forgets the scale",
-        file="convert/tuned/merge.py",
-        old="self._tuned.lora.scale * (b @ a)",
+        file="convert/tuned/adapted_weights.py",
+        old="part.weight * part.model.lora.scale * (b @ a)",
         new="b @ a",
         tests=(f"{TUNED_TESTS}::test_a_merge_adds_the_scaled_product_to_the_base",),
     ),

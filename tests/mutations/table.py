@@ -5,6 +5,7 @@ A row replaces one piece of the package's text; what catches it is the compariso
 
 from __future__ import annotations
 
+from tests.mutations.base_blocks import BASE_BLOCKS
 from tests.mutations.batches import BATCHES
 from tests.mutations.distillation import DISTILLATION
 from tests.mutations.encoders import ENCODERS
@@ -34,6 +35,7 @@ KINDS: dict[str, tuple[Mutation, ...]] = {
     "fp8": FP8,
     "evaluations": EVALUATIONS,
     "tuning": TUNING,
+    "base in blocks": BASE_BLOCKS,
     "encoders": ENCODERS,
     "two streams": TWO_STREAMS,
     "images": IMAGES,

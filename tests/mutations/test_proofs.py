@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.mutations.adapter_proofs import ADAPTER_PROOFS
+from tests.mutations.base_blocks import BASE_BLOCK_PROOFS
 from tests.mutations.distillation import DISTILLATION_PROOFS
 from tests.mutations.encoders import ENCODER_PROOFS
 from tests.mutations.families import FAMILIES
@@ -20,6 +22,8 @@ PROOFS = (
     *TWO_STREAM_PROOFS,
     *DISTILLATION_PROOFS,
     *IMAGE_PROOFS,
+    *ADAPTER_PROOFS,
+    *BASE_BLOCK_PROOFS,
 )
 TIMEOUT_S = 300.0
 

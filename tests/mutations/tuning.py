@@ -7,8 +7,11 @@ from tests.mutations.mutation import EXPERTS, TWO_KV_HEADS, Mutation
 
 LORA = ("model.lora={r: 4, use_rslora: true, lora_dropout: 0.1}",)
 EXPERT_LORA = (*EXPERTS, "model.lora={r: 4, target_modules: ['moe.*']}")
+DORA = ("model.lora={r: 4, use_dora: true, lora_dropout: 0.1}",)
+EXPERT_DORA = (*EXPERTS, "model.lora={r: 4, use_dora: true, target_modules: ['moe.*']}")
 NOISE = ("model.neftune_noise_alpha=5.0",)
 SPEC, ADAPTERS = "parallel/core/shard_spec.py", "parallel/tensor_parallel/adapters.py"
+MAGNITUDES = "parallel/tensor_parallel/magnitudes.py"
 TABLE, EMBEDDING = "plan/adapters.py", "model/layers/embedding.py"
 TUNING: tuple[Mutation, ...] = (
     Mutation(
@@ -86,7 +89,7 @@ TUNING: tuple[Mutation, ...] = (
     Mutation(
         name="experts' adapters have no scale",
         file="model/moe/expert_adapter.py",
-        old="inner * self.settings.scale",
+        old="inner * scale",
         new="inner",
         layout=Layout(),
         job=EXPERT_LORA,
@@ -98,6 +101,63 @@ TUNING: tuple[Mutation, ...] = (
         new='names = ("up", "gate")[-len(parts) :]',
         layout=Layout(),
         job=EXPERT_LORA,
+    ),
+    Mutation(
+        name="DoRA's norm of a row is that of this rank's columns",
+        file=MAGNITUDES,
+        old="if inner is not None and inner.size > 1:",
+        new="if False:",
+        layout=Layout(tp=2),
+        job=DORA,
+    ),
+    Mutation(
+        name="DoRA's norm is that of the base alone",
+        file=MAGNITUDES,
+        old="    squares += scale * (b * mixed).sum(-1)\n",
+        new="",
+        layout=Layout(),
+        job=DORA,
+    ),
+    Mutation(
+        name="the gradient passes DoRA's norm",
+        file=ADAPTERS,
+        old="scaled = rescaled(own + added, self.magnitude, norms)",
+        new="changed = base.weight + self.settings.scale * (self.b @ self.a)\n"
+        "        scaled = (own + added) * (self.magnitude / torch.linalg.vector_norm(changed, dim=-1))",
+        layout=Layout(),
+        job=DORA,
+    ),
+    Mutation(
+        name="magnitudes of a row-parallel layer are not summed over the positions of other ranks",
+        file=SPEC,
+        old="or (is_sequence_parallel and tensor.tp_dim < 0)",
+        new="or (is_sequence_parallel and tensor.tp_dim < 0 and tensor.rows_of is None)",
+        layout=Layout(tp=2, sequence_parallel=True),
+        job=DORA,
+    ),
+    Mutation(
+        name="magnitudes begin as the norms of this rank's columns",
+        file="parallel/core/sharded_parameter.py",
+        old="shape=(*box.shape, tensor.rows_of.shape[-1])",
+        new="shape=(*box.shape, tensor.rows_of.shape[-1] // 2)",
+        layout=Layout(),
+        job=DORA,
+    ),
+    Mutation(
+        name="experts share the magnitudes of the first rows",
+        file=MAGNITUDES,
+        old="    return factors.repeat_interleave(counts, 0, output_size=rows.shape[0])",
+        new="    return factors[:1]",
+        layout=Layout(),
+        job=EXPERT_DORA,
+    ),
+    Mutation(
+        name="DoRA rescales the layer's output before dropout",
+        file=ADAPTERS,
+        old="            own = self.place.base(dropped, base.weight)",
+        new="            own = self.place.base(x, base.weight)",
+        layout=Layout(),
+        job=DORA,
     ),
     Mutation(
         name="NEFTune's noise is that of the first positions on every rank",

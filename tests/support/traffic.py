@@ -2,7 +2,7 @@
 
 from raymega.config.schema import Job
 from raymega.plan.grid import Grid
-from raymega.plan.memory.state_bytes import Elements
+from raymega.plan.memory.elements import Elements
 from raymega.planner.cost.optimizer_time import transfers
 
 

@@ -9,6 +9,7 @@ import typer
 
 from raymega.cli.options import AsJson
 from raymega.cli.output import json_object, print_json
+from raymega.convert.tuned.adapted_weights import CombinationType
 from raymega.convert.tuned.merge import merge
 
 
@@ -18,6 +19,7 @@ def merge_(
     base: Annotated[str, typer.Option(metavar="URI")] = "",
     dtype: str = "saved",
     weights: Annotated[list[float] | None, typer.Option("--weight")] = None,
+    combination_type: Annotated[CombinationType | None, typer.Option()] = None,
     is_average: Annotated[bool, typer.Option("--ema")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -26,11 +28,12 @@ def merge_(
     The result holds weights alone, as an imported model does: it can be evaluated, exported, and started from.
 
     Options:
-        uris: One checkpoint with adapters, or several without (of a run, its newest).
+        uris: Checkpoints with adapters of one base, or several without (of a run, its newest).
         out: Output folder or s3://bucket/prefix.
         base: Weights that the adapters change; default: those that their run started from.
         dtype: Number format of the result: saved, float64, float32, bfloat16 or float16.
-        weights: Weight of each checkpoint in the mean, in their order; default: equal.
+        weights: Share of each checkpoint in the mean, or factor on what each adapter adds, in their order; default: 1.
+        combination_type: Write one adapter in place of whole weights: cat, which adds what all add, or linear (PEFT).
         is_average: Read the moving averages that runs with optimizer.ema_decay keep, in place of the weights.
 
     Example: raymega checkpoint merge ~/.raymega/runs/tuned --out merged
@@ -44,6 +47,7 @@ def merge_(
         dtype=dtype,
         weights=weights or (),
         is_average=is_average,
+        combination_type=combination_type or "",
     )
     if as_json:
         print_json(json_object(done, uri="output", key="manifest"))

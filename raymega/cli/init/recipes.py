@@ -90,6 +90,20 @@ RECIPES: Mapping[str, Recipe] = {
             data_note=LOSS_NOTE,
         ),
         Recipe(
+            name="qlora",
+            summary="low-rank adapters as lora, over frozen weights in 4-bit blocks",
+            needs_model=True,
+            fields={
+                "model.lora": {"r": 16, "lora_alpha": 32.0, "target_modules": ["attention.*", "mlp.*"], "base_dtype": "nf4"},
+                "run.steps": 500, "run.eval_every": 50, "data.loss_on": "auto", "data.packing": "best_fit",
+                "optimizer.lr": 2e-4, "optimizer.lr_warmup_steps": 20, "optimizer.weight_decay": 0.0,
+                "checkpoint.every": 100,
+            },
+            cpu_steps=20,
+            input=CHATS,
+            data_note=LOSS_NOTE,
+        ),
+        Recipe(
             name="dpo",
             summary="low-rank adapters of a model or a checkpoint, on pairs of a chosen and a rejected answer",
             needs_model=True,

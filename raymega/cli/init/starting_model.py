@@ -12,7 +12,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.extra_files import CONFIG, has_tokenizer
 from raymega.convert.huggingface.importer import model_of_folder
 from raymega.convert.native import model_of
-from raymega.convert.tuned.merge import merged_model
+from raymega.convert.tuned.adapted_weights import merged_model
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault, RaymegaError

@@ -31,6 +31,7 @@ from raymega.convert.huggingface.extra_files import (
     trained_tokens,
 )
 from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, preprocessor
+from raymega.convert.huggingface.heads import sentence_files
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
 from raymega.convert.number_formats import Array, recast
@@ -111,6 +112,8 @@ def hf_export(
     # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
     if model.vision.has_positions and model.vision.is_on and PREPROCESSOR not in beside:
         beside[PREPROCESSOR] = json.dumps(preprocessor(model.vision), indent=2).encode()
+    for name, content in sentence_files(model, is_readable=has_tokenizer(beside)).items():
+        beside[name] = json.dumps(content, indent=2).encode()
     source = next(iter(saved.values()))[0].dtype
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = exported_tensors(model)
@@ -246,6 +249,7 @@ def _values(
 
 def _write_beside(folder: Path, config: dict[str, Any], beside: Mapping[str, bytes]) -> None:
     for name, content in beside.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")

@@ -28,8 +28,12 @@ LACKING: Mapping[str, tuple[str, ...]] = {
             "DeepseekV2", "Qwen3_5"),
 }  # fmt: skip
 """Models for which transformers has no class with an end."""
+HEADLESS_KINDS = ("none", "embedding")
+"""Kinds of heads that have no weights, whose model is transformers' class without a head."""
 HEADLESS = ("BertModel", "RobertaModel", "MegatronBertModel")
 """Encoders of transformers without a head, whose weights have no outermost prefix."""
+POOLING = "1_Pooling/config.json"
+"""File in which sentence-transformers keeps how it pools."""
 BESIDE_IMAGES = ("Gemma3", "Qwen3_5")
 """Models whose class of documents without images has Text in its name."""
 
@@ -75,7 +79,7 @@ def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
     base = class_name
     for end in LANGUAGE:
         base = base.removesuffix(end)
-    if head.kind == "none":
+    if head.kind in HEADLESS_KINDS:
         return {"architectures": [f"{base}Model"]}
     end, is_causal = ENDS[head.kind], parts_of(model).is_causal
     if base.removesuffix("Text") in LACKING.get(end, ()) or (end == CHOICE and is_causal):
@@ -113,20 +117,67 @@ def head_names(model: ModelSection) -> dict[str, tuple[str, ...]]:
 
 def with_headless_pooling(model: ModelSection, folder: Path, *, has_pooler: bool) -> ModelSection:
     """Return an encoder without a head, pooled as ``folder`` says: by sentence-transformers' file, or by its pooler."""
-    path, is_mean = folder / "1_Pooling" / "config.json", not has_pooler
+    path, is_mean = folder / POOLING, not has_pooler
     if path.is_file():
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        is_mean |= bool(settings.get("pooling_mode_mean_tokens"))
+        is_mean |= bool(_pooling_settings(path).get("pooling_mode_mean_tokens"))
     head = model.head.model_copy(update={"pooling": "mean" if is_mean else "auto"})
     return model.model_copy(update={"head": head})
+
+
+def _pooling_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            fact=f"{path} cannot be read ({error})",
+            rule="it says how sentence-transformers pools, as a JSON object",
+            remedy="take it from the same place as the weights, or remove it: a model without a pooler has means",
+        ) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            fact=f"{path} holds a {type(settings).__name__}",
+            rule="it says how sentence-transformers pools, as a JSON object",
+            remedy="take it from the same place as the weights, or remove it: a model without a pooler has means",
+        )
+    return settings
+
+
+def sentence_files(model: ModelSection, *, is_readable: bool) -> dict[str, Any]:
+    """Return the JSON files by which sentence-transformers pools and normalises an embedding; none of other heads.
+
+    Args:
+        model: Model section of the export.
+        is_readable: Whether its folder has a tokenizer.
+    """
+    head = model.head
+    if head.kind != "embedding" or not is_readable:
+        return {}
+    pooling = head.pools(is_causal=parts_of(model).is_causal)
+    modes = {"first": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+    chosen = {f"pooling_mode_{mode}": name == pooling for name, mode in modes.items()}
+    names = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
+    modules = [
+        {
+            "idx": number, "name": str(number), "path": f"{number}_{name}" if number else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+    return {
+        POOLING: {"word_embedding_dimension": model.hidden_size, **chosen},
+        "modules.json": modules,
+    }
 
 
 def compared_head(model: ModelSection) -> dict[str, Any]:
     """Return what of the head a config.json must express, in comparable form."""
     head, is_causal = model.head, parts_of(model).is_causal
-    is_pooled = head.is_on and head.kind not in ("token_classification", "none")
+    is_pooled = head.is_on and head.kind not in ("token_classification", *HEADLESS_KINDS)
+    kind = head.kind
+    if kind in HEADLESS_KINDS:  # a decoder's class without a head is read as its language model
+        kind = "language_model" if is_causal else "none"
     return {
-        "kind": head.kind,
+        "kind": kind,
         "num_scores": head.num_scores if head.is_on else 0,
         "pooling": head.pools(is_causal=is_causal) if is_pooled else "none",
     }

@@ -21,7 +21,7 @@ from raymega.convert.huggingface.families.images.image_families import image_fam
 from raymega.convert.huggingface.families.images.llava import CLASS_TOKEN
 from raymega.convert.huggingface.families.t5 import T5_COPIES
 from raymega.convert.huggingface.families.table import hf_family
-from raymega.convert.huggingface.heads import head_names
+from raymega.convert.huggingface.heads import HEADLESS_KINDS, head_names
 from raymega.convert.number_formats import Array
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
@@ -248,10 +248,10 @@ def has_own_table(model: ModelSection) -> bool:
 def exported_tensors(model: ModelSection) -> list[HfTensor]:
     """Return the tensors that an export writes: :func:`hf_tensors`, and an untied encoder's bias by both its names.
 
-    An encoder without a head has names without the outermost prefix, as transformers' class has.
+    A model without a head's weights has names without the outermost prefix, as transformers' class has.
     """
     tensors = hf_tensors(model)
-    if model.head.kind == "none":
+    if model.head.kind in HEADLESS_KINDS:
         return [replace(each, name=each.name.partition(".")[2]) for each in tensors]
     if not has_own_table(model):
         return tensors

@@ -1,32 +1,37 @@
-"""Merges checkpoints: adapters into the base that they were trained on, or the mean of several runs' weights."""
+"""Merges checkpoints: adapters into their base or into one adapter, or the mean of several runs' weights."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
+from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.lora import LoraSection
-from raymega.config.schema import CheckpointSection, ModelSection
+from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.exporter import dtype_faults
 from raymega.convert.huggingface.extra_files import bring_along
 from raymega.convert.native import occupied_faults, tuned_model_of, write_weights
 from raymega.convert.number_formats import Array, recast
+from raymega.convert.tuned.adapted_weights import (
+    AdaptedWeights,
+    AdapterPart,
+    CombinationType,
+    CombinedAdapters,
+)
 from raymega.errors import ConfigError, Fault, raise_faults
-from raymega.plan.adapters import adapter_names, is_adapter, is_target
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.memory.optimizer_state import AVERAGE
-from raymega.plan.tensor_table import model_tensors
-from raymega.plan.upcycling import Upcycling
+from raymega.plan.tensor_table import model_tensors, saved_tensors
 from raymega.storage.registry import open_store, store_faults
 
-BASE = "checkpoint.init_from"
+NO_BASE = "none"
+"""Base of a checkpoint that holds no adapters, as checkpoint.init_from has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +43,7 @@ class Merged:
         key: Key of the manifest.
         dtype: Number format of the weights.
         num_parameters: Number of elements.
-        num_adapters: Number of layers whose adapter was merged; 0 for a mean.
+        num_adapters: Number of layers whose adapters were merged; 0 for a mean.
         sources: Checkpoints that were read, the base included.
     """
 
@@ -59,17 +64,20 @@ def merge(  # noqa: PLR0913  # the command is the one place that calls it
     dtype: str = "saved",
     weights: Sequence[float] = (),
     is_average: bool = False,
+    combination_type: CombinationType | Literal[""] = "",
 ) -> Merged:
-    """Write one checkpoint of weights from several.
+    """Write one checkpoint from several.
 
     Args:
-        uris: URIs of one checkpoint with adapters, or of at least two without.
+        uris: URIs of checkpoints with adapters of one base, or of at least two without.
         out: Store to write, without checkpoints.
         created: Time of the merge: ISO 8601, UTC.
-        base: Checkpoint that the adapters change; empty for the one that the run started from.
+        base: Checkpoint that the adapters change; empty for the one that their runs started from.
         dtype: Number format of the result, or ``saved`` for that of the base or of the first checkpoint.
-        weights: Weight of each checkpoint in the mean, relative to their sum; none are all 1.
+        weights: Weight of each checkpoint in the mean, relative to their sum, or factor on what each adapter adds;
+            none are all 1.
         is_average: Whether to read the moving averages of the weights in their place; one checkpoint is enough then.
+        combination_type: Way to combine adapters into one; empty merges them into their base.
 
     Raises:
         ConfigError: The checkpoints do not fit together; nothing was written.
@@ -82,16 +90,32 @@ def merge(  # noqa: PLR0913  # the command is the one place that calls it
     if is_average:
         checkpoints = [_averaged(each, uri) for each, uri in zip(checkpoints, uris, strict=True)]
     models = [tuned_model_of(each.manifest) for each in checkpoints]
-    if len(uris) == 1 and models[0].lora.r:
-        raise_faults(ConfigError, _weight_faults(weights))
-        values: _Adapted | _Mean = _adapted(checkpoints[0], models[0], base)
+    has_adapters = all(model.lora.r for model in models)
+    # what to write: a base with adapters, one adapter, or a mean
+    raise_faults(ConfigError, [*_weight_faults(uris, weights, may_be_negative=has_adapters)])
+    shares = [*weights] or [1.0] * len(uris)
+    values: AdaptedWeights | CombinedAdapters | _Mean
+    if has_adapters:
+        parts = [
+            AdapterPart(checkpoint=each, model=model, weight=weight)
+            for each, model, weight in zip(checkpoints, models, shares, strict=True)
+        ]
+        if combination_type:
+            values = CombinedAdapters(parts, combination_type, base)
+        else:
+            values = AdaptedWeights(parts, base)
     else:
-        faults = _mean_faults(uris, models, weights, base)
+        faults = _mean_faults(uris, models, base, combination_type)
         raise_faults(ConfigError, [] if is_average and len(uris) == 1 else faults)
-        values = _Mean(checkpoints, [*weights] or [1.0] * len(uris), models[0])
+        values = _Mean(checkpoints, shares, models[0])
     target = values.dtype if dtype == "saved" else dtype
-    tensors = model_tensors(values.model)
-    job = {"model": values.model.model_dump(mode="json"), "precision": {"dtype": target}}
+    tensors = saved_tensors(values.model)
+    job: dict[str, Any] = {
+        "model": values.model.model_dump(mode="json"),
+        "precision": {"dtype": target},
+    }
+    if isinstance(values, CombinedAdapters):
+        job["checkpoint"] = values.start
     key = write_weights(
         store,
         tensors,
@@ -100,12 +124,30 @@ def merge(  # noqa: PLR0913  # the command is the one place that calls it
         job=job,
         created=created,
     )
-    bring_along(values.first.store, values.first.manifest, store)
+    if not isinstance(values, CombinedAdapters):
+        bring_along(values.first.store, values.first.manifest, store)
     return Merged(
         uri=store.uri, key=key, dtype=target, num_adapters=values.num_adapters,
         num_parameters=sum(tensor.num_parameters for tensor in tensors),
         sources=tuple(f"{each.store.uri}/{each.manifest.key}" for each in values.checkpoints),
     )  # fmt: skip
+
+
+@contextmanager
+def whole_weights(checkpoint: Checkpoint, base: str) -> Iterator[str]:
+    """Yield the URI of a checkpoint's whole weights: its own, or a temporary merge of its adapters into ``base``.
+
+    Args:
+        checkpoint: Checkpoint of a model, or of adapters.
+        base: URI of the weights under adapters; NO_BASE without them.
+    """
+    source = f"{checkpoint.store.uri}/{checkpoint.manifest.key}"
+    if base == NO_BASE:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="raymega-merge-") as place:
+        created = checkpoint.manifest.created
+        yield merge([source], f"{place}/merged", created=created, base=base).uri
 
 
 def _averaged(checkpoint: Checkpoint, uri: str) -> Checkpoint:
@@ -131,41 +173,6 @@ def _averaged(checkpoint: Checkpoint, uri: str) -> Checkpoint:
     return Checkpoint(checkpoint.store, replace(checkpoint.manifest, boxes=tuple(kept)))
 
 
-def merged_model(model: ModelSection) -> ModelSection:
-    """Return the model section without adapters, and with all of it trained."""
-    return model.model_copy(update={"lora": LoraSection(), "freeze": (), "train": ()})
-
-
-class _Adapted:
-    """Weights of a base with adapters merged into them."""
-
-    def __init__(
-        self, base: Checkpoint, adapters: Checkpoint, model: ModelSection, upcycling: Upcycling
-    ) -> None:
-        self.first, self.checkpoints, self.model = base, (adapters, base), merged_model(model)
-        self._upcycling = upcycling
-        self._adapters, self._tuned = adapters, model
-        self._saved = frozenset(adapters.names)
-        self.dtype = base.dtype(base.names[0])
-        self.num_adapters = sum(is_adapter(name) for name in self._saved if _is_weight(name)) // 2
-
-    def of(self, tensor: GlobalTensor) -> NDArray[np.float64]:
-        """Return the values of a tensor, float64: W + scale B A where it has an adapter."""
-        name = f"{WEIGHTS}/{tensor.name}"
-        if name in self._saved:
-            values = self._adapters.read(name).astype(np.float64)
-        else:  # as the run started with it
-            values = self.first.read(name).astype(np.float64)
-            values *= self._upcycling.factor(tensor.name)
-        if not is_target(tensor, self._tuned):
-            return values
-        a, b = (
-            self._adapters.read(f"{WEIGHTS}/{each}").astype(np.float64)
-            for each in adapter_names(tensor.name.removesuffix(".weight"))
-        )
-        return values + self._tuned.lora.scale * (b @ a)
-
-
 class _Mean:
     """Weighted mean of the weights of several checkpoints, summed in float64."""
 
@@ -186,62 +193,30 @@ class _Mean:
         return total
 
 
-def _adapted(adapters: Checkpoint, model: ModelSection, base: str) -> _Adapted:
-    """Return the weights of an adapter checkpoint and its base, under the names of this model."""
-    values = adapters.manifest.job.get("checkpoint")
-    told = values if isinstance(values, dict) else {}
-    fields = {name: told[name] for name in CheckpointSection.model_fields if name in told}
-    section = CheckpointSection.model_validate_json(json.dumps(fields))
-    start = base or section.init_from
-    if start == "none":
-        raise ConfigError(
-            fact=f"{adapters.store.uri} holds adapters, and its run had {BASE}=none",
-            rule="adapters are merged into the weights that they were trained on",
-            remedy="name these weights: --base URI",
+def _weight_faults(
+    uris: Sequence[str], weights: Sequence[float], *, may_be_negative: bool
+) -> Iterator[Fault]:
+    is_wrong = bool(weights) and (len(weights) != len(uris) or not any(weights))
+    if is_wrong or (weights and min(weights) < 0 and not may_be_negative):
+        least = "" if may_be_negative else " of at least 0,"
+        yield Fault(
+            fact=f"--weight is {', '.join(f'{weight:g}' for weight in weights)}",
+            rule=f"each of {len(uris)} checkpoints has one,{least} and some are not 0",
+            remedy="give --weight once for each checkpoint, in their order",
         )
-    store, manifest = open_checkpoint(start)
-    renamed = starting_manifest(manifest, section, merged_model(model))
-    found = Checkpoint(store, renamed)
-    wanted = {t.name: t.shape for t in model_tensors(merged_model(model))}
-    held = {box.tensor.removeprefix(f"{WEIGHTS}/"): box.global_shape for box in renamed.boxes}
-    held |= {
-        box.tensor.removeprefix(f"{WEIGHTS}/"): box.global_shape
-        for box in adapters.manifest.boxes
-        if _is_weight(box.tensor)
-    }
-    unlike = [name for name, shape in wanted.items() if held.get(name) != shape]
-    if unlike:
-        raise ConfigError(
-            fact=f"{start} has no {unlike[0]} of shape {wanted[unlike[0]]}",
-            rule="the base has every weight of the model that the adapters change",
-            remedy=f"give the base of the adapters' run: --base {section.init_from}",
-        )
-    return _Adapted(found, adapters, model, upcycling_of(manifest, section, merged_model(model)))
-
-
-def _weight_faults(weights: Sequence[float]) -> list[Fault]:
-    if not weights:
-        return []
-    return [
-        Fault(
-            fact=f"--weight is {', '.join(f'{weight:g}' for weight in weights)}, and one checkpoint holds adapters",
-            rule="weights are those of checkpoints in a mean; adapters have the scale that they were trained with",
-            remedy="leave --weight out",
-        )
-    ]
 
 
 def _mean_faults(
-    uris: Sequence[str], models: Sequence[ModelSection], weights: Sequence[float], base: str
+    uris: Sequence[str], models: Sequence[ModelSection], base: str, combination_type: str
 ) -> list[Fault]:
     faults = []
     with_adapters = [uri for uri, model in zip(uris, models, strict=True) if model.lora.r]
     if with_adapters:
         faults.append(
             Fault(
-                fact=f"{with_adapters[0]} holds adapters, beside {len(uris) - 1} other checkpoints",
-                rule="a mean of factors is no mean of their products",
-                remedy=f"merge each into its base first: raymega checkpoint merge {with_adapters[0]} --out MERGED",
+                fact=f"{with_adapters[0]} holds adapters, and others of {len(uris)} checkpoints hold none",
+                rule="a mean is of whole weights, and a mean of factors is none of their products",
+                remedy=f"merge it into its base first: raymega checkpoint merge {with_adapters[0]} --out MERGED",
             )
         )
     elif len(uris) < 2:
@@ -260,12 +235,12 @@ def _mean_faults(
                 remedy="leave --base out",
             )
         )
-    if weights and (len(weights) != len(uris) or min(weights) < 0 or not sum(weights)):
+    if combination_type and not with_adapters:
         faults.append(
             Fault(
-                fact=f"--weight is {', '.join(f'{weight:g}' for weight in weights)}",
-                rule=f"each of {len(uris)} checkpoints has one, of at least 0, and some are above 0",
-                remedy="give --weight once for each checkpoint, in their order",
+                fact=f"--combination-type {combination_type} without adapters",
+                rule="it combines adapters into one",
+                remedy="leave --combination-type out",
             )
         )
     unlike = [
@@ -286,7 +261,3 @@ def _mean_faults(
 
 def _sizes(model: ModelSection) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in model_tensors(model)}
-
-
-def _is_weight(saved: str) -> bool:
-    return saved.startswith(f"{WEIGHTS}/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_file
 from raymega.convert.tuned.peft_names import (
     CONFIG,
-    FACTORS,
-    PREFIX,
     WEIGHTS_FILE,
+    adapter_tensors,
     expression_faults,
     linear_modules,
     target_modules,
@@ -39,7 +39,7 @@ class PeftExport:
         key: Key of the manifest that was exported.
         step: Number of completed steps of the run.
         num_adapters: Number of adapted layers.
-        num_parameters: Number of elements of their factors.
+        num_parameters: Number of elements of their tensors.
         files: Names of all files.
     """
 
@@ -74,9 +74,9 @@ def peft_export(uri: str, folder: Path, *, base: str = "") -> PeftExport:
         if f"{WEIGHTS}/{adapter_names(ours)[0]}" in saved
     }
     places = [
-        (f"{PREFIX}{theirs}{end}", f"{WEIGHTS}/{name}")
+        (name, f"{WEIGHTS}/{own}")
         for theirs, ours in adapted.items()
-        for end, name in zip(FACTORS, adapter_names(ours), strict=True)
+        for name, own in adapter_tensors(theirs, ours, use_dora=model.lora.use_dora).items()
     ]
     config = _config(model, target_modules(list(adapted), list(modules)), base)
     with new_folder(folder) as partial:
@@ -104,7 +104,7 @@ def _values(checkpoint: Checkpoint, names: list[str]) -> Iterator[Array]:
 
 
 def _size(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1]
+    return prod(shape)
 
 
 def _config(model: ModelSection, targets: list[str], base: str) -> dict[str, Any]:
@@ -121,6 +121,7 @@ def _config(model: ModelSection, targets: list[str], base: str) -> dict[str, Any
         "modules_to_save": None,
         "r": lora.r,
         "target_modules": targets,
+        "use_dora": lora.use_dora,
         "use_rslora": lora.use_rslora,
     }
 

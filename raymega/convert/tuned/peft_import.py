@@ -18,8 +18,8 @@ from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
 from raymega.convert.safetensors_files import WeightEntry, read_header
-from raymega.convert.tuned.merge import merged_model
-from raymega.convert.tuned.peft_names import CONFIG, FACTORS, PREFIX, WEIGHTS_FILE, linear_modules
+from raymega.convert.tuned.adapted_weights import merged_model
+from raymega.convert.tuned.peft_names import CONFIG, WEIGHTS_FILE, adapter_tensors, linear_modules
 from raymega.errors import ConfigError, Fault, first_few, raise_faults
 from raymega.plan.adapters import adapter_names
 from raymega.plan.layers.global_tensor import GlobalTensor
@@ -27,7 +27,7 @@ from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store, store_faults
 
 LEFT_OUT: Mapping[str, object] = {
-    "bias": "none", "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None,
+    "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None,
     "lora_bias": False, "layer_replication": None, "target_parameters": None, "trainable_token_indices": None,
 }  # fmt: skip
 """Fields of PEFT's config whose other values change what an adapter computes, with the value that is read."""
@@ -74,11 +74,12 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
     model = merged_model(model_of(started.manifest))
     # factors by our names
     entries, modules = _entries(folder), linear_modules(model)
+    use_dora = bool(config.get("use_dora", False))
     ours = {
-        name: entries[f"{PREFIX}{theirs}{end}"]
+        name: entries[given]
         for theirs, linear in modules.items()
-        for end, name in zip(FACTORS, adapter_names(linear), strict=True)
-        if f"{PREFIX}{theirs}{end}" in entries
+        for given, name in adapter_tensors(theirs, linear, use_dora=use_dora).items()
+        if given in entries
     }
     if len(ours) != len(entries):
         known = {id(entry) for entry in ours.values()}
@@ -174,6 +175,7 @@ def _lora(config: Mapping[str, Any], adapted: list[str], linears: list[str]) -> 
             r=config["r"],
             lora_alpha=float(config["lora_alpha"]),
             use_rslora=bool(config.get("use_rslora", False)),
+            use_dora=bool(config.get("use_dora", False)),
             lora_dropout=float(config.get("lora_dropout", 0.0)),
             target_modules=tuple(targets),
         )

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.errors import Fault
-from raymega.plan.adapters import is_target
+from raymega.plan.adapters import adapter_names, is_target, magnitude_name
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 """Ends of the names of A and B there."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""End of the name of DoRA's magnitudes there."""
 
 
 def linear_modules(model: ModelSection) -> dict[str, str]:
@@ -22,6 +24,20 @@ def linear_modules(model: ModelSection) -> dict[str, str]:
         for tensor in hf_tensors(model)
         if len(tensor.parts) == 1 and tensor.expert < 0 and tensor.name.endswith(".weight")
     }
+
+
+def adapter_tensors(theirs: str, ours: str, *, use_dora: bool) -> dict[str, str]:
+    """Return the tensors of one adapter, our names by PEFT's.
+
+    Args:
+        theirs: Name of the module.
+        ours: Our name of the linear layer.
+        use_dora: Whether the adapter has magnitudes.
+    """
+    ends = dict(zip(FACTORS, adapter_names(ours), strict=True))
+    if use_dora:
+        ends[MAGNITUDE] = magnitude_name(ours)
+    return {f"{PREFIX}{theirs}{end}": name for end, name in ends.items()}
 
 
 def expression_faults(model: ModelSection) -> Iterator[Fault]:

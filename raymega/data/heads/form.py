@@ -20,6 +20,8 @@ def form_of(pair_loss: str, head: HeadSection, family: str) -> RowForm:
     is_causal = family_parts(family).is_causal
     if head.kind == "multiple_choice":
         return RowForm("choices", head.num_choices, is_causal=is_causal)
+    if head.kind == "embedding":
+        return RowForm("matches", 2, is_causal=is_causal)
     kinds: dict[str, tuple[Labelled, int]] = {
         "sequence_classification": ("classes", head.num_labels),
         "token_classification": ("tokens", head.num_labels),

@@ -1,8 +1,8 @@
-"""Rows of labelled documents: texts with a class, tokens with classes, choices of a question.
+"""Rows of labelled documents: texts with a class, tokens with classes, choices of a question, texts that match.
 
 A dataset holds a byte beside each token. Of a text with class k it is k + 1 at every token, and so the label
 survives a cut; of a token with class k it is k + 1, and 0 of one without. Of a choice it is the number of its
-question's choices times 2, plus 1 if it is right. Of an answer that is desirable or not it is what the token is in
+question's choices times 2, plus 1 if it is right. Of two texts that belong together it is 1. Of an answer that is desirable or not it is what the token is in
 the conversation, plus UNDESIRABLE.
 """
 
@@ -65,6 +65,8 @@ class LabelledSource(PairedSource):
             if set((first // 2).tolist()) != {self.form.size} or (first % 2).sum() != 1:
                 raise DataError(_other_choices(int(first[0]) // 2, self.form.size))
             return int(np.argmax(first % 2))
+        if self.form.kind == "matches":
+            return 0
         label: int = int(first[0]) - 1
         self._check(np.array([label]))
         return label

@@ -22,6 +22,7 @@ from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.extra_files import find_carried, find_tokenizer, has_tokenizer
+from raymega.convert.tuned.merge import whole_weights
 from raymega.errors import ConfigError, Fault
 from raymega.evaluate.plan import EvalOptions, plan_of
 from raymega.evaluate.requests import make_request
@@ -207,7 +208,8 @@ class RaymegaLM(TemplateLM):
         dtype, device = self._plan.job.precision.dtype, self._plan.job.cluster.device
         with tempfile.TemporaryDirectory(prefix="raymega-lm-eval-") as folder:
             place = Path(folder) / "model"
-            hf_export(f"{self._checkpoint.store.uri}/{self._checkpoint.manifest.key}", place)
+            with whole_weights(self._checkpoint, self._plan.job.checkpoint.init_from) as source:
+                hf_export(source, place)
             model = HFLM(
                 pretrained=str(place),
                 tokenizer=self.tokenizer,
@@ -252,7 +254,7 @@ def open_model(  # noqa: PLR0913  # the arguments of --model_args
     options = EvalOptions(grid=_degrees(grid), overrides=overrides, seq_len=int(seq_len))
     return RaymegaLM(
         opened,
-        plan_of(opened.manifest, options),
+        plan_of(opened, options),
         address=address,
         add_bos_token=add_bos_token,
         batch_size=int(batch_size) if str(batch_size).isdecimal() else 1,

@@ -70,7 +70,10 @@ class ScoreObjective:
         else:
             assert isinstance(scored, ScoreBatch), "a job with such a head reads them"
             sums = head.document_sums(x, scored)
-            loss, statistics = document_loss_sum(sums, scored, self.kind, self.section, context)
+            if self.kind == "embedding":
+                loss, statistics = contrast_loss_sum(sums, scored, context)
+            else:
+                loss, statistics = document_loss_sum(sums, scored, self.kind, self.section, context)
         self.sums = self.sums + statistics
         return loss
 
@@ -111,6 +114,27 @@ def document_loss_sum(
     statistics[: len(found)] = (found * scored.is_counted).sum(1) * is_first
     total = loss.detach() * is_first
     return with_gradient(total, (own * slope).sum(), lambda gradient: gradient), statistics
+
+
+def contrast_loss_sum(own: Tensor, scored: ScoreBatch, context: Context) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of a micro-batch's pairs, known already, and the sums of their statistics.
+
+    The gradient is that of the losses of all pairs of the batch by this rank's tokens: in other pairs' losses
+    these documents are negatives.
+
+    Args:
+        own: Sums over this rank's tokens of each document's states, [N, D] float64.
+        scored: Documents of the micro-batch, with their contrast.
+        context: Ranks that share the tokens.
+    """
+    statistics = own.new_zeros(len(STATISTICS)).detach()
+    if scored.contrast is None:  # no document in any row
+        return own.sum(), statistics
+    is_first = float(context.index == 0)
+    statistics[ACCURACY] = scored.contrast.is_right.sum() * is_first
+    total = scored.contrast.losses.sum() * is_first
+    linear = (own * scored.contrast.slopes).sum()
+    return with_gradient(total, linear, lambda gradient: gradient), statistics
 
 
 def _token_loss_sum(

@@ -88,9 +88,11 @@ class Experts(nn.Module):
 
         def finish(x: Tensor) -> Tensor:
             y = expert_linear(x, self.down, sizes, grad_queue, place)
-            if self.down_bias is not None:
-                y = add_expert_bias(y, self.down_bias, counts, first=self.first_column)
-            return y if self.down_adapter is None else self.down_adapter(x, y, sizes)
+            if self.down_adapter is not None:
+                y = self.down_adapter(x, y, sizes, self.down)
+            if self.down_bias is None:
+                return y
+            return add_expert_bias(y, self.down_bias, counts, first=self.first_column)
 
         return recompute_input(finish, inner)
 
@@ -98,12 +100,14 @@ class Experts(nn.Module):
         """Add the adapters' outputs to gate and up, [R, 2 F], or to up, [R, F]."""
         if not len(self.up_adapters):
             return up
-        parts = up.split(self.up_width, dim=1)
+        parts, weights = (each.split(self.up_width, dim=1) for each in (up, self.up))
         names = ("gate", "up")[-len(parts) :]
         return torch.cat(
             [
-                self.up_adapters[name](rows, part, sizes) if name in self.up_adapters else part
-                for name, part in zip(names, parts, strict=True)
+                self.up_adapters[name](rows, part, sizes, weight)
+                if name in self.up_adapters
+                else part
+                for name, part, weight in zip(names, parts, weights, strict=True)
             ],
             dim=1,
         )

@@ -155,6 +155,21 @@ class PairBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Contrast:
+    """Loss of pairs of documents among all pairs of a batch, and its derivative.
+
+    Attributes:
+        losses: Loss of each pair, [P] float64.
+        is_right: 1 where a pair's anchor is most similar to its own positive, [P] float64.
+        slopes: Derivative of the sum of all losses of the batch by the pooled states, [2 P, D] float64.
+    """
+
+    losses: Tensor
+    is_right: Tensor
+    slopes: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreBatch:
     """Documents whose scores the loss reads, in the rows of a micro-batch: N documents in G groups of equal size.
 
@@ -169,6 +184,7 @@ class ScoreBatch:
         is_counted: 1 where a group counts, else 0: [G] float64.
         num_documents: N.
         num_counted: Number of groups that this rank counts: their sum on cp rank 0, 0 elsewhere.
+        contrast: Loss of these pairs among those of the whole batch, on ranks of the last stage; None for other heads.
     """
 
     places: Tensor
@@ -178,6 +194,7 @@ class ScoreBatch:
     is_counted: Tensor
     num_documents: int
     num_counted: int
+    contrast: Contrast | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from raymega.messages import Box
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.plan.base_blocks import CODE_BITS, COMPUTE
 from raymega.plan.flat_boxes import boxes_of_range, linear_index
 from raymega.plan.layers.global_tensor import VECTOR_ROLES
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel, full_bucket_bytes
@@ -84,6 +85,7 @@ class Bucket:
         sharing: Ranks that the gradients are summed over, and that shard the bucket.
         level: ZeRO level of the bucket; NONE where a single rank holds it.
         is_frozen: True where the parameters are not trained: they have values, and nothing else.
+        base_dtype: Format of frozen weights that are held as codes, or ``compute``.
     """
 
     index: int
@@ -97,6 +99,12 @@ class Bucket:
     sharing: Sharing
     level: ZeroLevel
     is_frozen: bool = False
+    base_dtype: str = COMPUTE
+
+    @property
+    def is_coded(self) -> bool:
+        """True where the weights are held as codes, and decoded for a use."""
+        return self.base_dtype != COMPUTE
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
         """Yield the extents of the parameters between elements ``begin`` and ``end``, without padding."""
@@ -175,6 +183,7 @@ class _Kind(NamedTuple):
     is_partial: bool
     is_expert: bool
     is_small: bool
+    base_dtype: str
     dtype: str
 
 
@@ -219,7 +228,8 @@ def make_buckets(
     for kind in sorted({_kind(param, level) for chunk in chunks for param in chunk}):
         sharing = experts if kind.is_expert else dense
         assert sharing is not None, "experts are summed over their own replicas"
-        by_unit = level >= ZeroLevel.GRADIENTS and not kind.is_small
+        # codes are decoded unit by unit
+        by_unit = (level >= ZeroLevel.GRADIENTS and not kind.is_small) or kind.base_dtype != COMPUTE
         for chunk in reversed(range(len(chunks))):
             last_first = reversed(list(enumerate(chunks[chunk])))
             params = [(i, p) for i, p in last_first if _kind(p, level) == kind]
@@ -276,16 +286,19 @@ def _make_bucket(  # one an attribute
     chunk: int,
 ) -> Bucket:
     spans, ranks = _spans(param for _, param in members), sharing.whole.size
+    # whole bytes of codes on each rank
+    multiple = ranks * 8 // CODE_BITS.get(kind.base_dtype, 8)
     if kind.is_small:
         level = min(level, ZeroLevel.OPTIMIZER)
     # Only weights that are gathered for a use are sharded where they are frozen.
     if kind.is_frozen and level < ZeroLevel.PARAMETERS:
         level = ZeroLevel.NONE
     return Bucket(
-        index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // ranks) * ranks,
+        index=index, chunk=chunk, spans=spans, size=-(-spans[-1].stop // multiple) * multiple,
         first_use=members[-1][0], is_tied=kind.is_tied, is_partial_over_tp=kind.is_partial,
         is_expert=kind.is_expert, sharing=sharing,
         level=level if sharing.inside.size > 1 else ZeroLevel.NONE, is_frozen=kind.is_frozen,
+        base_dtype=kind.base_dtype,
     )  # fmt: skip
 
 
@@ -294,7 +307,7 @@ def _kind(param: ShardedParameter, level: ZeroLevel) -> _Kind:
     is_small = level >= ZeroLevel.GRADIENTS and (spec.role in SMALL_ROLES or spec.is_wide)
     return _Kind(
         is_frozen=spec.is_frozen, is_tied=spec.is_tied, is_partial=spec.is_partial_over_tp, is_expert=spec.is_expert,
-        is_small=is_small, dtype=str(param.dtype),
+        is_small=is_small, base_dtype=spec.base_dtype, dtype=str(param.dtype),
     )  # fmt: skip
 
 

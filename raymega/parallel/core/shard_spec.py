@@ -93,6 +93,11 @@ class ShardSpec:
         return self.pieces[0].tensor.is_frozen
 
     @property
+    def base_dtype(self) -> str:
+        """Format of frozen weights that are held as codes, or ``compute``; fused tensors are alike."""
+        return self.pieces[0].tensor.base_dtype
+
+    @property
     def is_wide(self) -> bool:
         """True where it is kept in float32 or better, whatever the compute dtype."""
         return any(piece.tensor.is_wide for piece in self.pieces)

@@ -65,7 +65,9 @@ def initialise(param: ShardedParameter, seed: int) -> None:
     """
     for piece in param.spec.pieces:
         place, (num_rows, *row) = param.detach()[piece.place], piece.box.shape
-        step = max(1, DRAWN_AT_ONCE // prod(row))
+        behind = piece.tensor.rows_of
+        drawn = prod(row) * (behind.shape[-1] if behind is not None else 1)
+        step = max(1, DRAWN_AT_ONCE // drawn)
         for first in range(0, num_rows, step):
             box = piece.box.rows(first, min(step, num_rows - first))
             values = initial_values(piece.tensor, box, seed=seed, device=param.device)
@@ -79,6 +81,9 @@ def initial_values(
     constants = {"zeros": 0.0, "ones": 1.0}
     if tensor.init in constants:
         return torch.full(box.shape, constants[tensor.init], dtype=torch.float64, device=device)
+    if tensor.rows_of is not None:
+        rows = initial_values(tensor.rows_of, rows_behind(tensor, box), seed=seed, device=device)
+        return torch.linalg.vector_norm(rows, dim=-1)
     stream = rng.key(seed, "init", tensor.name)
     values = rng.normal(stream, box, tensor.shape, torch.float64, device=device)
     if tensor.init == "normal":
@@ -92,6 +97,12 @@ def initial_values(
     # time steps, uniform in their logarithm, before softplus (Mamba)
     steps = share.mul_(log(MOST_STEP / LEAST_STEP)).add_(log(LEAST_STEP)).exp_()
     return steps + (-torch.expm1(-steps)).log_()
+
+
+def rows_behind(tensor: GlobalTensor, box: Box) -> Box:
+    """Return the box of ``tensor.rows_of`` whose rows, whole, have their norms in ``box`` of ``tensor``."""
+    assert tensor.rows_of is not None, f"{tensor.name} has no norms of rows"
+    return Box(offset=(*box.offset, 0), shape=(*box.shape, tensor.rows_of.shape[-1]))
 
 
 def check_specs(params: Sequence[ShardedParameter]) -> None:

@@ -3,26 +3,36 @@
 A gather starts before the first use, which waits for it. Up to level ``gradients`` it starts right
 after the update. So it overlaps with the work between steps and the forward of earlier layers. At
 level ``parameters`` it starts one unit of the model ahead of each use, in forward and backward.
+Frozen weights that are held as codes (`coded_bucket.py`) are decoded for each use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from raymega.errors import Fault, InternalError
 from raymega.parallel.comm.collectives import start_all_gather_in_place, start_all_gather_into
+from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.comm.trace import CommLog, Waitable
 from raymega.parallel.comm.work import Work
 from raymega.parallel.core.buckets import Bucket, BucketTable, Range
 from raymega.parallel.core.sharded_parameter import ShardedParameter
+from raymega.parallel.data_parallel.coded_bucket import CodedBucket
+from raymega.parallel.data_parallel.state_tensors import FrozenWeights
 from raymega.plan.zero_levels import ZeroLevel
 
 
 def _keep(_param: ShardedParameter) -> None:
     """Keep the values that the parameter already has."""
+
+
+def _uncut(_bucket: Bucket) -> Group:
+    """Return this rank alone: tensors are whole."""
+    return alone(0)
 
 
 class WeightBuffer:
@@ -37,6 +47,8 @@ class WeightBuffer:
         table: Buckets of the rank.
         log: Log of the step, which tracks each gather.
         fill: Function that sets a parameter's initial values, for parameters without memory.
+        cut_of: Function that returns the ranks with the other parts of the tensors of a bucket of codes; all ranks
+            with a part build the buffer together.
     """
 
     def __init__(
@@ -44,6 +56,7 @@ class WeightBuffer:
         table: BucketTable,
         *,
         log: CommLog | None = None,
+        cut_of: Callable[[Bucket], Group] = _uncut,
         fill: Callable[[ShardedParameter], None] = _keep,
     ) -> None:
         self._table, self._log = table, log or CommLog()
@@ -51,11 +64,18 @@ class WeightBuffer:
         """Functions to call after each update of the weights."""
         self._flats: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
+        self.coded: dict[int, CodedBucket] = {}
+        """Buckets of codes by index; their weights have memory around a use alone."""
         # Bucket by bucket, so that at level ``parameters`` only one is whole at a time.
         for bucket in table.buckets:
             flat = _make_flat(bucket, fill)
             own = flat[table.owned(bucket).place]
-            if _is_kept_in_part(bucket):
+            if bucket.is_coded:
+                coded = CodedBucket(bucket, table.owned(bucket), cut_of(bucket))
+                coded.encode(flat)
+                self.coded[bucket.index], own = coded, own[:0].clone()
+                _drop(flat)
+            elif _is_kept_in_part(bucket):
                 own = own.clone()
                 _drop(flat)
             self._flats.append(flat)
@@ -67,17 +87,30 @@ class WeightBuffer:
         self._is_old = False
         self._under_way: dict[int, Waitable] = {}
         self._whole: set[int] = set()
+        self._decoded: set[int] = set()
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._uses: Sequence[nn.Module] = ()
         self._place = 0
 
     @property
     def has_parts_only(self) -> bool:
-        """True where weights must be gathered for each use, which :meth:`wait_for` announces."""
-        return any(map(_is_kept_in_part, self._table.buckets))
+        """True where weights must be gathered or decoded for each use, which :meth:`wait_for` announces."""
+        return bool(self.coded) or any(map(_is_kept_in_part, self._table.buckets))
+
+    @contextmanager
+    def recoding(self, bucket: Bucket) -> Iterator[FrozenWeights]:
+        """Yield zeros for the weights that a rank keeps of a bucket of codes, and encode what they are at the end.
+
+        All ranks that share its tensors call it together.
+        """
+        self._free(keep=())
+        # memory of its own: torch resizes no storage that numpy has seen, as a reader's may
+        flat, part = torch.zeros_like(self._flats[bucket.index]), self._table.owned(bucket)
+        yield FrozenWeights(part=part, values=flat[part.place])
+        self.coded[bucket.index].encode(flat)
 
     def owned(self, bucket: Bucket) -> torch.Tensor:
-        """Return the flat weights that this rank updates; always the same memory."""
+        """Return the flat weights that this rank updates or keeps, none of a bucket of codes; always the same memory."""
         return self._own[bucket.index]
 
     def owned_part(self, part: Range) -> torch.Tensor:
@@ -99,7 +132,7 @@ class WeightBuffer:
         :meth:`wait_for_all`.
         """
         for bucket, flat in zip(self._table.buckets, self._flats, strict=True):
-            if not _is_kept_in_part(bucket):
+            if not (_is_kept_in_part(bucket) or bucket.is_coded):
                 yield bucket, flat
 
     def start_gather(self) -> None:
@@ -154,6 +187,11 @@ class WeightBuffer:
         # in order of launch, alike on all ranks
         for index in sorted(self._under_way.keys() & set(used), key=list(self._under_way).index):
             self._wait(index)
+        for index in used:
+            if index in self.coded and index not in self._decoded:
+                _refill(self._flats[index])
+                self.coded[index].decode(self._flats[index])
+                self._decoded.add(index)
 
     def wait_for_all(self) -> None:
         """Return when every pending gather is complete."""
@@ -191,10 +229,11 @@ class WeightBuffer:
             bucket = self._table.buckets[index]
             if not _is_kept_in_part(bucket) or index in self._whole:
                 continue
-            flat = self._flats[index]
-            # The storage is resized in place, so that parameters and saved tensors remain views of it.
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-            pending = start_all_gather_into(flat, self._own[index], bucket.sharing.inside)
+            if bucket.is_coded:
+                pending = self.coded[index].start_fetch()
+            else:
+                _refill(flat := self._flats[index])
+                pending = start_all_gather_into(flat, self._own[index], bucket.sharing.inside)
             self._under_way[index] = self._log.track(_event_of(bucket), bucket, pending)
             self._whole.add(index)
 
@@ -207,8 +246,14 @@ class WeightBuffer:
         for index in self._whole.difference(keep):
             if index in self._under_way:
                 self._wait(index)
-            _drop(self._flats[index])
             self._whole.remove(index)
+            if index in self.coded:
+                self.coded[index].forget_fetched()
+            else:
+                _drop(self._flats[index])
+        for index in self._decoded.difference(keep):
+            _drop(self._flats[index])
+            self._decoded.remove(index)
 
 
 def _event_of(bucket: Bucket) -> str:
@@ -234,6 +279,11 @@ def _make_flat(bucket: Bucket, fill: Callable[[ShardedParameter], None]) -> torc
         param.data = view
         fill(param)
     return flat
+
+
+def _refill(flat: torch.Tensor) -> None:
+    # The storage is resized in place, so that parameters and saved tensors remain views of it.
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _drop(flat: torch.Tensor) -> None:

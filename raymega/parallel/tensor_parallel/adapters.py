@@ -2,7 +2,7 @@
 
 An adapter is cut as its layer is. Behind a column-parallel W, A is whole on every rank and B is cut, so
 that r features a token are gathered. Behind a row-parallel W, A is cut, and r features a token are summed.
-`plan/adapters.py` has the names and cuts of the factors.
+`plan/adapters.py` has the names and cuts of the factors, `magnitudes.py` what DoRA adds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from raymega.config.lora import LoraSection
+from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.dropout import TokenKeys, dropout, place_key
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.plan.adapters import adapter_names
+from raymega.parallel.tensor_parallel.magnitudes import rescaled, row_norms
+from raymega.plan.adapters import adapter_names, magnitude_name
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Linear layer of `layers.py` on an input and a weight."""
@@ -54,13 +56,32 @@ class LinearPlace:
     Attributes:
         first: Product with A.
         second: Product with B.
+        base: Product with the layer's own weight.
         is_stream: True where the input is the rank's part of the residual stream, false where it is
             the rank's features of all tokens.
+        inner: Ranks that hold the weight's other input features; None where each rank has all.
     """
 
     first: Product
     second: Product
+    base: Product
     is_stream: bool
+    inner: Group | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseLayer:
+    """What one adapter changes: a linear layer, or one part of a fused layer.
+
+    Attributes:
+        weight: W [out, in], this rank's part.
+        bias: Bias [out] that the output has; None without.
+        output: Output of the layer without its adapter.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    output: Tensor
 
 
 class Adapter(nn.Module):
@@ -72,16 +93,30 @@ class Adapter(nn.Module):
         b: ShardedParameter,
         settings: AdapterSettings,
         place: LinearPlace,
+        magnitude: ShardedParameter | None = None,
     ) -> None:
         super().__init__()
-        self.a, self.b = a, b
+        self.a, self.b, self.magnitude = a, b, magnitude
         self.settings, self.place = settings, place
         self.place_key = place_key(settings.seed, a.spec.name)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scale B A x, for x as the layer gets it and a result as the layer returns it."""
-        inner = self.place.first(self._dropped(x), self.a)
-        return self.place.second(inner * self.settings.scale, self.b)
+    def forward(self, x: Tensor, base: BaseLayer) -> Tensor:
+        """Return the layer's output with the adapter's, for x as the layer gets it."""
+        dropped, y = self._dropped(x), base.output
+        inner = self.place.first(dropped, self.a)
+        added = self.place.second(inner * self.settings.scale, self.b)
+        if self.magnitude is None:
+            return y + added
+        # DoRA rescales W x too, of the input that was dropped; the bias is left out
+        if dropped is not x:
+            own = self.place.base(dropped, base.weight)
+        else:
+            own = y if base.bias is None else y - base.bias
+        norms = row_norms(base.weight, self.a, self.b, self.settings.scale, self.place.inner)
+        scaled = rescaled(own + added, self.magnitude, norms)
+        if dropped is not x:
+            return y - own + scaled
+        return scaled if base.bias is None else scaled + base.bias
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop input features, by the number that each has in the whole layer."""
@@ -104,20 +139,30 @@ class Adapters(nn.Module):
         self.parts = nn.ModuleList(part for part in parts if part is not None)
         self.has_part, self.widths = [part is not None for part in parts], list(widths)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return y with the adapters' outputs added; both have the parts side by side in the last dim."""
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output y with the adapters' outputs; both have the parts side by side in the last dim.
+
+        Args:
+            x: Input of the layer.
+            y: Its output.
+            weight: Weight of all parts, [out, in], frozen.
+            bias: Bias that y has, [out], frozen; None without.
+        """
         if self.settings.is_off:
             return y
-        if len(self.widths) == 1:
-            return y + self.parts[0](x)
-        parts, outputs = iter(self.parts), y.split(self.widths, dim=-1)
-        return torch.cat(
-            [
-                own + next(parts)(x) if has_part else own
-                for own, has_part in zip(outputs, self.has_part, strict=True)
-            ],
-            dim=-1,
-        )
+        parts, weight = iter(self.parts), weight.detach()
+        biases = [None] * len(self.widths) if bias is None else bias.detach().split(self.widths)
+        layers = [
+            BaseLayer(weight=rows, bias=each, output=own)
+            for rows, each, own in zip(
+                weight.split(self.widths), biases, y.split(self.widths, dim=-1), strict=True
+            )
+        ]
+        outputs = [
+            next(parts)(x, layer) if has_part else layer.output
+            for layer, has_part in zip(layers, self.has_part, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def make_adapters(  # what layers have apart
@@ -138,8 +183,12 @@ def make_adapters(  # what layers have apart
         settings: Settings of the stage's adapters.
         place: Cut of the fused layer.
     """
-    parts = []
+    parts: list[Adapter | None] = []
     for name in names:
-        a, b = adapter_names(name)
-        parts.append(Adapter(make(a), make(b), settings, place) if a in table else None)
+        (a, b), magnitude = adapter_names(name), magnitude_name(name)
+        if a not in table:
+            parts.append(None)
+            continue
+        norms = make(magnitude) if magnitude in table else None
+        parts.append(Adapter(make(a), make(b), settings, place, norms))
     return Adapters(parts, widths, settings) if any(parts) else None

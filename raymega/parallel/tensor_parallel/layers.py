@@ -121,16 +121,18 @@ class ColumnParallelLinear(nn.Module):
         self.sp, self.grad_queue, self.fp8 = (factory.sp, factory.grad_queue, factory.fp8)
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
-        place = LinearPlace(first=self._whole, second=self._column, is_stream=True)
+        place = LinearPlace(
+            first=self._whole, second=self._column, base=self._column, is_stream=True
+        )
         self.adapters = factory.make_adapters(names, self.weight, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of x: [S/sp, B, in] -> [S, B, out/tp]."""
-        y = self._base(x)
-        return y if self.adapters is None else self.adapters(x, y)
-
-    def _base(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
+        y = self._base(x, bias)
+        return y if self.adapters is None else self.adapters(x, y, self.weight, bias)
+
+    def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.fp8 is not None:
             place = Fp8Placement(fp8=self.fp8, sp=self.sp, outer=self.sp.tp)
             return fp8_linear(x, self.weight, bias, place, self.grad_queue)
@@ -151,13 +153,15 @@ class RowParallelLinear(nn.Module):
         self.sp, self.grad_queue, self.fp8 = (factory.sp, factory.grad_queue, factory.fp8)
         self.weight = factory.make(f"{name}.weight")
         self.bias = factory.make_if_any(f"{name}.bias")
-        place = LinearPlace(first=self._row, second=self._whole, is_stream=False)
+        place = LinearPlace(
+            first=self._row, second=self._whole, base=self._row, is_stream=False, inner=self.sp.tp
+        )
         self.adapters = factory.make_adapters([name], self.weight, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of x: [S, B, in/tp] -> [S/sp, B, out]."""
         y = self._base(x)
-        return y if self.adapters is None else self.adapters(x, y)
+        return y if self.adapters is None else self.adapters(x, y, self.weight, self.bias)
 
     def _base(self, x: Tensor) -> Tensor:
         if self.fp8 is None:
@@ -186,13 +190,13 @@ class ReplicatedLinear(nn.Module):
         self.grad_queue, self.fp8 = factory.grad_queue, factory.fp8
         self.weight = factory.make(*(f"{name}.weight" for name in names))
         self.bias = factory.make_if_any(*(f"{name}.bias" for name in names))
-        place = LinearPlace(first=self._whole, second=self._whole, is_stream=True)
+        place = LinearPlace(first=self._whole, second=self._whole, base=self._whole, is_stream=True)
         self.adapters = factory.make_adapters(names, self.weight, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of x: [S/sp, B, in] -> [S/sp, B, out]."""
         y = self._base(x)
-        return y if self.adapters is None else self.adapters(x, y)
+        return y if self.adapters is None else self.adapters(x, y, self.weight, self.bias)
 
     def _base(self, x: Tensor) -> Tensor:
         if self.fp8 is not None:

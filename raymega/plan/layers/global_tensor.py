@@ -10,6 +10,7 @@ from math import prod
 from typing import Literal
 
 from raymega.messages import Box
+from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.grid import ExpertPlace
 
 Role = Literal["embedding", "head", "matrix", "filter", "norm", "bias", "state"]
@@ -29,7 +30,8 @@ class GlobalTensor:
         shape: Global shape; a linear weight is [out, in].
         tp_dim: Dim that tensor parallelism cuts evenly, or -1 when every tp rank holds all of it.
         init: Kind of initial values: ``normal``, ``zeros``, ``ones``, ``log_uniform``, the logarithm of
-            numbers between 0.01 and 16, or ``step``, whose softplus is between 0.001 and 0.1.
+            numbers between 0.01 and 16, ``step``, whose softplus is between 0.001 and 0.1, or ``row_norms``,
+            the norms of the rows of ``rows_of``.
         initializer_range: Standard deviation when ``init`` is ``normal``.
         role: Role for the optimizer; ``matrix`` is every weight inside a block, ``embedding`` a
             table, a tied head's included; ``filter`` is a convolution's, of which each channel is apart;
@@ -46,8 +48,10 @@ class GlobalTensor:
             an expert tensor is the experts, which ep cuts evenly.
         is_wide: Whether it is kept in float32 or better.
         is_frozen: Whether the job trains other tensors only; `adapters.py` decides.
+        base_dtype: Format of a frozen weight that is held as codes, `nf4` or `fp8`; `compute` of all others.
         is_carried: Whether no layer reads it: it is kept, frozen, for what is exported.
         layer: Number of its block, from 0; -1 outside of blocks.
+        rows_of: Tensor with one dim more, of whose rows these are norms at the start; None of all others.
     """
 
     name: str
@@ -63,8 +67,10 @@ class GlobalTensor:
     etp_dim: int = -1
     is_wide: bool = False
     is_frozen: bool = False
+    base_dtype: str = COMPUTE
     is_carried: bool = False
     layer: int = -1
+    rows_of: GlobalTensor | None = None
 
     @property
     def is_expert(self) -> bool:

@@ -13,12 +13,14 @@ from functools import lru_cache
 
 from raymega.config.schema import Job, ModelSection, OptimizerSection, PrecisionSection
 from raymega.plan.adapters import tuned_kind
+from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import VECTOR_ROLES, GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import tensor_kind
 from raymega.plan.memory import optimizer_state as states
+from raymega.plan.memory.elements import Elements, coded_elements
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
 from raymega.plan.stages import Stage
@@ -47,7 +49,7 @@ class StateSize:
     Attributes:
         num_parameters: Number of elements that the rank holds, frozen ones too.
         num_owned: Number of those that the rank updates.
-        weight_bytes: Bytes of weights, with copies in fp8.
+        weight_bytes: Bytes of weights, with copies in fp8, and with the codes of a frozen base.
         gradient_bytes: Bytes of gradients.
         master_bytes: Bytes of masters; 0 when the compute format is float32 or better, because the
             optimizer then works on the weights themselves.
@@ -58,7 +60,7 @@ class StateSize:
             workspaces, one for each thread that multiplies.
         passing_bytes: Bytes of sharded weights that are gathered for a use, and of sharded
             gradients of one micro-batch: two units of the model each, one in use and one in
-            transfer.
+            transfer. Weights of a unit that are decoded for a use are among them.
         ahead_bytes: Bytes of those weights that are gathered between steps, for the next one.
         host_bytes: Bytes of optimizer state on the host, all of it.
         update_bytes: Bytes that exist for a moment in an update or right after it, when no
@@ -98,88 +100,6 @@ class StateSize:
 def count_parameters(model: ModelSection) -> int:
     """Return the elements of the whole model, with a tied table once and without padded rows."""
     return sum(tensor.num_parameters for tensor in model_tensors(model))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Elements:
-    """Elements that a rank holds, by who else holds them and in which format; trained where not said.
-
-    Attributes:
-        dense: Elements that all replicas hold, the dp * cp ranks of equal tp and pp.
-        experts: Elements that the edp ranks with the same experts hold.
-        wide: Elements held as ``dense`` are, in float32 or better: routers.
-        small: Elements of ``dense`` in vectors, which no level of sharding gathers for a use.
-        tables: Elements of ``dense`` in embeddings and heads.
-        blocks: Number of quantization blocks that 8-bit state of matrices and tables would have.
-        block: Elements of the largest transformer block that sharding gathers for a use.
-        end: Elements of the larger one of embedding and head that sharding gathers for a use.
-        in_fp8: Elements of matrices that are multiplied in fp8.
-        first: Elements of the unit that forward uses first, the embedding or a block.
-        chunks: Number of model chunks.
-        frozen: Elements of frozen matrices and tables, held as ``dense`` are.
-        frozen_experts: Frozen elements held as ``experts`` are.
-        frozen_small: Frozen elements that every rank holds whole: vectors and routers.
-        block_sums: Elements of the largest block that gradients are summed of.
-        end_sums: Elements of the larger end that gradients are summed of.
-    """
-
-    dense: int = 0
-    experts: int = 0
-    wide: int = 0
-    small: int = 0
-    tables: int = 0
-    blocks: int = 0
-    block: int = 0
-    end: int = 0
-    in_fp8: int = 0
-    first: int = 0
-    chunks: int = 0
-    frozen: int = 0
-    frozen_experts: int = 0
-    frozen_small: int = 0
-    block_sums: int = 0
-    end_sums: int = 0
-
-    @property
-    def num_frozen(self) -> int:
-        """Number of elements that are not trained."""
-        return self.frozen + self.frozen_experts + self.frozen_small
-
-    @property
-    def total(self) -> int:
-        """Number of all trained elements."""
-        return self.dense + self.experts + self.wide
-
-    @property
-    def pair(self) -> int:
-        """Most elements that two neighbours in the order of use gather for a use."""
-        return self.block + max(self.block, self.end)
-
-    @property
-    def pair_sums(self) -> int:
-        """Most elements whose gradients two neighbours in the order of use sum."""
-        return self.block_sums + max(self.block_sums, self.end_sums)
-
-    def plus(self, other: Elements, *, times: int = 1) -> Elements:
-        """Return the sum with ``times`` times ``other``, whose unit comes later; of units the largest."""
-        return Elements(
-            dense=self.dense + times * other.dense,
-            experts=self.experts + times * other.experts,
-            wide=self.wide + times * other.wide,
-            small=self.small + times * other.small,
-            tables=self.tables + times * other.tables,
-            blocks=self.blocks + times * other.blocks,
-            block=max(self.block, other.block),
-            end=max(self.end, other.end),
-            in_fp8=self.in_fp8 + times * other.in_fp8,
-            first=self.first or other.first,
-            chunks=self.chunks + times * other.chunks,
-            frozen=self.frozen + times * other.frozen,
-            frozen_experts=self.frozen_experts + times * other.frozen_experts,
-            frozen_small=self.frozen_small + times * other.frozen_small,
-            block_sums=max(self.block_sums, other.block_sums),
-            end_sums=max(self.end_sums, other.end_sums),
-        )
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
@@ -264,10 +184,12 @@ def block_kinds(
 def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elements:
     place = ExpertPlace(ep=grid.ep, etp=grid.etp)
     found: Counter[str] = Counter()
-    for tensor in (tensor for tensor in tensors if tensor.role != "state"):
+    boxes = [(t, t.box(tp=grid.tp, tp_rank=tp_rank, experts=place)) for t in tensors]
+    for tensor, box in ((tensor, box) for tensor, box in boxes if tensor.role != "state"):
         kind = "experts" if tensor.is_expert else "wide" if tensor.is_wide else "dense"
-        box = tensor.box(tp=grid.tp, tp_rank=tp_rank, experts=place)
         count = box.num_elements
+        if tensor.base_dtype != COMPUTE:
+            continue
         if tensor.is_frozen:
             is_whole = tensor.is_wide or tensor.role in VECTOR_ROLES
             frozen = "frozen_experts" if tensor.is_expert else "frozen"
@@ -280,7 +202,7 @@ def _elements(tensors: Sequence[GlobalTensor], grid: Grid, tp_rank: int) -> Elem
         found["blocks"] += scale_boxes(box).all.num_elements if has_blocks else 0
         found["small"] += count if kind == "dense" and is_small else 0
         found["tables"] += count if tensor.role in ("embedding", "head") else 0
-    return Elements(**found)
+    return Elements(**found, coded=coded_elements(boxes))
 
 
 def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
@@ -300,19 +222,22 @@ def state_of(job: Job, held: Elements, grid: Grid) -> StateSize:
     if level >= ZeroLevel.GRADIENTS and is_cut:
         summed = matrices + held.small + held.wide
         passing += held.pair_sums * full
-    frozen = held.frozen + held.frozen_experts + held.frozen_small
+    frozen = held.num_frozen - held.coded.total
     if level == ZeroLevel.PARAMETERS and is_cut:
         gathered = matrices + held.small
         frozen = -(-held.frozen // ranks) + -(-held.frozen_experts // edp) + held.frozen_small
         passing += held.pair * compute
         ahead = held.first * compute
         passing += max(held.block, held.end) * compute if _is_over_gloo(job) else 0
-    # Rows and columns of a weight are multiplied by a copy each; gathered weights have none.
-    copies = 2 * held.in_fp8 if level < ZeroLevel.PARAMETERS or not is_cut else 0
+    is_in_parts = level == ZeroLevel.PARAMETERS and is_cut
+    codes = held.coded.held_bytes(ranks, edp) if is_in_parts else held.coded.held_bytes(1, 1)
+    passing += held.coded.passing_bytes(compute, job.cluster.device, is_in_parts=is_in_parts)
+    # Rows and columns of a weight are multiplied by a copy each; gathered or decoded weights have none.
+    copies = 0 if is_in_parts or held.coded.total else 2 * held.in_fp8
     size = StateSize(
         num_parameters=held.total + held.num_frozen,
         num_owned=owned + owned_wide,
-        weight_bytes=(gathered + frozen) * compute + held.wide * full + copies,
+        weight_bytes=(gathered + frozen) * compute + held.wide * full + copies + codes,
         gradient_bytes=summed * full,
         master_bytes=owned * full if compute < full else 0,
         moment_bytes=_moment_bytes(job.optimizer, held, owned + owned_wide, ranks, full),

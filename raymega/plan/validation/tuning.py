@@ -12,6 +12,7 @@ from raymega.config.preference import PreferenceSection
 from raymega.config.schema import ModelSection
 from raymega.errors import Fault, first_few
 from raymega.plan.adapters import FUSED, NO_LINEARS, is_adapter, is_target
+from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.tensor_table import model_tensors
 from raymega.plan.validation.rule import broken_rows, reads
@@ -40,6 +41,7 @@ def pattern_faults(*values: Any) -> Iterator[Fault]:
                 )
     yield from _target_faults(model, tensors)
     yield from _fused_faults(tensors)
+    yield from _rescaled_faults(model, tensors)
     if not model.lora.r and not any(each.is_trained for each in model_tensors(model)):
         yield Fault(
             fact=f"model.freeze=[{', '.join(model.freeze)}] leaves no tensor to train",
@@ -70,6 +72,20 @@ def _target_faults(model: ModelSection, tensors: Sequence[GlobalTensor]) -> Iter
                 rule=f"the blocks of this model have {', '.join(layers)}",
                 remedy="use some of them, or patterns such as 'attention.*'",
             )
+
+
+def _rescaled_faults(model: ModelSection, tensors: Sequence[GlobalTensor]) -> Iterator[Fault]:
+    """Yield the fault of a layer that is trained below DoRA, whose gradients take it for a constant."""
+    if not model.lora.use_dora:
+        return
+    linears = {t.name.removesuffix(".weight") for t in tensors if is_target(t, model)}
+    trained = [t.name for t in tensors if t.is_trained and t.name.rpartition(".")[0] in linears]
+    if trained:
+        yield Fault(
+            fact=f"model.lora.use_dora=true, and {first_few(trained, 2)} trained by model.train",
+            rule="DoRA rescales layers that are frozen, their biases included",
+            remedy="take these layers out of model.train or of model.lora.target_modules",
+        )
 
 
 def _fused_faults(tensors: Sequence[GlobalTensor]) -> Iterator[Fault]:
@@ -154,6 +170,25 @@ def overlap_faults(lora: LoraSection, overlaps: bool) -> Iterator[Fault]:  # a r
             fact=f"parallel.overlap_moe_expert_parallel_comm=true with model.lora.lora_dropout={lora.lora_dropout:g}",
             rule="an adapter's dropout belongs to the one micro-batch that runs",
             remedy="set parallel.overlap_moe_expert_parallel_comm=false or model.lora.lora_dropout=0",
+        )
+
+
+@reads("model.lora, parallel.overlap_moe_expert_parallel_comm")
+def base_block_faults(lora: LoraSection, overlaps: bool) -> Iterator[Fault]:  # a rule's values
+    """Check that a base that is held as codes is decoded for one pass at a time, and is read as it is."""
+    if not lora.r or lora.base_dtype == COMPUTE:
+        return
+    if overlaps:
+        yield Fault(
+            fact=f"parallel.overlap_moe_expert_parallel_comm=true with model.lora.base_dtype={lora.base_dtype}",
+            rule="weights are decoded for one pass at a time, and let go of after it",
+            remedy="set parallel.overlap_moe_expert_parallel_comm=false or model.lora.base_dtype=compute",
+        )
+    if lora.use_dora:
+        yield Fault(
+            fact=f"model.lora.use_dora=true with model.lora.base_dtype={lora.base_dtype}",
+            rule="magnitudes begin as norms of the base's rows, and codes have other norms",
+            remedy="set model.lora.use_dora=false or model.lora.base_dtype=compute",
         )
 
 

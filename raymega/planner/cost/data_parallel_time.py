@@ -7,7 +7,8 @@ far as that lasts. The first portion of a gather and the last one of a reduction
 from __future__ import annotations
 
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
+from raymega.plan.memory.elements import Elements
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.tensor_table import layer_tensors
 from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
@@ -81,17 +82,19 @@ def _traffic_s(
     # Frozen weights are gathered where each use gathers, and nothing of them is reduced.
     is_passing = level_of(parallel) == ZeroLevel.PARAMETERS
     reduce = gather = copies = 0.0
-    for count, frozen, ranks, stride in (
-        (held.dense + held.wide, held.frozen, grid.replicas, grid.tp),
-        (held.experts, held.frozen_experts, grid.edp, grid.etp * grid.ep),
+    coded = held.coded
+    for count, frozen, codes, ranks, stride in (
+        (held.dense + held.wide, held.frozen, coded.dense, grid.replicas, grid.tp),
+        (held.experts, held.frozen_experts, coded.experts, grid.edp, grid.etp * grid.ep),
     ):
-        if not count + frozen * is_passing:
+        if not count + (frozen + codes) * is_passing:
             continue
         size = dp_shard_ranks(parallel, ranks) if is_sharded else ranks
         span = make_span(device, size=size, stride=stride)
         gradients = count * software.gradient_bytes
         element = DTYPE_BYTES[plan.job.precision.dtype]
         weights = (count + frozen * is_passing) * element if is_sharded else gradients
+        weights += coded.gathered_bytes(codes) * is_passing
         reduce += gather_s(device, span, gradients)
         gather += gather_s(device, span, weights)
         # Hybrid sharding: the ranks that own the same part of each copy reduce it.

@@ -1,4 +1,4 @@
-"""Predict what a step computes in forward passes of their own before it: a reference's, or a live teacher's.
+"""Predict what a step computes in forward passes of their own before it: a reference's, a live teacher's, embeddings'.
 
 A forward-only pipeline runs at the pace of its busiest rank, and fills and drains once.
 """
@@ -20,6 +20,8 @@ def passes_before(plan: RunPlan) -> list[RunPlan]:
     preference = plan.job.preference
     if plan.job.distillation.is_live:
         return [teacher_plan(plan)]
+    if plan.job.model.head.kind == "embedding":  # of which each loss reads the whole batch's
+        return [plan]
     # the frozen base; and the model itself, where kto estimates its divergence
     is_live = preference.needs_reference and preference.reference == "base"
     return [plan] * (is_live + (preference.loss_type == "kto"))

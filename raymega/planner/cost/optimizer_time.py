@@ -13,8 +13,9 @@ from typing import NamedTuple
 from raymega.config.schema import Job, ModelSection
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.memory.elements import Elements
 from raymega.plan.memory.optimizer_state import format_of, kinds_of
-from raymega.plan.memory.state_bytes import DTYPE_BYTES, Elements
+from raymega.plan.memory.state_bytes import DTYPE_BYTES
 from raymega.plan.tensor_table import layer_tensors
 from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
 from raymega.planner.kernels.collective_time import (

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from raymega.plan.memory.activation_bytes import StageActivations, bytes_to_first_wait
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
+from raymega.plan.memory.elements import Elements
+from raymega.plan.memory.state_bytes import StateSize, state_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 from raymega.plan.zero_levels import ZeroLevel, level_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from raymega.plan.adapters import tuned_kind
 from raymega.plan.layers.layer_pattern import LayerKind, layer_kind
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import Elements, rank_elements
+from raymega.plan.memory.elements import Elements
+from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.stages import Stage
 

@@ -20,7 +20,8 @@ from raymega.plan.memory.activation_bytes import (
     stage_activations,
 )
 from raymega.plan.memory.activation_shape import ActivationShape, activation_shape
-from raymega.plan.memory.state_bytes import Elements, StateSize, state_of
+from raymega.plan.memory.elements import Elements
+from raymega.plan.memory.state_bytes import StateSize, state_of
 from raymega.plan.stages import Stage
 from raymega.planner.cost.block_times import BlockTimes, block_times
 from raymega.planner.cost.end_times import embedding_time, head_time, join_time, tower_time

@@ -24,7 +24,7 @@ Place = Callable[[str], tuple[npt.NDArray[np.unsignedinteger], Sequence[tuple[in
 def labelled_documents(
     text: str, row_format: RowFormat, encode: Encode, place: Place, *, bos_id: int, eod_id: int
 ) -> list[Labelled]:
-    """Return the documents of a row: one, or one a choice.
+    """Return the documents of a row: one, one a choice, or two that match.
 
     Args:
         text: Text of the row, `labelled_text`.
@@ -50,6 +50,8 @@ def labelled_documents(
 
     if row_format == "classification":
         return [of_one_label(row["text"], row["label"] + 1)]
+    if row_format == "embedding":
+        return [of_one_label(each, 1) for each in row["texts"]]
     if row_format == "multiple_choice":
         count, documents = len(row["choices"]), []
         for number, choice in enumerate(row["choices"]):

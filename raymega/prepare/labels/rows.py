@@ -6,6 +6,7 @@ A row's text is its content as JSON, so that readers, held-out splits and origin
     classification        {"text": "...", "label": 2}
     token_classification  {"tokens": ["...", ...], "tags": [0, 2, -100, ...]}; words, and -100 for one without a class
     multiple_choice       {"context": "...", "question": "...", "choices": ["...", ...], "label": 0}
+    embedding             {"anchor": "...", "positive": "..."}; two texts that belong together
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 from raymega.config.heads.section import MOST_CLASSES
 from raymega.data.format import RowFormat
 
-LABELLED: tuple[RowFormat, ...] = ("classification", "token_classification", "multiple_choice")
-KEYS = LABEL, TAGS, CONTEXT, QUESTION = "label", "tags", "context", "question"
+LABELLED: tuple[RowFormat, ...] = (
+    "classification", "token_classification", "multiple_choice", "embedding",
+)  # fmt: skip
+KEYS = LABEL, TAGS, CONTEXT, QUESTION, POSITIVE = "label", "tags", "context", "question", "positive"
 """Keys that a row may have beside that of its format."""
 NO_CLASS = -100
 """Tag of a word without a class, as in transformers."""
@@ -38,6 +41,7 @@ def labelled_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -> tu
             "classification": _classified,
             "token_classification": _tagged,
             "multiple_choice": _question,
+            "embedding": _matched,
         }[row_format](row, key)
     except ValueError as error:
         return "", str(error)
@@ -70,6 +74,10 @@ def _question(row: Mapping[str, Any], key: str) -> dict[str, Any]:
         "choices": choices,
         "label": _number(row.get(LABEL), LABEL, len(choices)),
     }
+
+
+def _matched(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {"texts": [_string(row, key), _string(row, POSITIVE)]}
 
 
 def _string(row: Mapping[str, Any], name: str) -> str:

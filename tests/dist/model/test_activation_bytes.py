@@ -62,6 +62,9 @@ MODELS = {
     "mtp": plain_models.make_model("llama", **SIZES, num_kv_heads=2, num_nextn_predict_layers=2),
     "lora": plain_models.make_model("llama", **SIZES, num_kv_heads=2, lora={"r": 4}),
     "lora-dropped": plain_models.make_model("llama", **SIZES, num_kv_heads=2, lora=ADAPTED),
+    "dora": plain_models.make_model(
+        "llama", **SIZES, num_kv_heads=2, lora={"r": 4, "use_dora": True}
+    ),
     "lora-mla": plain_models.make_model(
         "llama", **SIZES, num_kv_heads="num_heads", mla=MLA, lora=ADAPTED
     ),

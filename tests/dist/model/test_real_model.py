@@ -98,7 +98,7 @@ class Subject:
         requests = pack_requests(self.requests())
         overrides = ("precision.dtype=float64", f"schedule.micro_batch_size={self.batch_size}")
         options = EvalOptions(grid=grid, overrides=overrides, seq_len=self.seq_len)
-        plan = plan_of(open_checkpoint(self.uri).manifest, options)
+        plan = plan_of(open_checkpoint(self.uri), options)
         return run_grid(_score, plan.grid, plan.to_json(), self.uri, requests, timeout=TIMEOUT_S)
 
 

@@ -18,6 +18,7 @@ from raymega.prepare.tokenizer.trained import byte_tokenizer
 from raymega.train.build_scorer import build_scorer, load_weights
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models
+from tests.support.references.peft_models import adapted
 
 pytestmark = pytest.mark.dist
 NOW = "2025-01-01T00:00:00+00:00"
@@ -81,12 +82,12 @@ def _compare(results, wanted):
 
 
 def _on(uri, grid):
-    plan = plan_of(open_checkpoint(uri).manifest, EvalOptions(grid=grid, seq_len=40))
+    plan = plan_of(open_checkpoint(uri), EvalOptions(grid=grid, seq_len=40))
     return run_grid(_score, plan.grid, plan.to_json(), uri)
 
 
 def _few_on(uri, grid, few, *, seq_len):
-    plan = plan_of(open_checkpoint(uri).manifest, EvalOptions(grid=grid, seq_len=seq_len))
+    plan = plan_of(open_checkpoint(uri), EvalOptions(grid=grid, seq_len=seq_len))
     assert rows_on_grid(_requests()[:few], plan).seq_len < seq_len
     return run_grid(_score, plan.grid, plan.to_json(), uri, few)
 
@@ -96,6 +97,14 @@ def _few_on(uri, grid, few, *, seq_len):
 def test_one_rank_scores_as_transformers(kind, tmp_path):
     model, uri = _imported(tmp_path, kind)
     _compare(_on(uri, ""), _theirs(model))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_adapters_score_live_as_in_peft(grid, use_dora, tmp_path):
+    model, done = adapted("llama3", tmp_path, use_dora=use_dora)
+    _compare(_on(done.uri, grid), _theirs(model.base_model.model))
 
 
 @pytest.fixture(scope="module")

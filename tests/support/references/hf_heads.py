@@ -54,6 +54,20 @@ def make_model(kind, seed=0):
     return model
 
 
+def make_headless(seed=0):
+    """A random BERT without a head or a pooler."""
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(**BERT), add_pooling_layer=False).double().eval()
+    model.embeddings.word_embeddings.padding_idx = None
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, values in model.named_parameters():
+            noise = 0.2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            values.copy_(noise + (1.0 if values.ndim == 1 and "bias" not in path else 0.0))
+    return model
+
+
 def load_model(kind, folder):
     """Load a folder with the class of transformers that made it."""
     place, name, fields = KINDS[kind]

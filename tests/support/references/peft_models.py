@@ -19,7 +19,7 @@ TARGETS = {
 }
 
 
-def adapted(kind, tmp_path, *, positions=0):
+def adapted(kind, tmp_path, *, positions=0, use_dora=False):
     """A model of transformers with random adapters of PEFT, its base and its adapters imported."""
     from peft import LoraConfig, get_peft_model
 
@@ -30,12 +30,17 @@ def adapted(kind, tmp_path, *, positions=0):
     )
     targets, is_rs = TARGETS[kind]
     config = LoraConfig(
-        r=4, lora_alpha=6, use_rslora=is_rs, target_modules=targets, task_type="CAUSAL_LM"
-    )
+        r=4, lora_alpha=6, use_rslora=is_rs, target_modules=targets, task_type="CAUSAL_LM",
+        use_dora=use_dora,
+    )  # fmt: skip
     model = get_peft_model(theirs, config, autocast_adapter_dtype=False).to(torch.float64).eval()
     generator = torch.Generator().manual_seed(3)
     for name, param in model.named_parameters():
-        if "lora_" in name:
+        if "lora_magnitude" in name:
+            param.data *= 1 + 0.2 * torch.randn(
+                param.shape, generator=generator, dtype=torch.float64
+            )
+        elif "lora_" in name:
             param.data = 0.2 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
     model.save_pretrained(tmp_path / "peft")
     done = peft_import(tmp_path / "peft", base.uri, str(tmp_path / "adapters"), created=NOW)

@@ -14,7 +14,7 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
-from raymega.convert.native import model_of, write_weights
+from raymega.convert.native import model_of, tuned_model_of, write_weights
 from raymega.convert.tuned.merge import merge
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
@@ -28,8 +28,12 @@ MODEL = make_model(lora=LORA)
 NAME = "model/layers.1.mlp.down"
 
 
-def _write_adapters(uri, model, base):
-    numbers = np.random.default_rng(3)
+DORA = make_model(lora=LORA.model_copy(update={"use_dora": True}))
+OTHER = make_model(lora=LoraSection(r=3, lora_alpha=6.0, target_modules=("mlp.down",)))
+
+
+def _write_adapters(uri, model, base, *, seed=3):
+    numbers = np.random.default_rng(seed)
     job = {"model": model.model_dump(mode="json"), "checkpoint": {"init_from": base}}
     write_weights(
         open_store(uri),
@@ -64,6 +68,62 @@ def test_a_merge_adds_the_scaled_product_to_the_base(places, tmp_path):
         np.testing.assert_array_equal(after.read(name), before.read(name))
     narrow = merge([adapters], str(tmp_path / "narrow"), created=NOW, dtype="float32")
     assert open_checkpoint(narrow.uri).dtype(f"{NAME}.weight") == "float32"
+
+
+def test_a_merge_of_dora_gives_rows_their_magnitudes(places, tmp_path):
+    base, _ = places
+    _write_adapters(str(tmp_path / "dora"), DORA, base)
+    done = merge([str(tmp_path / "dora")], str(tmp_path / "merged"), created=NOW)
+    assert done.num_adapters == 3
+    before, adapter, after = (
+        open_checkpoint(uri) for uri in (base, str(tmp_path / "dora"), done.uri)
+    )
+    a, b, magnitudes = (adapter.read(f"{NAME}.lora_{x}.weight") for x in ("a", "b", "magnitude"))
+    changed = before.read(f"{NAME}.weight") + 1.5 * b @ a
+    wanted = changed * (magnitudes / np.sqrt((changed**2).sum(1)))[:, None]
+    np.testing.assert_allclose(after.read(f"{NAME}.weight"), wanted, rtol=0, atol=1e-13)
+    # to PEFT's format and back, bit for bit
+    exported = peft_export(str(tmp_path / "dora"), tmp_path / "peft")
+    assert exported.num_parameters == 2 * (16 + 16) * 2 + 2 * (24 + 16) + 2 * 16 + 16
+    file = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.1.mlp.down_proj.lora_magnitude_vector"
+    np.testing.assert_array_equal(file[at], magnitudes)
+    again = peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    assert again.model.lora == DORA.lora
+    for name in adapter.names:
+        np.testing.assert_array_equal(open_checkpoint(again.uri).read(name), adapter.read(name))
+
+
+@pytest.fixture
+def two(places, tmp_path):
+    """URIs of two adapters for one base: of other ranks, on other layers."""
+    _write_adapters(str(tmp_path / "other"), OTHER, places[0], seed=5)
+    return [places[1], str(tmp_path / "other")]
+
+
+def test_adapters_of_one_base_are_added_up_with_weights(two, places, tmp_path):
+    done = merge(two, str(tmp_path / "sum"), created=NOW, weights=[0.5, -2.0])
+    assert done.num_adapters == 4
+    wanted = open_checkpoint(places[0]).read(f"{NAME}.weight")
+    for uri, weight, scale in zip(two, (0.5, -2.0), (1.5, 2.0), strict=True):
+        a, b = (open_checkpoint(uri).read(f"{NAME}.lora_{x}.weight") for x in "ab")
+        wanted = wanted + weight * scale * b @ a
+    found = open_checkpoint(done.uri).read(f"{NAME}.weight")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
+
+
+def test_a_combined_adapter_adds_what_all_add(two, tmp_path):
+    apart = merge(two, str(tmp_path / "sum"), created=NOW, weights=[0.5, -2.0]).uri
+    done = merge(
+        two, str(tmp_path / "cat"), created=NOW, weights=[0.5, -2.0], combination_type="cat"
+    )
+    lora = tuned_model_of(open_checkpoint(done.uri).manifest).lora
+    assert (lora.r, lora.scale) == (5, 1.0)
+    assert set(lora.target_modules) == {"attention.q", "layers.1.mlp.down", "mlp.down"}
+    joined = merge([done.uri], str(tmp_path / "joined"), created=NOW).uri
+    for name in open_checkpoint(apart).names:
+        one, other = (open_checkpoint(uri).read(name) for uri in (apart, joined))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
 
 
 def test_a_mean_has_the_weights_that_are_given(places, tmp_path):
@@ -105,8 +165,16 @@ def test_a_file_of_peft_has_its_names_and_comes_back(places, tmp_path):
         (["base", "wider"], {}, "another model section"),
         (["alone"], {}, "name these weights"),
         (["adapters"], {"base": "wider"}, "the base has every weight"),
+        (["adapters"], {"base": "nowhere"}, "--base"),
         (["adapters"], {"dtype": "fp8"}, "--dtype"),
-        (["adapters"], {"weights": [2.0]}, "leave --weight out"),
+        (["adapters"], {"weights": [0.0]}, "some are not 0"),
+        (["adapters", "other"], {"combination_type": "linear"}, "--combination-type cat"),
+        (["base", "base"], {"combination_type": "cat"}, "leave --combination-type out"),
+        (["adapters", "dora"], {}, "merge it alone"),
+        (["dora"], {"combination_type": "cat"}, "has no magnitudes"),
+        (["adapters", "alone"], {}, "change the same weights"),
+        (["adapters", "headed"], {}, "which is no adapter"),
+        (["headed"], {"combination_type": "cat"}, "has factors alone"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(uris, options, words, places, tmp_path):
@@ -114,6 +182,9 @@ def test_checkpoints_that_do_not_fit_are_refused(uris, options, words, places, t
     write_folder(tmp_path / "wide", wider)
     hf_import(tmp_path / "wide", str(tmp_path / "wider"), created=NOW)
     _write_adapters(str(tmp_path / "alone"), MODEL, "none")
+    _write_adapters(str(tmp_path / "other"), OTHER, places[0])
+    _write_adapters(str(tmp_path / "dora"), DORA, places[0])
+    _write_adapters(str(tmp_path / "headed"), make_model(lora=LORA, train=("*norm*",)), places[0])
     if "base" in options:
         options = {"base": str(tmp_path / options["base"])}
     out = tmp_path / "out"
@@ -177,7 +248,8 @@ def _spoil(folder, config, tensors):
     ("config", "tensors", "words"),
     [
         ({"peft_type": "IA3"}, None, "adapters of type LORA"),
-        ({"use_dora": True, "rank_pattern": {"q": 1}}, None, "use_dora=True"),
+        ({"use_rslora": True, "rank_pattern": {"q": 1}}, None, "rank_pattern="),
+        ({"use_dora": True}, None, "by adapter_config.json"),
         ({"r": "many"}, None, "numbers above 0"),
         ({}, {}, "at least one layer"),
         ({}, {"base_model.model.x.lora_A.weight": np.zeros((2, 2))}, "no such layer"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from raymega.config.encoder import EncoderSection, MaskingSection
 from raymega.config.heads.section import HeadSection
+from raymega.config.lora import LoraSection
 from raymega.config.moe import MoeSection
 from raymega.config.schema import EvalTask
 from raymega.errors import Fault
@@ -16,7 +17,16 @@ PLAIN = HeadSection()
 READ_BY = {
     "num_labels": ("sequence_classification", "token_classification"),
     "num_choices": ("multiple_choice",),
-    "pooling": ("sequence_classification", "multiple_choice", "regression", "reward", "none"),
+    "pooling": (
+        "sequence_classification",
+        "multiple_choice",
+        "regression",
+        "reward",
+        "embedding",
+        "none",
+    ),
+    "temperature": ("embedding",),
+    "normalize": ("embedding",),
 }
 """Kinds of heads that read each field."""
 
@@ -31,6 +41,24 @@ def idle_head_faults(head: HeadSection) -> Iterator[Fault]:
                 fact=f"model.head.{field}={value} with model.head.kind={head.kind}",
                 rule=f"it belongs to {', '.join(kinds)}, and has no effect here",
                 remedy=f"leave model.head.{field} out, or set model.head.kind={kinds[0]}",
+            )
+
+
+@reads("model.head hidden_dropout attention_dropout neftune_noise_alpha lora")
+def embedding_faults(
+    head: HeadSection, hidden: float, attention: float, noise: float, lora: LoraSection
+) -> Iterator[Fault]:
+    """Check that a batch's embeddings, computed twice in a step, are the same both times."""
+    drawn = {
+        "hidden_dropout": hidden, "attention_dropout": attention, "neftune_noise_alpha": noise,
+        "lora.lora_dropout": lora.lora_dropout,
+    }  # fmt: skip
+    for field, value in drawn.items():
+        if head.kind == "embedding" and value:
+            yield Fault(
+                fact=f"model.{field}={value:g} with model.head.kind=embedding",
+                rule="a step computes its embeddings once for the loss of the whole batch, and again for the gradients",
+                remedy=f"set model.{field}=0",
             )
 
 
@@ -63,7 +91,7 @@ def head_row_faults(
     if not head.is_on or head.kind == "none":
         return
     name, first = f"model.head.kind={head.kind}", family_parts(family).first_position
-    size = head.num_choices if head.kind == "multiple_choice" else 1
+    size = {"multiple_choice": head.num_choices, "embedding": 2}.get(head.kind, 1)
     yield from broken_rows(
         [
             (
@@ -75,7 +103,7 @@ def head_row_faults(
             (
                 seq_len // size < multiple,
                 f"{name} with data.seq_len={seq_len} and data.document_multiple={multiple}",
-                f"a row holds the {size} choices of a question, of {multiple} tokens at least each",
+                f"a row holds {size} documents that belong together, of {multiple} tokens at least each",
                 f"set data.seq_len={size * multiple}, or a smaller data.document_multiple",
             ),
             (
