@@ -39,7 +39,7 @@ from raymega.plugins import Kind, find, module_faults
 class EvalTask(Section):
     """Evaluation task of a run."""
 
-    task: Literal["wikitext", "lambada", "race", "perplexity"] = Field(
+    task: Literal["wikitext", "lambada", "race", "perplexity", "images"] = Field(
         description="Protocol, as of `raymega eval --task`."
     )
     path: str = Field(description="Test set of the task, a file on the driver's machine.")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from raymega.config.data import DataSection
 from raymega.data.format import TOKENIZER_FILE
+from raymega.data.images.files import MARK
 from raymega.data.tokenizer_files import special_ids, tokenizer_of_dataset
 from raymega.errors import ConfigError, Fault
 from raymega.plan.sampling import Sampling, before_stop
@@ -50,6 +51,12 @@ class TextCodec:
     def encode(self, prompt: str, *, is_rendered: bool = False) -> list[int]:
         """Return the tokens of a prompt; one that is rendered by a chat template has its first token."""
         return list(self._tokenizer.encode(prompt, add_special_tokens=not is_rendered).ids)
+
+    def encode_marked(self, prompt: str, token_id: int, *, is_rendered: bool = False) -> list[int]:
+        """Return the tokens of a prompt in which each MARK is the token ``token_id``, as its own text is."""
+        token = self._tokenizer.id_to_token(token_id)
+        text = prompt if token is None else prompt.replace(MARK, token)
+        return self.encode(text, is_rendered=is_rendered)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

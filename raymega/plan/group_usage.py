@@ -20,8 +20,8 @@ def unused_groups(plan: RunPlan) -> frozenset[str]:
     # a live teacher sends over groups of its own model
     jobs = [job, teacher_job(job)] if job.distillation.is_live else [job]
     has_experts = any(each.model.moe.num_experts > 0 for each in jobs)
-    # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp
-    unused = {"cp", "dp"}
+    # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp; features go over dp
+    unused = {"cp"} if job.parallel.balance_images else {"cp", "dp"}
     if not has_experts:
         unused |= EXPERT_GROUPS
     if not any(map(_counts_micro_batch, jobs)):

@@ -314,7 +314,14 @@ def image_share(plan: RunPlan, rank: int) -> ImageShare | None:
     vision, coords, grid = plan.job.model.vision, plan.grid.coords(rank), plan.grid
     if not (vision.is_on and any(stage.is_first for stage in plan.stages_of(rank))):
         return None
-    return ImageShare(vision=vision, index=coords.cp * grid.tp + coords.tp, size=grid.cp * grid.tp)
+    is_balanced = plan.job.parallel.balance_images
+    return ImageShare(
+        vision=vision,
+        index=coords.cp * grid.tp + coords.tp,
+        size=grid.cp * grid.tp,
+        dp=grid.dp if is_balanced else 1,
+        dp_rank=coords.dp if is_balanced else 0,
+    )
 
 
 def _build_executors(  # noqa: PLR0913  # what an executor is made of

@@ -55,7 +55,9 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     ),
     (
         lambda job: job.model.vision.is_on,
-        frozenset({"tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute"}),
+        frozenset({
+            "tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute", "balance_images",
+        }),
     ),
     (lambda job: job.model.num_nextn_predict_layers, frozenset({"pp", "chunks", "stages", "cp", "schedule"})),
     (lambda job: job.model.mla.kv_lora_rank, frozenset({"tp", "cp", "cp_method", "sequence_parallel"})),

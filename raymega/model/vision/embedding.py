@@ -12,10 +12,11 @@ from torch.nn.functional import embedding
 
 from raymega.model.layers.embedding import Embedding
 from raymega.model.vision.tower import VisionTower
+from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.context_parallel.images import Images
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.mappings import gather_positions, gather_rows
+from raymega.parallel.tensor_parallel.mappings import exchange_rows, gather_positions, gather_rows
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 
@@ -34,12 +35,27 @@ class ImageEmbedding(Embedding):
         super().__init__(factory, factor)
         self.tower, self.image_factor = tower, image_factor
 
-    def features(self, images: Images, context: Context) -> Tensor:
-        """Return the features of all images of the micro-batch, [N * P, D], equal on the stage's tp and cp ranks."""
+    def features(self, images: Images, context: Context, balanced: Group | None = None) -> Tensor:
+        """Return the features of all images of the micro-batch, [N * P, D], equal on the stage's tp and cp ranks.
+
+        Args:
+            images: Images, shared out over the dp ranks where they say how many go where.
+            context: Ranks that share a row's tokens.
+            balanced: These dp ranks.
+        """
         features = self.tower(images.pixels)
         if self.image_factor != 1.0:
             features = features * self.image_factor
-        return gather_images(features, self.sp, context)
+        features = gather_images(features, self.sp, context)
+        if not images.sent:
+            return features
+        assert balanced is not None, "build has set it with parallel.balance_images"
+        size = self.tower.vision.num_patches
+        sent, received = (
+            [size * count for count in each] for each in (images.sent, images.received)
+        )
+        # padding lies behind the last image, and goes nowhere
+        return exchange_rows(features[: sum(sent)], balanced, sent=sent, received=received)
 
     def merged(self, x: Tensor, features: Tensor, places: Tensor) -> Tensor:
         """Return the stream with features in the places of image tokens.

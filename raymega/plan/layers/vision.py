@@ -6,8 +6,9 @@ Each rank of a stage's tp and cp holds all of them and works on images of its ow
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log, sqrt
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 
@@ -81,12 +82,20 @@ def image_flops(model: ModelSection) -> float:
     return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
 
 
-def images_at_once(model: ModelSection, *, tokens: int, ranks: int) -> float:
-    """Return the mean number of images that a rank's tower reads of a micro-batch of ``tokens``, one at least.
+def images_at_once(model: ModelSection, parallel: ParallelSection, *, tokens: int) -> float:
+    """Return the number of images that the tower of a stage's busiest rank reads of a micro-batch, one at least.
 
-    ``ranks`` are those of the first stage's tp and cp, which share the images.
+    The tp and cp ranks share the images of a micro-batch, and with ``balance_images`` the dp ranks too. Else a step waits
+    for the dp rank with the most: of ``dp`` counts with mean and variance m (Poisson's), about m + sqrt(2 m ln dp).
+
+    Args:
+        model: Model section.
+        parallel: Degrees of the grid.
+        tokens: Tokens of a micro-batch.
     """
-    return max(1.0, model.vision.images_per_token * tokens / ranks)
+    mean = model.vision.images_per_token * tokens
+    spread = 0.0 if parallel.balance_images else sqrt(2 * mean * log(parallel.dp))
+    return max(1.0, (mean + spread) / (parallel.tp * parallel.cp))
 
 
 def image_elements(model: ModelSection) -> int:

@@ -18,7 +18,7 @@ def image_bytes(shape: ActivationShape) -> int:
     if not model.vision.is_on or is_tower_frozen(model):
         return 0
     ranks, tokens = parallel.tp * parallel.cp, shape.seq_len * shape.micro_batch_size
-    images = images_at_once(model, tokens=tokens, ranks=ranks)
+    images = images_at_once(model, parallel, tokens=tokens)
     kept = image_elements(model)
     if shape.memory.recompute == "full":
         kept = model.vision.used_layers * model.vision.num_positions * model.vision.hidden_size

@@ -113,6 +113,7 @@ RULES: tuple[Rule, ...] = (
     vision.vision_option_faults,
     vision.vision_run_faults,
     vision.mrope_faults,
+    vision.augment_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,

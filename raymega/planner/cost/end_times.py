@@ -51,13 +51,13 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
 
 
 def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Return forward and backward seconds of a vision tower and its projector on a rank's mean share of images.
+    """Return forward and backward seconds of a vision tower and its projector on the busiest rank's share of images.
 
     Nothing of their gather is counted: features are few beside the tower's work.
     """
     model, vision = shape.model, shape.model.vision
-    ranks, tokens = shape.parallel.tp * shape.parallel.cp, shape.seq_len * shape.micro_batch_size
-    images = images_at_once(model, tokens=tokens, ranks=ranks)
+    tokens = shape.seq_len * shape.micro_batch_size
+    images = images_at_once(model, shape.parallel, tokens=tokens)
     rows, width, element = images * vision.num_positions, vision.hidden_size, shape.element
     inner = vision.ffn_hidden_size
     # a block's products, attention's two among them, and its norms, sums and nonlinearity

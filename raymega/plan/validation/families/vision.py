@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from raymega.config.attention import AttentionSection
 from raymega.config.heads.section import HeadSection
 from raymega.config.mla import MlaSection
+from raymega.config.vision.augment import AugmentSection
 from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
-PLAIN = VisionSection()
+PLAIN, NO_CHANGES = VisionSection(), AugmentSection()
 ROWS = "rows of images predict the next token of text"
 
 
@@ -156,6 +157,49 @@ def vision_run_faults(vision: VisionSection, is_dynamic: bool, pair_loss: str) -
                 f"preference.loss_type={pair_loss} with {name}",
                 ROWS,
                 "set preference.loss_type=none",
+            ),
+        )
+    )
+
+
+@reads("model.vision, data.augment, distillation.loss_type teacher")
+def augment_faults(
+    vision: VisionSection, augment: AugmentSection, loss: str, teacher: str
+) -> Iterator[Fault]:
+    """Check that changes of images have images, and bounds in order."""
+    scale, ratio = augment.crop_scale, augment.crop_ratio
+    is_stored = augment.is_on and loss != "none" and teacher == "stored"
+    yield from broken_rows(
+        (
+            (
+                augment != NO_CHANGES and not vision.is_on,
+                "data.augment with model.vision.kind=none",
+                "it changes images, and the model reads text alone",
+                "leave data.augment out",
+            ),
+            (
+                bool(scale) and not (len(scale) == 2 and scale[0] <= scale[1] <= 1),
+                f"data.augment.crop_scale=[{', '.join(map(str, scale))}]",
+                "it is the least and the largest share of an image's area, at most 1",
+                "set data.augment.crop_scale=[0.5, 1.0]",
+            ),
+            (
+                ratio[0] > ratio[1],
+                f"data.augment.crop_ratio=[{', '.join(map(str, ratio))}]",
+                "it is the least and the largest width over height",
+                "set data.augment.crop_ratio=[0.75, 1.33]",
+            ),
+            (
+                ratio != NO_CHANGES.crop_ratio and not scale,
+                "data.augment.crop_ratio without crop_scale",
+                "nothing is cut out, so it has no effect",
+                "set data.augment.crop_scale=[0.5, 1.0]",
+            ),
+            (
+                is_stored,
+                "data.augment with distillation.teacher=stored",
+                "a stored teacher has seen the images unchanged",
+                "set distillation.teacher=live, or leave data.augment out",
             ),
         )
     )

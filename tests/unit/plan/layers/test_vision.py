@@ -1,11 +1,12 @@
 """Vision towers: counts of a published model, FLOPs and kept bytes as torch counts them, and what is never trained."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import VisionSection
 from raymega.model.vision.tower import VisionTower
 from raymega.plan.flops import flops_per_token
@@ -107,8 +108,19 @@ def test_a_frozen_tower_needs_no_backward_and_its_projector_may_be_trained():
 
 def test_ranks_of_a_stage_share_the_images_and_each_has_one():
     model = _model(VISION.model_copy(update={"image_share": 0.5}))
-    assert images_at_once(model, tokens=1024, ranks=4) == 8
-    assert images_at_once(model, tokens=32, ranks=8) == 1
+    assert images_at_once(model, ParallelSection(tp=2, cp=2), tokens=1024) == 8
+    assert images_at_once(model, ParallelSection(tp=8), tokens=32) == 1
+
+
+def test_a_step_waits_for_the_dp_rank_with_the_most_images_unless_they_are_balanced():
+    model = _model(VISION.model_copy(update={"image_share": 0.5}))
+    random = np.random.default_rng(0)
+    for dp in (2, 8, 64):
+        predicted = images_at_once(model, ParallelSection(dp=dp), tokens=1024)
+        drawn = random.poisson(32, (4000, dp)).max(1).mean()
+        assert predicted == pytest.approx(drawn, rel=0.1)
+        even = images_at_once(model, ParallelSection(dp=dp, balance_images=True), tokens=1024)
+        assert even == 32
 
 
 def test_a_small_job_keeps_the_parts_of_its_tower():

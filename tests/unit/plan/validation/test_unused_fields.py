@@ -57,6 +57,14 @@ UNREAD = {
         "true",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
     ),
+    "parallel.balance_images": (
+        "true",
+        [
+            "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, "
+            "ffn_hidden_size: 8, image_token_id: 99}",
+            "parallel.dp=2",
+        ],
+    ),
     "parallel.tp_comm_overlap": ("true", ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "precision.fp8_end_blocks": (0, ["precision.fp8=rowwise"]),
     "precision.loss_scale": (1024.0, ["precision.dtype=float16"]),

@@ -14,12 +14,13 @@ from raymega.config.vision.section import VisionSection
 from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import ImageMeta
+from raymega.data.images.files import BrokenImageError
 from raymega.data.images.stored import StoredImages
 from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
 from raymega.errors import ConfigError, DataError
 from raymega.prepare import assembly
-from raymega.prepare.images.documents import BrokenImageError, image_document
+from raymega.prepare.images.documents import image_document
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
 from raymega.prepare.tokenizer.trained import byte_tokenizer

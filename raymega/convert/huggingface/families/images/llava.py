@@ -209,6 +209,29 @@ def preprocessor(vision: VisionSection) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def current_preprocessor(vision: VisionSection, carried: bytes) -> bytes:
+    """Return a model's preprocessor_config.json: the ``carried`` one, unless the job has changed what it says."""
+    try:
+        found = json.loads(carried)
+        sizes = [*_edges(found.get("size")), *_edges(found.get("crop_size"))]
+    except (ValueError, AttributeError):
+        return json.dumps(preprocessor(vision), indent=2).encode()
+    # pixels behind the last whole patch are never read
+    patch = max(1, vision.patch_size)
+    if vision.has_positions and any(edge // patch * patch != vision.image_size for edge in sizes):
+        return json.dumps(preprocessor(vision), indent=2).encode()
+    now = {"image_mean": list(vision.image_mean), "image_std": list(vision.image_std)}
+    if all(found.get(name) == value for name, value in now.items()):
+        return carried
+    return json.dumps(found | now, indent=2).encode()
+
+
+def _edges(size: object) -> list[int]:
+    """Return the edges in pixels that a size of a preprocessor names: a number, or several by name."""
+    named = [*size.values()] if isinstance(size, dict) else [size]
+    return [edge for edge in named if isinstance(edge, int)]
+
+
 def known_name(name: str) -> str:
     """Return the first release's name of a tensor of any release."""
     for pattern, instead in _CURRENT:
