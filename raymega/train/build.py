@@ -315,10 +315,12 @@ def image_share(plan: RunPlan, rank: int) -> ImageShare | None:
     if not (vision.is_on and any(stage.is_first for stage in plan.stages_of(rank))):
         return None
     is_balanced = plan.job.parallel.balance_images
+    # tp ranks that cut the tower read the same images
+    tp, tp_rank = (1, 0) if vision.tensor_parallel else (grid.tp, coords.tp)
     return ImageShare(
         vision=vision,
-        index=coords.cp * grid.tp + coords.tp,
-        size=grid.cp * grid.tp,
+        index=coords.cp * tp + tp_rank,
+        size=grid.cp * tp,
         dp=grid.dp if is_balanced else 1,
         dp_rank=coords.dp if is_balanced else 0,
     )

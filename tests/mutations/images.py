@@ -19,6 +19,7 @@ LOGITS = f"{WITNESS}::test_logits_are_those_of_transformers"
 STEPS = f"{WITNESS}::test_steps_are_those_of_a_plain_loop"
 GATHER = "over_tp = gather_positions if sp.is_sequence_parallel else gather_rows"
 CUT = Layout(tp=2, sequence_parallel=True)
+CUT_TOWER = tuple(each.replace("kind: clip", "kind: clip, tensor_parallel: true") for each in LLAVA)
 CHANGED = (*LLAVA, "data.augment={crop_scale: [0.3, 1.0], horizontal_flip: 0.5, brightness: 0.4}")
 READS = "tests/dist/model/test_vision_reads.py"
 GREEDY = f"{READS}::test_greedy_text_behind_images_is_that_of_transformers"
@@ -113,6 +114,30 @@ IMAGES: tuple[Mutation, ...] = (
         new="first = sum(len(each.images) for rank in range(self.dp_rank) for each in others(rank))\n",
         layout=Layout(dp=2, balance_images=True),
         job=LLAVA,
+    ),
+    Mutation(
+        name="gradients of a cut tower's features are those of a rank's own positions",
+        file=EMBEDDING,
+        old="copy_to_tp(features, self.sp.tp) if self.sp.degree > 1 else features",
+        new="features",
+        layout=CUT,
+        job=CUT_TOWER,
+    ),
+    Mutation(
+        name="gradients of a cut tower's norms are summed over tp",
+        file="plan/layers/vision.py",
+        old="serves_tokens=not is_cut",
+        new="serves_tokens=True",
+        layout=Layout(tp=2),
+        job=CUT_TOWER,
+    ),
+    Mutation(
+        name="tp ranks that cut the tower read images of their own",
+        file="train/build.py",
+        old="(1, 0) if vision.tensor_parallel else (grid.tp, coords.tp)",
+        new="(grid.tp, coords.tp)",
+        layout=Layout(tp=2),
+        job=CUT_TOWER,
     ),
     Mutation(
         name="changes of images are drawn by process",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,31 @@ def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
         fact = f"{value[:60]!r} is no file in {str(folder)!r}, and no base64"
         raise BrokenImageError(fact) from error
     return image_pixels(raw, size, f"image {value[:60]!r}", purpose=purpose)
+
+
+def prompt_images(
+    prompts: Sequence[str], paths: Sequence[str], size: int, *, purpose: str
+) -> list[list[Pixels]]:
+    """Return the pixels of each prompt's images; none at all where no file is given.
+
+    Args:
+        prompts: Texts, whose marks stand for the images in order.
+        paths: Files of the images of all prompts.
+        size: Height and width in pixels.
+        purpose: Option that reads images, for messages.
+
+    Raises:
+        BrokenImageError: There is another number of marks, no such file, or it is no image.
+    """
+    marks = [text.count(MARK) for text in prompts]
+    if sum(marks) != len(paths):
+        raise BrokenImageError(f"{len(paths)} images have {sum(marks)} marks {MARK}")
+    left = iter(paths)
+    found = [
+        [read_image(path, Path(), size, purpose=purpose) for path in islice(left, count)]
+        for count in marks
+    ]
+    return found if paths else []
 
 
 def with_patches(tokens: Sequence[int], token_id: int, num_patches: int) -> list[int]:

@@ -137,6 +137,7 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "distillation.top_k": _is("distillation.teacher", "stored"),
     # run
     "run.sample_prompts": SAMPLES,
+    "run.sample_images": SAMPLES,
     "run.sample_temperature": SAMPLES,
     "run.sample_tokens": SAMPLES,
     # optimizer

@@ -45,6 +45,31 @@ def test_a_balanced_run_is_the_unbalanced_one(layout):
         )
 
 
+CUT = (LLAVA[-1].replace("clip", "clip, tensor_parallel: true"),)
+CUT_LAYOUTS = {
+    "tp2": (),
+    "tp2-cp2": ("parallel.sequence_parallel=true", "memory.recompute=full"),
+    "tp2-dp2": ("parallel.sequence_parallel=true", "parallel.balance_images=true", "parallel.sharding=optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", CUT_LAYOUTS)
+def test_a_tower_that_tp_cuts_trains_the_run_of_one_rank(layout):
+    one, cut = _plan("tp1"), _plan(layout, *CUT, *CUT_LAYOUTS[layout])
+    assert cut.job.model.vision.tensor_parallel
+    (wanted, _), *_ = found = run_grid(train_rank, one.grid, one.to_json())
+    whole = whole_weights(found)
+    found = run_grid(train_rank, cut.grid, cut.to_json())
+    np.testing.assert_allclose(found[0][0], wanted, rtol=TRAINING_LIMIT)
+    held = {tensor.name: box.shape for tensor, box, _ in found[0][1]}
+    assert layout == "tp2-dp2" or held["vision.layers.0.mlp.up.weight"] == (16, 16), "half of it"
+    for name, values in whole_weights(found).items():
+        np.testing.assert_allclose(
+            values, whole[name], rtol=TRAINING_LIMIT, atol=TRAINING_LIMIT, err_msg=name
+        )
+
+
 def _counts(plan, *, is_balanced):
     """Images that each dp rank's tower reads of each micro-batch of a step, [micro-batches, dp]."""
     job = plan.job.with_values(parallel={"balance_images": is_balanced})

@@ -11,6 +11,7 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
 from raymega.evaluate.requests import Scores, pack_requests, unpack_requests
 from raymega.evaluate.run import EvalOptions, prepare_evaluation
+from raymega.evaluate.tokenizer import find_tokenizer
 from raymega.evaluate.worker import score_requests
 from raymega.generate.answers import unpack_task
 from raymega.generate.prompts import Prompts
@@ -140,11 +141,11 @@ ROWS = (
 
 def _their_scores(theirs, folder, vision):
     """Sums of log-probabilities of each row's answers, by transformers; texts with their end."""
-    found = []
+    found, uri = [], str(folder / "ours")
     for row in ROWS:
         images = np.array([_pixels(folder, name[0]) for name in row["images"]])
         for answer in row.get("choices", [row.get("text")]):
-            end = [] if "choices" in row else [256]
+            end = [] if "choices" in row else [find_tokenizer(open_checkpoint(uri)).eod_id]
             tokens = _tokens(row["prompt"]) + list(answer.encode()) + end
             with torch.no_grad():
                 logits = hf_llava.logits(theirs, torch.tensor([tokens]), images, vision)[0]

@@ -138,6 +138,21 @@ def vision_option_faults(
     )
 
 
+@reads("model.vision, parallel.tp")
+def tower_cut_faults(vision: VisionSection, tp: int) -> Iterator[Fault]:
+    """Check that tp divides what it cuts of the tower."""
+    if not (vision.is_on and vision.tensor_parallel):
+        return
+    for field in ("num_heads", "ffn_hidden_size"):
+        rest = getattr(vision, field) % tp
+        if rest:
+            yield Fault(
+                fact=f"model.vision.tensor_parallel=true with parallel.tp={tp}",
+                rule=f"it must divide model.vision.{field}={getattr(vision, field)} (remainder {rest})",
+                remedy="set model.vision.tensor_parallel=false, and tp ranks share images instead",
+            )
+
+
 @reads("model.vision, parallel.dynamic_cp, preference.loss_type")
 def vision_run_faults(vision: VisionSection, is_dynamic: bool, pair_loss: str) -> Iterator[Fault]:
     """Check that the run has no option that rows with images do not have."""

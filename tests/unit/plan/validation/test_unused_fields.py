@@ -36,6 +36,10 @@ UNREAD = {
     "model.rope_mscale": (0.5, ["model.rope_scaling=yarn"]),
     "model.rope_original_positions": (64, ["model.rope_scaling=llama3"]),
     "run.sample_prompts": ("[a]", ["run.samples_every=2", "run.sample_tokens=8"]),
+    "run.sample_images": (
+        "[a.png]",
+        ["run.samples_every=2", "run.sample_prompts=[a]", "run.sample_tokens=8"],
+    ),
     "run.sample_temperature": (
         0.5,
         ["run.samples_every=2", "run.sample_prompts=[a]", "run.sample_tokens=8"],

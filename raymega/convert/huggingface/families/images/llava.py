@@ -21,7 +21,7 @@ from raymega.plan.layers.vision import VISION
 LLAVA, CLASS = "llava", "LlavaForConditionalGeneration"
 TEXT_PREFIX, TOWER_PREFIX = "language_model.", "vision_tower.vision_model."
 PREPROCESSOR = "preprocessor_config.json"
-TRAINING = ("image_mean", "image_std", "image_share", "initializer_range")
+TRAINING = ("image_mean", "image_std", "image_share", "initializer_range", "tensor_parallel")
 """Fields that config.json does not express: pixels are normalised before the network."""
 _TYPES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
