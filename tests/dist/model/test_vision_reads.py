@@ -9,9 +9,9 @@ from PIL import Image
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
+from raymega.data.format import END_OF_DOCUMENT
 from raymega.evaluate.requests import Scores, pack_requests, unpack_requests
 from raymega.evaluate.run import EvalOptions, prepare_evaluation
-from raymega.evaluate.tokenizer import find_tokenizer
 from raymega.evaluate.worker import score_requests
 from raymega.generate.answers import unpack_task
 from raymega.generate.prompts import Prompts
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.dist
 
 NOW = "2025-01-01T00:00:00+00:00"
 LIMIT = 1e-10
+END = 256
 GRIDS = {
     "one rank": "tp=1",
     "tp2 sp pp2": "tp=2,sequence_parallel=true,pp=2",
@@ -44,6 +45,8 @@ def model(request, tmp_path_factory):
     theirs = hf_llava.make_model(request.param, seed=1)
     theirs.save_pretrained(folder / "theirs")
     (folder / "theirs" / "tokenizer.json").write_text(byte_tokenizer("<other>", "<image>"))
+    settings = {"eos_token": END_OF_DOCUMENT}
+    (folder / "theirs" / "tokenizer_config.json").write_text(json.dumps(settings))
     hf_import(folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8)
     for number in range(3):
         pixels = np.random.default_rng(number).integers(256, size=(20, 30, 3), dtype=np.uint8)
@@ -141,11 +144,11 @@ ROWS = (
 
 def _their_scores(theirs, folder, vision):
     """Sums of log-probabilities of each row's answers, by transformers; texts with their end."""
-    found, uri = [], str(folder / "ours")
+    found = []
     for row in ROWS:
         images = np.array([_pixels(folder, name[0]) for name in row["images"]])
         for answer in row.get("choices", [row.get("text")]):
-            end = [] if "choices" in row else [find_tokenizer(open_checkpoint(uri)).eod_id]
+            end = [] if "choices" in row else [END]
             tokens = _tokens(row["prompt"]) + list(answer.encode()) + end
             with torch.no_grad():
                 logits = hf_llava.logits(theirs, torch.tensor([tokens]), images, vision)[0]
