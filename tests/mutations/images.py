@@ -108,14 +108,6 @@ IMAGES: tuple[Mutation, ...] = (
         job=LLAVA,
     ),
     Mutation(
-        name="images shared out over dp lie at their numbers among all ranks' images",
-        file=SHARE,
-        old="first = 0\n",
-        new="first = sum(len(each.images) for rank in range(self.dp_rank) for each in others(rank))\n",
-        layout=Layout(dp=2, balance_images=True),
-        job=LLAVA,
-    ),
-    Mutation(
         name="gradients of a cut tower's features are those of a rank's own positions",
         file=EMBEDDING,
         old="copy_to_tp(features, self.sp.tp) if self.sp.degree > 1 else features",
