@@ -18,6 +18,7 @@ from raymega.generate.prompts import Prompt, Prompts, read_prompts
 from raymega.generate.run import make_task
 from raymega.plan.sampling import Sampling
 from raymega.prepare.tokenizer.trained import byte_tokenizer
+from tests.unit.data.datasets import write_dataset
 
 TOKEN = 257
 VISION = VisionSection(
@@ -90,10 +91,11 @@ def test_images_of_a_runs_samples_are_checked_before_it_starts(pictures):
     (images,) = prompt_images(["a <image>"], paths, 8, purpose="a test")
     assert _level(images[0]) == 1
     assert prompt_ids(CODEC, "a<image>", VISION) == [97] + [TOKEN] * 4
-    (pictures / "tokenizer.json").write_text(byte_tokenizer("<image>"))
+    write_dataset(pictures / "data", train=(50,), valid=(40,))
+    (pictures / "data" / "tokenizer.json").write_text(byte_tokenizer("<image>"))
     values = {
         "run.samples_every": 1, "run.sample_prompts": ("a<image>",), "run.sample_tokens": 2, "data.seq_len": 7,
-        "data.path": str(pictures), "data.sources": (), "data.stages": (), "model.vision": VISION,
+        "data.path": str(pictures / "data"), "data.sources": (), "data.stages": (), "model.vision": VISION,
     }  # fmt: skip
     assert list(sample_prompt_faults(values | {"run.sample_images": tuple(paths)})) == []
     (fault,) = sample_prompt_faults(values)
