@@ -32,6 +32,7 @@ def image_inputs(
     pixels = (torch.from_numpy(np.stack(images)).float() / WHITE - mean) / std
     if vision.has_positions:
         return {"pixel_values": pixels}
+    # one time step: both frames of a patch are the image
     sizes = torch.tensor([[1, vision.grid, vision.grid]] * len(images))
     kinds = (tokens == vision.image_token_id).int()
     return {

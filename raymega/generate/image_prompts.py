@@ -43,6 +43,7 @@ def read_images(prompts: Sequence[Prompt], vision: VisionSection, folder: Path) 
     if not any(prompt.images for prompt in prompts):
         return PromptImages(vision, ())
     raise_faults(ConfigError, list(_absence_faults(vision)))
+    # every broken image is told at once
     found, faults = list[list[Pixels]](), list[Fault]()
     for number, prompt in enumerate(prompts, start=1):
         found.append([])
@@ -84,6 +85,7 @@ def prompt_tokens(
         return [codec.encode(each.text, is_rendered=is_rendered) for each in prompts]
     token, faults, found = vision.image_token_id, list[Fault](), list[list[int]]()
     for number, prompt in enumerate(prompts):
+        # a chat template writes the token itself
         ids = codec.encode_marked(prompt.text, token, is_rendered=is_rendered)
         count = len(images.pixels[number]) if images.pixels else 0
         if ids.count(token) != count:

@@ -133,6 +133,7 @@ def _with_images(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
             rule="each mark stands for an image, in order",
             remedy=f"write {MARK} into --prompt where an image belongs",
         )
+    # absolute: paths of other prompts are relative to their file
     left = iter(str(path.absolute()) for path in images)
     return [
         Prompt(text, tuple(islice(left, count)) if images else ())

@@ -41,6 +41,7 @@ def augmented(pixels: Pixels, section: AugmentSection, random: np.random.Generat
         box = crop_box(image.height, image.width, section, random)
         edges = (box.left, box.top, box.left + box.width, box.top + box.height)
         image = image.crop(edges).resize(image.size, pil.Resampling.BICUBIC)
+    # drawn at probability 0, too: below it lies no number
     if random.random() < section.horizontal_flip:
         image = image.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
     image = _jittered(image, section, random)
@@ -79,6 +80,7 @@ def _jittered(image: Any, section: AugmentSection, random: np.random.Generator) 
         (enhance.Contrast, section.contrast),
         (enhance.Color, section.saturation),
     )
+    # all numbers are drawn, so that one field does not move the others'
     order = random.permutation(len(kinds) + 1)
     factors = [random.uniform(max(0.0, 1 - width), 1 + width) for _, width in kinds]
     shift = random.uniform(-section.hue, section.hue)

@@ -67,6 +67,7 @@ def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
         value = value.get("bytes") or value.get("path")
     if not isinstance(value, str):
         raise BrokenImageError(f"{value!r:.60} is no path and no base64")
+    # a name that is no file may be base64: no path is as long as an image
     is_file = len(value) < LONGEST_PATH and "\0" not in value and (folder / value).is_file()
     try:
         raw = (folder / value).read_bytes() if is_file else base64.b64decode(value, validate=True)

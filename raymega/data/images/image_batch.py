@@ -79,6 +79,7 @@ class ImageShare:
 
         The dp ranks' towers read blocks of equal size of all images; tokens of a dp rank read a range of them.
         """
+        # blocks that towers read, and ranges that tokens want, of the images of all dp ranks end to end
         size = count * self.size
         blocks = [range(rank * size, (rank + 1) * size) for rank in range(self.dp)]
         ends = [0, *accumulate(map(len, by_rank))]

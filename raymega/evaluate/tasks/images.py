@@ -108,6 +108,7 @@ def images(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Question
 
     def judge(scores: Sequence[Scores]) -> tuple[Mapping[str, float], list[dict[str, object]]]:
         samples = list[dict[str, object]]()
+        # scores lie row after row, an answer each
         at = 0
         for row in rows:
             own = slice(at, at + len(row.answers))
@@ -133,6 +134,7 @@ def _request(
     )
     end = [] if tokenizer.eod_id is None or row.right >= 0 else [tokenizer.eod_id]
     tokens = [*prompt, *text, *end]
+    # what a choice or a text spells may be the mark, too
     marks = tokens.count(token_id) // size
     if marks != len(row.images) or len(tokens) < 2:
         raise ConfigError(
@@ -151,6 +153,7 @@ def _judged(
     row: ImageQuestion, requests: Sequence[Request], scores: Sequence[Scores], vision: VisionSection
 ) -> dict[str, object]:
     """Return the record of a row from the scores of its answers; tokens of patches are no labels."""
+    # of each answer: log-probability, labels, and whether greedy decoding writes it
     sums, counts, exact = list[float](), list[int](), list[bool]()
     for request, found in zip(requests, scores, strict=True):
         is_text = request.tokens[-request.num_targets :] != vision.image_token_id

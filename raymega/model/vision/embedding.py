@@ -46,7 +46,7 @@ class ImageEmbedding(Embedding):
         Args:
             images: Images, shared out over the dp ranks where they say how many go where.
             context: Ranks that share a row's tokens.
-            balanced: These dp ranks.
+            balanced: Group of these dp ranks.
         """
         features = self.tower(images.pixels)
         if self.image_factor != 1.0:
