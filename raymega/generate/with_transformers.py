@@ -81,7 +81,9 @@ class Engine:
                 if task.images
                 else []
             )
-            beside = partial(image_inputs, images, vision=vision) if images else _nothing
+            beside: Callable[[Tensor], dict[str, Tensor]] = _nothing
+            if images:
+                beside = partial(image_inputs, images, vision=vision)
             found |= _generate_batch(self.model, task, numbers, codec, beside)
             on_answers(len(found))
         return [found[number] for number in range(len(task.prompts))]

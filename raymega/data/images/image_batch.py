@@ -72,9 +72,14 @@ class ImageShare:
         for at, image in enumerate(every[begin : begin + count]):
             pixels[at] = image()
         found = Images(torch.from_numpy(pixels), take(places))
-        return found if self.dp == 1 else found._replace(**self._routes(by_rank, count))
+        if self.dp == 1:
+            return found
+        sent, received = self._routes(by_rank, count)
+        return found._replace(sent=sent, received=received)
 
-    def _routes(self, by_rank: Sequence[Sequence[Image]], count: int) -> dict[str, tuple[int, ...]]:
+    def _routes(
+        self, by_rank: Sequence[Sequence[Image]], count: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return how many images' features this dp rank sends to each other one, and receives from it.
 
         The dp ranks' towers read blocks of equal size of all images; tokens of a dp rank read a range of them.
@@ -84,10 +89,10 @@ class ImageShare:
         blocks = [range(rank * size, (rank + 1) * size) for rank in range(self.dp)]
         ends = [0, *accumulate(map(len, by_rank))]
         wanted = [range(*each) for each in pairwise(ends)]
-        return {
-            "sent": tuple(_common(blocks[self.dp_rank], each) for each in wanted),
-            "received": tuple(_common(each, wanted[self.dp_rank]) for each in blocks),
-        }
+        return (
+            tuple(_common(blocks[self.dp_rank], each) for each in wanted),
+            tuple(_common(each, wanted[self.dp_rank]) for each in blocks),
+        )
 
 
 def _common(a: range, b: range) -> int:

@@ -38,8 +38,12 @@ class VisionBlock(nn.Module):
         norm = partial(Norm, factory, name="layer_norm", eps=vision.norm_eps)
         # a cut tower: its heads and features as the decoder's, on images that all tp ranks read
         is_cut = vision.tensor_parallel
-        into = ColumnParallelLinear if is_cut else ReplicatedLinear
-        back = RowParallelLinear if is_cut else ReplicatedLinear
+        into: type[ColumnParallelLinear | ReplicatedLinear] = (
+            ColumnParallelLinear if is_cut else ReplicatedLinear
+        )
+        back: type[RowParallelLinear | ReplicatedLinear] = (
+            RowParallelLinear if is_cut else ReplicatedLinear
+        )
         self.num_heads = vision.num_heads // (factory.tp.size if is_cut else 1)
         self.attention_norm = norm(f"{at}.attention_norm")
         self.qkv = into(factory, *(f"{at}.attention.{name}" for name in "qkv"))
