@@ -24,6 +24,7 @@ def generate(  # the options of the command
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT")] = None,
     file: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     chat: Annotated[Path | None, typer.Option(metavar="FILE.json")] = None,
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE")] = None,
     max_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -48,8 +49,9 @@ def generate(  # the options of the command
 
     Options:
         prompt: Prompt, repeatable.
-        file: File of prompts, one a line; a .jsonl file has objects with `prompt`.
+        file: File of prompts, one a line; a .jsonl file has objects with `prompt`, and `images` if it has marks.
         chat: File of a chat, a JSON list of messages with role and content; or one chat a line.
+        image: Image of a mark <image> in --prompt, repeatable, in order; --file and --chat name their own.
         max_tokens: Largest number of new tokens.
         temperature: Divisor of the logits; 0 takes the likeliest token.
         top_k: Number of likeliest tokens to choose from; 0 is all.
@@ -83,7 +85,7 @@ def generate(  # the options of the command
         folder=folder,
         batch_size=batch_size,
     )  # fmt: skip
-    prompts = Prompts(texts=tuple(prompt or ()), file=file, chat=chat)
+    prompts = Prompts(texts=tuple(prompt or ()), file=file, chat=chat, images=tuple(image or ()))
     with phase_bars() as on_progress:
         answers = run_generate(uri, prompts, options=options, address=address, on_count=on_progress)
     for answer in answers:

@@ -16,6 +16,7 @@ from raymega.config.fields import (
     PositiveFloat,
     Section,
 )
+from raymega.config.vision.augment import AugmentSection
 
 NO_PATH = "none"
 """Value of data.path in a job that has data.sources."""
@@ -150,6 +151,11 @@ class DataSection(Section):
     masking: MaskingSection = Field(
         default=MaskingSection(),
         description="Masks of encoders, drawn anew for each sample of the run and the same on every layout.",
+    )
+    augment: AugmentSection = Field(
+        default=AugmentSection(),
+        description="Random changes of images in training, drawn anew for each sample of the run and the same on every "
+        "layout.",
     )
     span_corruption: SpanCorruptionSection = Field(
         default=SpanCorruptionSection(),

@@ -97,6 +97,9 @@ class ParallelSection(Section):
     """sequence_parallel only: positions are gathered and summed in blocks, beside the products of
     other blocks. auto: on GPUs. The order of sums stays; products of fewer rows may round
     differently."""
+    balance_images: bool = False
+    """model.vision only: the images of all dp ranks' micro-batches at the same place are shared out evenly over dp, and
+    their features come back to the ranks whose tokens they are. Pays where ranks have unequal numbers of images."""
     is_tp_across_nodes_allowed: bool = False
     """Let a tensor-parallel group span nodes. Slow except inside an NVLink domain."""
 

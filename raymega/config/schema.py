@@ -39,7 +39,7 @@ from raymega.plugins import Kind, find, module_faults
 class EvalTask(Section):
     """Evaluation task of a run."""
 
-    task: Literal["wikitext", "lambada", "race", "perplexity"] = Field(
+    task: Literal["wikitext", "lambada", "race", "perplexity", "images"] = Field(
         description="Protocol, as of `raymega eval --task`."
     )
     path: str = Field(description="Test set of the task, a file on the driver's machine.")
@@ -88,6 +88,8 @@ class RunSection(Section):
     token takes a forward pass on the training grid; training itself is not changed."""
     sample_prompts: tuple[str, ...] = ()
     """Texts that a sample continues."""
+    sample_images: tuple[str, ...] = ()
+    """Files of images that the marks <image> in sample_prompts stand for, in order; every worker reads them."""
     sample_tokens: Positive = 32
     """Number of tokens that a sample adds to each prompt, at most; prompt and sample fit data.seq_len."""
     sample_temperature: NonNegativeFloat = 0.0

@@ -29,7 +29,9 @@ COLUMN, TARGETS_COLUMN, IMAGES_COLUMN = "tokens", "targets", "images"
 LENGTHS_KEY = b"document_lengths"
 BATCH_TOKENS = 1 << 20
 BATCH_IMAGE_BYTES = 1 << 28
-"""Most bytes of the images of a batch, whose places Arrow counts in 32 bits; one document may have more."""
+"""Bytes of images behind which a batch ends."""
+MOST_IMAGE_BYTES = (1 << 31) - 1 - BATCH_IMAGE_BYTES
+"""Most bytes of the images of one document: with those of a batch before it Arrow counts them in 32 bits."""
 MOST_MAPS = 1 << 12
 """Most shards that a process keeps mapped, of all datasets; Linux allows 65,530 maps in all."""
 Tokens = npt.NDArray[np.int64]
@@ -192,8 +194,12 @@ class ShardWriter:
         images: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Add one document: its tokens, including that of its end, what they are as labels, and its images by token."""
+        num_bytes = sum(len(raw) for _, raw in images)
+        if num_bytes > MOST_IMAGE_BYTES:
+            fact = f"a document has {num_bytes:,} bytes of images"
+            raise DataError(shard_fault(fact, f"one holds at most {MOST_IMAGE_BYTES:,}"))
         self._images += [(self._num_pending + place, raw) for place, raw in images]
-        self._num_image_bytes += sum(len(raw) for _, raw in images)
+        self._num_image_bytes += num_bytes
         self._pending.append(document)
         self._targets += [] if targets is None else [targets]
         self._num_pending += len(document)

@@ -119,9 +119,13 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
             order=_both(rows.order, change),
             streams=None if rows.streams is None else _both_places(rows.streams, change),
             axes=None if rows.axes is None else change(rows.axes),
-            images=None if rows.images is None else Images(*map(change, rows.images)),
+            images=None if rows.images is None else _change_images(rows.images, change),
         ),
     )
+
+
+def _change_images(images: Images, change: Change) -> Images:
+    return images._replace(pixels=change(images.pixels), places=change(images.places))
 
 
 def _change_pairs(pairs: PairBatch | ScoreBatch, change: Change) -> PairBatch | ScoreBatch:

@@ -7,6 +7,7 @@ assigns rows to samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from raymega.data.heads.score_batch import score_batch
 from raymega.data.images.image_batch import ImageShare, row_axes
 from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
-from raymega.data.rows import NumberedRows, Row, empty_row, later_of, positions_of
+from raymega.data.rows import TEXT, NumberedRows, Row, empty_row, later_of, positions_of
 from raymega.parallel.context_parallel.context import (
     Context,
     EncoderInput,
@@ -92,13 +93,21 @@ class Loader(Generic[R]):
         return self._steps.waited_s
 
     def _load(self, batch: BatchPlan, first_sample: int) -> PackedBatches:
-        samples = (
-            batch.samples(index, self._dp_rank, first_sample)
-            for index in range(batch.num_micro_batches)
-        )
-        return pack_batches([*map(self._micro_batch, samples)], self._device)
+        def others(index: int, dp_rank: int) -> Sequence[Row]:
+            return [*map(self._row, batch.samples(index, dp_rank, first_sample))]
 
-    def _micro_batch(self, samples: tuple[int, ...]) -> MicroBatch:
+        made = [
+            self._micro_batch(
+                batch.samples(index, self._dp_rank, first_sample), partial(others, index)
+            )
+            for index in range(batch.num_micro_batches)
+        ]
+        return pack_batches(made, self._device)
+
+    def _micro_batch(
+        self, samples: tuple[int, ...], others: Callable[[int], Sequence[Row]]
+    ) -> MicroBatch:
+        """Return the micro-batch of samples; ``others`` are the rows that another dp rank has at its place."""
         rows = [self._row(sample) for sample in samples]
         # Rows with equal documents share one entry of positions.
         documents = tuple(row.documents for row in rows)
@@ -139,7 +148,9 @@ class Loader(Generic[R]):
                     documents,
                     row_positions=held,
                     streams=self._places(rows),
-                    images=None if self._images is None else self._images.images(rows, take),
+                    images=None
+                    if self._images is None
+                    else self._images.images(rows, take, others),
                     axes=row_axes(rows, take, self._edge) if self._edge else None,
                 ),
                 self._context,
@@ -148,6 +159,7 @@ class Loader(Generic[R]):
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
             pairs=self._groups(rows, held),
             teacher=_taught(rows, mine),
+            num_image_tokens=_count_image_tokens(rows, mine),
         )
 
     def _places(self, rows: Sequence[Row]) -> tuple[Places, Places] | None:
@@ -190,6 +202,13 @@ def _taught(rows: Sequence[Row], held: npt.NDArray[np.int64]) -> TeacherBatch | 
         return torch.from_numpy(np.stack([each[at] for each, at in zip(arrays, held, strict=True)]))
 
     return TeacherBatch(ids=take(ids).long(), logits=take(logits))
+
+
+def _count_image_tokens(rows: Sequence[Row], held: npt.NDArray[np.int64]) -> int:
+    """Return the number of tokens at this rank's positions ``held`` [B, S/cp] that stand for patches."""
+    places = [row.image_places for row in rows]
+    found = (at[each] != TEXT for at, each in zip(places, held, strict=True) if at is not None)
+    return sum(int(each.sum()) for each in found)
 
 
 def _encoder_input(

@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from raymega.config.data import DataSection
+from raymega.config.vision.section import VisionSection
 from raymega.data.format import TOKENIZER_FILE
+from raymega.data.images.files import MARK, BrokenImageError, prompt_images, with_patches
 from raymega.data.tokenizer_files import special_ids, tokenizer_of_dataset
 from raymega.errors import ConfigError, Fault
 from raymega.plan.sampling import Sampling, before_stop
@@ -51,6 +53,12 @@ class TextCodec:
         """Return the tokens of a prompt; one that is rendered by a chat template has its first token."""
         return list(self._tokenizer.encode(prompt, add_special_tokens=not is_rendered).ids)
 
+    def encode_marked(self, prompt: str, token_id: int, *, is_rendered: bool = False) -> list[int]:
+        """Return the tokens of a prompt in which each MARK is the token ``token_id``, as its own text is."""
+        token = self._tokenizer.id_to_token(token_id)
+        text = prompt if token is None else prompt.replace(MARK, token)
+        return self.encode(text, is_rendered=is_rendered)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return str(self._tokenizer.decode([*tokens], skip_special_tokens=True))
@@ -85,6 +93,32 @@ def codec_of_dataset(path: str) -> TextCodec | None:
     return codec
 
 
+def prompt_ids(codec: TextCodec, prompt: str, vision: VisionSection) -> list[int]:
+    """Return the tokens of a prompt of a run, with those of each image's patches in the place of its mark."""
+    if not vision.is_on:
+        return codec.encode(prompt)
+    token = vision.image_token_id
+    return with_patches(codec.encode_marked(prompt, token), token, vision.num_patches)
+
+
+def _image_faults(
+    prompts: Sequence[str], paths: Sequence[str], vision: VisionSection
+) -> Iterator[Fault]:
+    """Yield the faults of ``run.sample_images``; a text of a model without images may spell the mark."""
+    if not (vision.is_on or paths):
+        return
+    try:
+        if not vision.is_on:
+            raise BrokenImageError("model.vision.kind=none")
+        prompt_images(prompts, paths, vision.image_size, purpose="run.sample_images")
+    except BrokenImageError as error:
+        yield Fault(
+            fact=f"run.sample_images: {error}",
+            rule="each mark <image> in run.sample_prompts stands for a file of an image, which a vision tower reads",
+            remedy="set run.sample_images=[cat.png], with a file for each mark",
+        )
+
+
 def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults of ``run.sample_prompts`` that the run's tokenizer shows.
 
@@ -107,8 +141,10 @@ def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
             remedy="set run.samples_every=0, or train on a dataset of `raymega data prepare`",
         )
         return
+    vision, paths = values.get("model.vision", VisionSection()), values.get("run.sample_images", ())
+    yield from _image_faults(prompts, paths, vision)
     for prompt in prompts:
-        length = len(codec.encode(prompt))
+        length = len(prompt_ids(codec, prompt, vision))
         if not 0 < length <= seq_len - tokens:
             yield Fault(
                 fact=f"run.sample_prompts has {prompt[:40]!r} of {length} tokens",

@@ -9,14 +9,16 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
+from raymega.data.images.files import patch_places
 from raymega.data.packing import best_fit
-from raymega.data.rows import Row
+from raymega.data.rows import TEXT, Image, Pixels, Row
 from raymega.plan.batch import row_length
 from raymega.plan.run_plan import RunPlan
 
@@ -31,10 +33,14 @@ class Request:
     Attributes:
         tokens: Context and targets, at least two.
         num_targets: Number of tokens at the end that are scored, each given all tokens before it.
+        images: Images of the text.
+        places: Feature of each token, as `Row.image_places`; None without images.
     """
 
     tokens: Ints
     num_targets: int
+    images: tuple[Pixels, ...] = ()
+    places: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +56,35 @@ class Scores:
     is_greedy: npt.NDArray[np.bool_]
 
 
-def make_request(tokens: Sequence[int] | Ints, num_targets: int, *, seq_len: int) -> Request:
+def make_request(
+    tokens: Sequence[int] | Ints,
+    num_targets: int,
+    *,
+    seq_len: int,
+    images: Sequence[Pixels] = (),
+    token_id: int = TEXT,
+) -> Request:
     """Return a request of at most ``seq_len`` inputs: of a longer one, the tokens before are cut off.
 
     At least the targets' last ``seq_len`` stay, as the first token of a request cannot be scored.
+
+    Args:
+        tokens: Context and targets.
+        num_targets: Number of targets.
+        seq_len: Largest number of inputs.
+        images: Images of the text, in the order of its patches.
+        token_id: Token of a patch.
     """
-    kept = np.asarray(tokens, dtype=np.int64)[-(seq_len + 1) :]
-    return Request(tokens=kept, num_targets=min(num_targets, len(kept) - 1))
+    whole = np.asarray(tokens, dtype=np.int64)
+    kept = whole[-(seq_len + 1) :]
+    # of an image that is cut, the patches that stay keep their places
+    places = patch_places(whole, token_id)[-(seq_len + 1) :] if images else None
+    return Request(
+        tokens=kept,
+        num_targets=min(num_targets, len(kept) - 1),
+        images=tuple(images),
+        places=places,
+    )
 
 
 def request_multiple(plan: RunPlan) -> int:
@@ -67,12 +95,23 @@ def request_multiple(plan: RunPlan) -> int:
 def pack_requests(requests: Sequence[Request]) -> bytes:
     """Return requests as bytes, for :func:`unpack_requests`."""
     file = io.BytesIO()
+    # an image of several requests is sent once
+    known: dict[int, int] = {}
+    pixels = list[Pixels]()
+    for image in (image for request in requests for image in request.images):
+        if known.setdefault(id(image), len(pixels)) == len(pixels):
+            pixels.append(image)
+    places = [_no_places(each) if each.places is None else each.places for each in requests]
     # Windows over a text share most of their tokens: compressed they are a tenth and less.
     np.savez_compressed(
         file,
         tokens=np.concatenate([request.tokens for request in requests]).astype(np.uint32),
         lengths=np.array([len(request.tokens) for request in requests]),
         num_targets=np.array([request.num_targets for request in requests]),
+        places=np.concatenate(places).astype(np.int32),
+        pixels=np.stack(pixels) if pixels else np.zeros(0, dtype=np.uint8),
+        images=np.array([known[id(image)] for each in requests for image in each.images], int),
+        num_images=np.array([len(each.images) for each in requests]),
     )
     return file.getvalue()
 
@@ -81,9 +120,21 @@ def unpack_requests(data: bytes) -> list[Request]:
     """Return the requests of :func:`pack_requests`."""
     with np.load(io.BytesIO(data)) as arrays:
         tokens, lengths = arrays["tokens"].astype(np.int64), arrays["lengths"]
-        parts = np.split(tokens, np.cumsum(lengths)[:-1])
-        targets = arrays["num_targets"].tolist()
-    return [Request(tokens=t, num_targets=n) for t, n in zip(parts, targets, strict=True)]
+        ends = np.cumsum(lengths)[:-1]
+        parts, targets = np.split(tokens, ends), arrays["num_targets"].tolist()
+        places = np.split(arrays["places"].astype(np.int64), ends)
+        # views of one array: requests of the same image share it
+        pixels = [*arrays["pixels"]]
+        numbers = np.split(arrays["images"], np.cumsum(arrays["num_images"])[:-1])
+    return [
+        Request(
+            tokens=tokens,
+            num_targets=count,
+            images=tuple(pixels[number] for number in own),
+            places=at if len(own) else None,
+        )
+        for tokens, count, at, own in zip(parts, targets, places, numbers, strict=True)
+    ]
 
 
 def pack_scores(log_probs: Iterable[Floats], is_greedy: Iterable[npt.NDArray[np.bool_]]) -> bytes:
@@ -102,13 +153,16 @@ def unpack_scores(data: bytes, requests: Sequence[Request]) -> list[Scores]:
 
 
 def by_tokens(requests: Sequence[Request]) -> list[list[int]]:
-    """Return the numbers of the requests, those with the same tokens together.
+    """Return the numbers of the requests, those with the same tokens and images together.
 
     They are read once: a task may ask for several ends of one text, such as a word and its last token.
     """
-    found: dict[bytes, list[int]] = {}
+    found: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
     for number, request in enumerate(requests):
-        found.setdefault(request.tokens.tobytes(), []).append(number)
+        # the last place differs where an image is cut off at the front
+        first = () if request.places is None else (int(request.places.max()),)
+        own = (*map(id, request.images), *first)
+        found.setdefault((request.tokens.tobytes(), own), []).append(number)
     return list(found.values())
 
 
@@ -117,7 +171,12 @@ def rows_on_grid(requests: Sequence[Request], plan: RunPlan) -> RequestSource:
     multiple = request_multiple(plan)
     lengths = [len(requests[numbers[0]].tokens) - 1 for numbers in by_tokens(requests)]
     needed = sum(-(-length // multiple) * multiple for length in lengths)
-    return RequestSource(requests, seq_len=row_length(needed, plan.job), multiple=multiple)
+    return RequestSource(
+        requests,
+        seq_len=row_length(needed, plan.job),
+        multiple=multiple,
+        num_patches=plan.job.model.vision.num_patches,
+    )
 
 
 class RequestSource:
@@ -129,10 +188,18 @@ class RequestSource:
         requests: Requests of at most S inputs each.
         seq_len: Number of tokens of a row (S).
         multiple: Multiple to which each request's inputs are padded.
+        num_patches: Features of an image.
     """
 
-    def __init__(self, requests: Sequence[Request], *, seq_len: int, multiple: int = 1) -> None:
-        self._requests, self.seq_len = requests, seq_len
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        seq_len: int,
+        multiple: int = 1,
+        num_patches: int = 0,
+    ) -> None:
+        self._requests, self.seq_len, self._num_patches = requests, seq_len, num_patches
         self._shared = by_tokens(requests)
         inputs = [len(requests[numbers[0]].tokens) - 1 for numbers in self._shared]
         self._lengths = [-(-each // multiple) * multiple for each in inputs]
@@ -156,12 +223,28 @@ class RequestSource:
             mask[self.targets(number)] = True
         documents = [self._lengths[text] for text in self._rows[index]]
         rest = self.seq_len - sum(documents)
+        images, places = self._images(index)
         return Row(
             tokens=tokens,
             labels=labels,
             mask=mask,
             documents=tuple([*documents, rest] if rest else documents),
+            images=images,
+            image_places=places,
         )
+
+    def _images(self, index: int) -> tuple[tuple[Image, ...], Ints | None]:
+        """Return the images of row ``index``, end to end, and the feature of each of its tokens, None of texts."""
+        images, places = list[Image](), np.full(self.seq_len, TEXT, dtype=np.int64)
+        for text in self._rows[index]:
+            number = self._shared[text][0]
+            request, start = self._requests[number], self._starts[number]
+            if request.places is None:
+                continue
+            own, first = request.places[:-1], len(images) * self._num_patches
+            places[start : start + len(own)] = np.where(own == TEXT, TEXT, own + first)
+            images += [partial(_as_they_are, image) for image in request.images]
+        return tuple(images), places if images else None
 
     def members(self, index: int) -> list[int]:
         """Return the numbers of the requests in row ``index``."""
@@ -172,3 +255,11 @@ class RequestSource:
         request = self._requests[number]
         stop = self._starts[number] + len(request.tokens) - 1
         return slice(stop - request.num_targets, stop)
+
+
+def _no_places(request: Request) -> Ints:
+    return np.full(len(request.tokens), TEXT, dtype=np.int64)
+
+
+def _as_they_are(pixels: Pixels) -> Pixels:
+    return pixels

@@ -144,7 +144,12 @@ def prepare_evaluation(uri: str, task: str, data: Path | None, options: EvalOpti
         ConfigError,
         [*_stride_faults(options.stride, seq_len), *_vocabulary_faults(tokenizer, plan)],
     )
-    settings = Settings(seq_len=seq_len, stride=options.stride, limit=options.limit)
+    settings = Settings(
+        seq_len=seq_len,
+        stride=options.stride,
+        limit=options.limit,
+        vision=plan.job.model.vision,
+    )
     questions = TASKS[task](data, tokenizer, settings)
     if not questions.requests:
         fact = f"--data {data} has nothing to evaluate"

@@ -12,6 +12,7 @@ from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.convert.huggingface.extra_files import carried_config, find_carried
 from raymega.convert.huggingface.extra_files import find_tokenizer as find_files
 from raymega.data.format import TOKENIZER_FILE
+from raymega.data.images.files import MARK
 from raymega.data.tokenizer_files import special_ids
 from raymega.errors import ConfigError, Fault
 
@@ -38,6 +39,26 @@ class ModelTokenizer:
     def ids(self, text: str) -> list[int]:
         """Return the tokens of ``text`` alone; text that spells a special token stays text."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def marked_ids(self, text: str, token_id: int) -> list[int]:
+        """Return the tokens of ``text``, in which special tokens are parsed and MARK is the token ``token_id``.
+
+        Raises:
+            ConfigError: The tokenizer has no such token.
+        """
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            raise ConfigError(
+                _fault(
+                    f"{self.source} has no token {token_id}",
+                    "model.vision.image_token_id is one of its tokens",
+                )
+            )
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.ids(text.replace(MARK, token))
+        finally:
+            self.tokenizer.encode_special_tokens = True
 
 
 def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTokenizer:

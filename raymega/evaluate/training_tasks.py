@@ -147,7 +147,9 @@ def _tokenizer_of_start(job: Job, path: str) -> ModelTokenizer:
 
 
 def _questions(entry: EvalTask, tokenizer: ModelTokenizer, job: Job) -> Questions:
-    settings = Settings(seq_len=job.data.seq_len, stride=entry.stride, limit=entry.limit)
+    settings = Settings(
+        seq_len=job.data.seq_len, stride=entry.stride, limit=entry.limit, vision=job.model.vision
+    )
     questions = TASKS[entry.task](Path(entry.path), tokenizer, settings)
     if not questions.requests:
         fact = f"run.eval_tasks has {entry.title} with path={entry.path!r}, which has nothing to evaluate"

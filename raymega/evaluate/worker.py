@@ -29,6 +29,7 @@ from raymega.parallel.context_parallel.context import MicroBatch, held_positions
 from raymega.parallel.tensor_parallel.token_scores import TokenScores
 from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE, make_batch
 from raymega.plan.run_plan import RunPlan, read_plan
+from raymega.train.build import image_share
 from raymega.train.build_scorer import Scorer, build_scorer, load_weights
 from raymega.train.entry import ProgressReporter, abort, host_rendezvous, warm_up
 from raymega.train.environment import listen_towards, prepare_process
@@ -103,13 +104,17 @@ def score_requests(
         device: Device of this rank.
         on_rows: Function that is told how many rows are done.
     """
-    dp = plan.grid.dp
+    dp, rank = plan.grid.dp, groups.world.ranks[groups.world.index]
     source = rows_on_grid(requests, plan)
+    # texts alone leave the tower out, on all ranks alike
+    has_images = any(request.images for request in requests)
     loader = Loader(
         source,
-        dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp,
+        dp_rank=plan.grid.coords(rank).dp,
         device=device,
         context=scorer.context,
+        images=image_share(plan, rank) if has_images else None,
+        edge=plan.job.model.vision.mrope_edge if has_images else 0,
     )
     micro_batch_size = plan.batch.micro_batch_size
     at_once = micro_batch_size * dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp

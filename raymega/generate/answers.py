@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import isqrt
 
+import numpy as np
+
+from raymega.config.vision.section import CHANNELS
+from raymega.data.rows import Pixels
 from raymega.data.text_codec import TextCodec
 from raymega.plan.sampling import Sampling
 
@@ -20,6 +26,7 @@ class Task:
         sampling: Choice of the tokens.
         tokenizer_json: Content of the tokenizer's file.
         end_ids: Tokens that end an answer.
+        images: Pixels of each prompt's images, [3, size, size] uint8 each; empty where no prompt has one.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -27,6 +34,7 @@ class Task:
     sampling: Sampling
     tokenizer_json: str
     end_ids: Sequence[int]
+    images: Sequence[Sequence[Pixels]] = ()
 
     def codec(self) -> TextCodec:
         """Return the tokenizer."""
@@ -38,11 +46,25 @@ class Task:
 
     def pack(self) -> bytes:
         """Return the task as bytes, for :func:`unpack_task`."""
-        return json.dumps(asdict(self)).encode()
+        coded = [[_coded(image) for image in own] for own in self.images]
+        return json.dumps(asdict(replace(self, images=())) | {"images": coded}).encode()
 
 
 def unpack_task(data: bytes) -> Task:
     """Return the task of :meth:`Task.pack`."""
     found = json.loads(data)
     sampling = found.pop("sampling")
-    return Task(sampling=Sampling(**(sampling | {"stop": tuple(sampling["stop"])})), **found)
+    images = [[*map(_decoded, own)] for own in found.pop("images")]
+    return Task(
+        sampling=Sampling(**(sampling | {"stop": tuple(sampling["stop"])})), images=images, **found
+    )
+
+
+def _coded(image: Pixels) -> str:
+    return base64.b64encode(image.tobytes()).decode()
+
+
+def _decoded(text: str) -> Pixels:
+    pixels = np.frombuffer(base64.b64decode(text), dtype=np.uint8)
+    edge = isqrt(len(pixels) // CHANNELS)
+    return pixels.reshape(CHANNELS, edge, edge)

@@ -86,8 +86,10 @@ def one_device_plan(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunPlan
     model = tuned_model_of(checkpoint.manifest)
     rows = STREAMS if parts_of(model).is_encoder_decoder else ()
     last = [f"data.span_corruption.first_sentinel_id={model.vocab_size - 1}"] if rows else []
+    # an image is shorter than a row, which document_multiple divides
+    shortest = SHORTEST_ROW * (1 + model.vision.num_patches // SHORTEST_ROW)
     options = EvalOptions(
-        overrides=(*rows, *last, *overrides), seq_len=SHORTEST_ROW, is_for_export=True
+        overrides=(*rows, *last, *overrides), seq_len=shortest, is_for_export=True
     )
     return plan_of(checkpoint, options)
 

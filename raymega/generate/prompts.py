@@ -6,9 +6,11 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from raymega.data.images.files import MARK
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.extras import import_extra
 
@@ -23,17 +25,27 @@ class Prompts:
 
     Attributes:
         texts: Texts of ``--prompt``.
-        file: File of ``--file``: a prompt a line, or JSON lines with ``prompt``.
-        chat: File of ``--chat``: JSON of one chat, a list of messages, or JSON lines with one each.
+        file: File of ``--file``: a prompt a line, or JSON lines with ``prompt`` and, if it has marks, ``images``.
+        chat: File of ``--chat``: JSON of one chat, a list of messages, or JSON lines with one each. A message's
+            content is a text, or a list with ``{type: image, path}`` among texts.
+        images: Files of ``--image``, which the marks of ``texts`` stand for in order.
     """
 
     texts: tuple[str, ...] = ()
     file: Path | None = None
     chat: Path | None = None
+    images: tuple[Path, ...] = ()
 
 
-def read_prompts(prompts: Prompts, files: Mapping[str, bytes], *, source: str) -> list[str]:
-    """Return the text of each prompt; those of chats are rendered.
+class Prompt(NamedTuple):
+    """Prompt as text, and its images as the user names them: each is a path or base64, see `read_image`."""
+
+    text: str
+    images: tuple[Any, ...] = ()
+
+
+def read_prompts(prompts: Prompts, files: Mapping[str, bytes], *, source: str) -> list[Prompt]:
+    """Return the text and images of each prompt; those of chats are rendered.
 
     Args:
         prompts: Prompts as the user gives them.
@@ -53,10 +65,11 @@ def read_prompts(prompts: Prompts, files: Mapping[str, bytes], *, source: str) -
     if prompts.chat is not None:
         chats = list(_chats(prompts.chat))
         _refuse_none(chats, f"--chat {prompts.chat}")
-        return render_chats(chats, files, source=source)
-    texts = list(prompts.texts) or list(_lines(prompts.file or Path()))
+        rendered = render_chats(chats, files, source=source)
+        return [Prompt(text, _images_of(chat)) for text, chat in zip(rendered, chats, strict=True)]
+    texts = _with_images(prompts.texts, prompts.images) or list(_lines(prompts.file or Path()))
     _refuse_none(texts, f"--file {prompts.file}")
-    empty = [number for number, text in enumerate(texts) if not text]
+    empty = [number for number, prompt in enumerate(texts) if not prompt.text]
     raise_faults(
         ConfigError,
         [
@@ -111,17 +124,44 @@ def _refuse_none(found: Sequence[object], what: str) -> None:
         )
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _with_images(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
+    """Return the texts with the images that their marks stand for, in order."""
+    counts = [text.count(MARK) for text in texts]
+    if texts and images and sum(counts) != len(images):
+        raise ConfigError(
+            fact=f"--prompt has {sum(counts)} marks {MARK}, and --image is given {len(images)} times",
+            rule="each mark stands for an image, in order",
+            remedy=f"write {MARK} into --prompt where an image belongs",
+        )
+    # absolute: paths of other prompts are relative to their file
+    left = iter(str(path.absolute()) for path in images)
+    return [
+        Prompt(text, tuple(islice(left, count)) if images else ())
+        for text, count in zip(texts, counts, strict=True)
+    ]
+
+
+def _images_of(chat: Chat) -> tuple[Any, ...]:
+    """Return the images of a chat in order, as its messages' contents name them."""
+    parts = [part for m in chat if isinstance(m.get("content"), list) for part in m["content"]]
+    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    return tuple(
+        next((part[key] for key in ("path", "image", "url", "base64") if key in part), None)
+        for part in images
+    )
+
+
+def _lines(path: Path) -> Iterator[Prompt]:
     """Yield the prompts of a file: those of JSON lines, or each line that is not blank."""
     for number, line in enumerate(_read(path, "--file").splitlines(), start=1):
         if path.suffix not in JSON_SUFFIXES:
-            yield from [line] if line.strip() else []
+            yield from [Prompt(line)] if line.strip() else []
         elif line.strip():
             found = _parsed(line, f"--file {path}:{number}", rule="a line is {'prompt': text}")
             text = found.get("prompt") if isinstance(found, dict) else None
             if not isinstance(text, str):
                 raise _wrong(f"--file {path}:{number}", found, rule="a line is {'prompt': text}")
-            yield text
+            yield Prompt(text, tuple(found.get("images") or ()))
 
 
 def _chats(path: Path) -> Iterator[Chat]:

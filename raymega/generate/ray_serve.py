@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from raymega.errors import ConfigError, raise_faults
+from raymega.generate.prompts import Prompt
 from raymega.generate.run import make_task
 from raymega.generate.with_transformers import Engine
 from raymega.plan.sampling import Sampling, sampling_faults
@@ -66,7 +67,7 @@ class Model:
         sampling = Sampling(**given)
         raise_faults(ConfigError, list(sampling_faults(sampling)))
         most = self._engine.model.config.max_position_embeddings
-        task = make_task(self._files, [prompt], sampling, most=most)
+        task = make_task(self._files, [Prompt(prompt)], sampling, most=most)
         (tokens,) = self._engine.generate(task, batch_size=1)
         text, reason = task.codec().answer(tokens, sampling)
         return {"prompt": prompt, "text": text, "tokens": tokens, "finish_reason": reason}

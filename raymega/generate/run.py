@@ -24,7 +24,8 @@ from raymega.evaluate.tokenizer import model_files
 from raymega.extras import import_extra
 from raymega.generate.answers import Task
 from raymega.generate.exported import exported, one_device_plan
-from raymega.generate.prompts import Prompts, read_prompts
+from raymega.generate.image_prompts import NO_IMAGES, PromptImages, prompt_tokens, read_images
+from raymega.generate.prompts import Prompt, Prompts, read_prompts
 from raymega.messages import EntryOutput, Progress, Report
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
@@ -129,6 +130,7 @@ class Generation:
             model = engine.Engine(folder, device=self.plan.job.cluster.device)
             found: list[list[int]] = model.generate(
                 self.task,
+                vision=self.plan.job.model.vision,
                 batch_size=self.options.batch_size,
                 on_answers=lambda count: on_count("answers", count, num_prompts),
             )
@@ -179,13 +181,20 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
     checkpoint = open_checkpoint(uri)
     files = model_files(checkpoint)
     codec = TextCodec(files[TOKENIZER_FILE])
-    texts = read_prompts(prompts, files, source=checkpoint.store.uri)
+    given = read_prompts(prompts, files, source=checkpoint.store.uri)
     # the plan, once its row length is known
     one = one_device_plan(checkpoint, options.overrides)
     most = one.job.model.longest_row
     raise_faults(ConfigError, _vocabulary_faults(codec, one))
+    vision = one.job.model.vision
+    images = read_images(given, vision, (prompts.chat or prompts.file or Path("x")).parent)
     task = make_task(
-        files, texts, options.sampling, most=most, is_rendered=prompts.chat is not None
+        files,
+        given,
+        options.sampling,
+        most=most,
+        is_rendered=prompts.chat is not None,
+        images=images,
     )
     plan = one
     if options.grid:
@@ -195,41 +204,45 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
             EvalOptions(
                 grid=options.grid,
                 overrides=options.overrides,
-                seq_len=_row_length(max(lengths), options.grid),
+                seq_len=_row_length(max(*lengths, vision.num_patches + 1), options.grid),
             ),
         )
+    texts = [each.text for each in given]
     return Generation(checkpoint=checkpoint, plan=plan, texts=texts, task=task, options=options)
 
 
 def make_task(
     files: Mapping[str, bytes],
-    texts: Sequence[str],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     most: int,
     is_rendered: bool = False,
+    images: PromptImages = NO_IMAGES,
 ) -> Task:
-    """Return the task of continuing ``texts``.
+    """Return the task of continuing ``prompts``.
 
     Args:
         files: Files of the model, by name: its tokenizer, and what tells where a text ends.
-        texts: Text of each prompt.
+        prompts: Prompts.
         sampling: Choice of the tokens.
         most: Number of tokens that the model reads at most.
         is_rendered: True if a chat template made the texts, with their first token.
+        images: Images of the prompts.
 
     Raises:
-        ConfigError: A prompt has no token, or leaves no room for an answer.
+        ConfigError: A prompt has no token, leaves no room for an answer, or has other images than marks.
     """
     codec = TextCodec(files[TOKENIZER_FILE])
-    tokens = [codec.encode(text, is_rendered=is_rendered) for text in texts]
-    raise_faults(ConfigError, _length_faults(texts, tokens, most))
+    tokens = prompt_tokens(codec, prompts, images, is_rendered=is_rendered)
+    raise_faults(ConfigError, _length_faults([each.text for each in prompts], tokens, most))
     return Task(
         prompts=tokens,
         limits=[min(sampling.max_tokens, most - len(each)) for each in tokens],
         sampling=sampling,
         tokenizer_json=files[TOKENIZER_FILE].decode(),
         end_ids=sorted(end_ids(files)),
+        images=images.pixels,
     )
 
 

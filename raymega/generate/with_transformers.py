@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
     LogitsProcessor,
@@ -25,8 +26,10 @@ from transformers import (
 )
 from transformers.utils import logging as their_logging
 
+from raymega.config.vision.section import VisionSection
 from raymega.data.text_codec import TextCodec
 from raymega.generate.answers import Task
+from raymega.generate.image_inputs import image_inputs
 from raymega.parallel.tensor_parallel.token_choice import choose_tokens
 from raymega.plan.sampling import Sampling
 
@@ -45,8 +48,10 @@ class Engine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         their_logging.disable_progress_bar()
-        is_two_sided = AutoConfig.from_pretrained(folder).is_encoder_decoder
-        kind: Any = AutoModelForSeq2SeqLM if is_two_sided else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(folder)
+        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        if hasattr(config, "vision_config"):
+            kind = AutoModelForImageTextToText
         model: Any = kind.from_pretrained(folder, dtype="auto")
         self.model = model.to(device).eval()
         if model.dtype == torch.float64:
@@ -57,6 +62,7 @@ class Engine:
         task: Task,
         *,
         batch_size: int,
+        vision: VisionSection = VisionSection(),  # noqa: B008  # it is frozen
         on_answers: Callable[[int], None] = lambda _count: None,
     ) -> list[Tokens]:
         """Return the new tokens after each prompt.
@@ -64,12 +70,21 @@ class Engine:
         Args:
             task: Prompts of at least one token, choice of the tokens, and what ends an answer.
             batch_size: Number of prompts at once.
+            vision: Section of the model's tower, for prompts with images.
             on_answers: Function that is told how many answers are whole.
         """
         codec = task.codec()
         found: dict[int, Tokens] = {}
         for numbers in _batches(task.limits, batch_size):
-            found |= _generate_batch(self.model, task, numbers, codec)
+            images = (
+                [image for number in numbers for image in task.images[number]]
+                if task.images
+                else []
+            )
+            beside: Callable[[Tensor], dict[str, Tensor]] = _nothing
+            if images:
+                beside = partial(image_inputs, images, vision=vision)
+            found |= _generate_batch(self.model, task, numbers, codec, beside)
             on_answers(len(found))
         return [found[number] for number in range(len(task.prompts))]
 
@@ -86,9 +101,16 @@ def _batches(limits: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def _generate_batch(
-    model: Any, task: Task, numbers: Sequence[int], codec: TextCodec
+    model: Any,
+    task: Task,
+    numbers: Sequence[int],
+    codec: TextCodec,
+    beside: Callable[[Tensor], dict[str, Tensor]],
 ) -> dict[int, Tokens]:
-    """Return the answers to the prompts ``numbers``, which have the same limit, by number."""
+    """Return the answers to the prompts ``numbers``, which have the same limit, by number.
+
+    ``beside`` returns what the model takes beside tokens [rows, S]: the inputs of images.
+    """
     prompts, limit = [task.prompts[number] for number in numbers], task.limits[numbers[0]]
     # an encoder reads the end of a text as in training; the answer is the decoder's, behind its first token
     config, is_two_sided = model.config, model.config.is_encoder_decoder
@@ -115,6 +137,7 @@ def _generate_batch(
         output = model.generate(
             input_ids=tokens.to(model.device),
             attention_mask=mask.to(model.device),
+            **{name: values.to(model.device) for name, values in beside(tokens).items()},
             generation_config=settings,
             logits_processor=[_Choice(numbers, start, task.sampling)],
             stopping_criteria=[ends],
@@ -124,6 +147,10 @@ def _generate_batch(
         number: answer[: ends.lengths.get(number, limit)]
         for number, answer in zip(numbers, answers, strict=True)
     }
+
+
+def _nothing(_tokens: Tensor) -> dict[str, Tensor]:
+    return {}
 
 
 class _Choice(LogitsProcessor):

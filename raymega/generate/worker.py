@@ -68,6 +68,7 @@ def continue_prompts(
     return generator.answers(
         task.prompts,
         task.sampling,
+        images=task.images,
         is_done=partial(task.is_done, task.codec()),
         on_token=on_token,
     )

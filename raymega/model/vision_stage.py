@@ -13,6 +13,7 @@ from raymega.config.schema import MemorySection, ModelSection
 from raymega.model.attention.rope import Rope
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.vision.embedding import ImageEmbedding
+from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.context_parallel.context import Rows, TokenLayout, whole_rows
 from raymega.parallel.context_parallel.images import Images, image_axes
 from raymega.parallel.core.host_copies import HostMemory
@@ -24,6 +25,8 @@ class VisionStage(StageModule):
     def __init__(self, model: ModelSection, stage: Any, **parts: Any) -> None:
         super().__init__(model, stage, **parts)
         self.mrope_section, self.edge = model.vision.mrope_section, model.vision.edge
+        # set by build: dp ranks that share the images out, with parallel.balance_images
+        self.balanced: Group | None = None
 
     def recompute(self, memory: MemorySection, host: HostMemory | None = None) -> None:
         """Choose what backward recomputes; full recompute is of the tower's blocks, too."""
@@ -83,9 +86,9 @@ class VisionStage(StageModule):
         self.before_use(self.embedding)
         own = self._image_embedding
         # before the tokens, so that the gather of features need not wait for the table
-        features = own.features(images, token_layout.context)
-        x = own.merged(
-            own(tokens, token_layout.positions), self._used(own, features), images.places
-        )
-        x = self.embedding_dropout(self.noise(x, token_layout), token_layout.keys)
+        features = own.features(images, token_layout.context, self.balanced)
+        # NEFTune's noise is of the table's rows; features take their places behind it
+        x = self.noise(own(tokens, token_layout.positions), token_layout)
+        x = own.merged(x, self._used(own, features), images.places)
+        x = self.embedding_dropout(x, token_layout.keys)
         return self._run_layers(x, token_layout)

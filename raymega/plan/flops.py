@@ -23,7 +23,13 @@ from raymega.plan.layers.layer_pattern import (
     state_share,
 )
 from raymega.plan.layers.vision import image_flops
-from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors, mtp_tensors
+from raymega.plan.tensor_table import (
+    embedding_tensors,
+    head_tensors,
+    is_tower_frozen,
+    layer_tensors,
+    mtp_tensors,
+)
 from raymega.schedule.simulate import Durations
 
 FORWARD_AND_BACKWARD = 3
@@ -172,6 +178,18 @@ def loss_cost(model: ModelSection, seq_len: float) -> float:
         else embedding_tensors(model)[0].num_elements + _transform_weights(model)
     )
     return ((1 + model.num_nextn_predict_layers) * head + further) / layer
+
+
+def tower_cost(model: ModelSection) -> float:
+    """Return the FLOPs of a vision tower on the images of a mean token over those of the last layer; 0 without one.
+
+    A frozen tower has a forward alone, a third of what a layer has. tp and cp share both out alike.
+    """
+    if not model.vision.is_on:
+        return 0.0
+    layer = 2 * active_weights(layer_tensors(model, model.num_layers - 1), model)
+    share = 1 / 3 if is_tower_frozen(model) else 1.0
+    return share * model.vision.images_per_token * image_flops(model) / layer
 
 
 def _transform_weights(model: ModelSection) -> int:

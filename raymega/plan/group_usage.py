@@ -22,7 +22,8 @@ def unused_groups(plan: RunPlan) -> frozenset[str]:
     has_experts = any(each.model.moe.num_experts > 0 for each in jobs)
     # cp and dp: attention exchanges over parts of cp, and gradients are summed over dp * cp
     unused = {"cp", "dp"}
-    if job.model.head.kind == "embedding":  # whose embeddings are gathered
+    # embeddings are gathered over dp, and so are images' features
+    if job.model.head.kind == "embedding" or job.parallel.balance_images:
         unused.remove("dp")
     if not has_experts:
         unused |= EXPERT_GROUPS

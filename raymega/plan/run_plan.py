@@ -14,7 +14,7 @@ from raymega.config.schema import Job
 from raymega.errors import PlanError, raise_faults
 from raymega.plan.batch import BatchPlan, RampStage, batch_at, make_batch
 from raymega.plan.distillation.teacher import teacher_job
-from raymega.plan.flops import layer_costs, loss_cost, pass_times
+from raymega.plan.flops import layer_costs, loss_cost, pass_times, tower_cost
 from raymega.plan.grid import Grid, make_grid
 from raymega.plan.stages import Stage, layer_counts, make_stages
 from raymega.plan.validation.registry import job_faults
@@ -126,6 +126,7 @@ def _stages(job: Job, placement: Placement) -> tuple[Stage, ...]:
         num_stages=placement.num_stages,
         loss_cost=loss_cost(job.model, job.data.seq_len),
         costs=layer_costs(job.model, job.data.seq_len),
+        tower_cost=tower_cost(job.model),
     )
     return make_stages(counts, are_ends_together=placement.are_ends_together)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import Fault
@@ -101,6 +101,7 @@ def layer_counts(
     num_stages: int,
     loss_cost: float,
     costs: Sequence[float] = (),
+    tower_cost: float = 0.0,
 ) -> tuple[int, ...]:
     """Return the layers of each stage, after :func:`placement_faults` found nothing.
 
@@ -110,9 +111,13 @@ def layer_counts(
         num_stages: Number of stages of the whole pipeline.
         loss_cost: Cost of head and loss in units of the last layer, for ``auto``.
         costs: Cost of each layer in the same unit, for ``auto``; empty where all are 1.
+        tower_cost: Cost of a vision tower before the first layer in the same unit, for ``auto``.
     """
     # by cost, or by a layout text
     if parallel.stages == "auto":
+        if tower_cost and num_stages > 1:
+            costs = costs or [1.0] * num_layers
+            return _cheapest_beside_tower(costs, num_stages, loss_cost, tower_cost)
         if costs:
             return _cheapest_of(costs, num_stages, loss_cost)
         return _cheapest(num_layers, num_stages, loss_cost)
@@ -197,6 +202,29 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 
     num_last = min(range(num_layers + 1), key=cost)
     return (*even_counts(num_layers - num_last, num_stages - 1), num_last)
+
+
+def _cheapest_beside_tower(
+    costs: Sequence[float], num_stages: int, loss_cost: float, tower_cost: float
+) -> tuple[int, ...]:
+    """Return the split of layers whose most expensive stage, a tower's among them, is cheapest, and the others even.
+
+    The first stage has a layer at least.
+    """
+
+    def split(num_first: int) -> tuple[int, ...]:
+        rest = costs[num_first:]
+        return _cheapest_of(rest, num_stages - 1, loss_cost) if rest else (0,) * (num_stages - 1)
+
+    def cost(num_first: int) -> tuple[float, float]:
+        others = split(num_first)
+        ends = list(accumulate(others, initial=num_first))
+        sums = [sum(costs[begin:end]) for begin, end in pairwise(ends)]
+        dearest = max(*sums[:-1], sums[-1] + loss_cost) if sums[:-1] else sums[-1] + loss_cost
+        return max(dearest, tower_cost + sum(costs[:num_first])), dearest
+
+    num_first = min(range(1, len(costs) + 1), key=cost)
+    return (num_first, *split(num_first))
 
 
 def _cheapest_of(costs: Sequence[float], num_stages: int, loss_cost: float) -> tuple[int, ...]:

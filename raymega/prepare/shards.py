@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import TOKENIZER_FILE, RowFormat, ShardMeta
+from raymega.data.images.files import MARK, BrokenImageError
 from raymega.errors import Fault, RaymegaError
 from raymega.prepare.answers import AnswerPairs
 from raymega.prepare.chat.rows import read_conversations
 from raymega.prepare.chat.template import RenderError
 from raymega.prepare.documents import BadLine, Document, Documents, read_documents
-from raymega.prepare.images.documents import BrokenImageError, image_document
-from raymega.prepare.images.rows import IMAGES_FORMAT, MARK
+from raymega.prepare.images.documents import image_document
+from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.labels.documents import labelled_documents
 from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import LABELLED

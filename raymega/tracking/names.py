@@ -116,6 +116,8 @@ METRICS = (
     _gauge("train/step_time_s", "s", "Wall time of the step on rank 0."),
     _gauge("train/tokens_per_s", "tokens/s", "Tokens that the step read, without padding, over its wall time."),
     _gauge("train/tokens_per_s_per_worker", "tokens/s", "train/tokens_per_s over the world size."),
+    _gauge("train/images_per_s", "images/s", "Images whose patches the step read, over its wall time; models with images only."),
+    _gauge("data/image_token_share", "1", "Share of the step's tokens, without padding, that are patches of images."),
     _gauge("train/tflops_per_worker", "TFLOP/s", "Model FLOPs of a step per second and worker; 1e12."),
     _gauge("train/mfu", "1", "Model FLOPs over the device's dense peak, where that is known."),
     _part_gauge("train/group_weight_norm", "group", "1",

@@ -319,7 +319,16 @@ def image_share(plan: RunPlan, rank: int) -> ImageShare | None:
     vision, coords, grid = plan.job.model.vision, plan.grid.coords(rank), plan.grid
     if not (vision.is_on and any(stage.is_first for stage in plan.stages_of(rank))):
         return None
-    return ImageShare(vision=vision, index=coords.cp * grid.tp + coords.tp, size=grid.cp * grid.tp)
+    is_balanced = plan.job.parallel.balance_images
+    # tp ranks that cut the tower read the same images
+    tp, tp_rank = (1, 0) if vision.tensor_parallel else (grid.tp, coords.tp)
+    return ImageShare(
+        vision=vision,
+        index=coords.cp * tp + tp_rank,
+        size=grid.cp * tp,
+        dp=grid.dp if is_balanced else 1,
+        dp_rank=coords.dp if is_balanced else 0,
+    )
 
 
 def _build_executors(  # noqa: PLR0913  # what an executor is made of

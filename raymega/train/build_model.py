@@ -17,7 +17,8 @@ from raymega.errors import ConfigError
 from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.stage_types import stage_type
-from raymega.parallel.comm.process_groups import Groups
+from raymega.model.vision_stage import VisionStage
+from raymega.parallel.comm.process_groups import Group, Groups
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.core.buckets import BucketTable, Sharing, bucket_bytes_for, make_buckets
@@ -133,7 +134,13 @@ def build_weights(  # noqa: PLR0913  # of an assembler, all that it assembles
     """
     # modules on the meta device: shapes without memory
     modules = _build_modules(
-        plan, plan.stages_of(rank), context=context, experts=experts, device=device, host=host
+        plan,
+        plan.stages_of(rank),
+        context=context,
+        experts=experts,
+        device=device,
+        host=host,
+        balanced=groups.dp,
     )
     parameters, states = _parameters_by_chunk(modules)
     check_specs([*states, *(parameter for chunk in parameters for parameter in chunk)])
@@ -164,7 +171,7 @@ def leave_zeros(_param: ShardedParameter) -> None:
     """Leave a parameter's new memory as it is, zeros."""
 
 
-def _build_modules(
+def _build_modules(  # noqa: PLR0913  # of an assembler, all that it assembles
     plan: RunPlan,
     stages: Sequence[Stage],
     *,
@@ -172,6 +179,7 @@ def _build_modules(
     experts: ExpertGroups,
     device: torch.device,
     host: HostMemory | None,
+    balanced: Group,
 ) -> list[StageModule]:
     """Return the rank's model chunks; the last stage shares a tied embedding with a first on this rank."""
     job = plan.job
@@ -196,6 +204,8 @@ def _build_modules(
             )
         )
         modules[-1].recompute(job.memory, host)
+        if isinstance(modules[-1], VisionStage) and job.parallel.balance_images:
+            modules[-1].balanced = balanced
         if job.model.loss != "cross_entropy" and (head := modules[-1].head):
             language_head(head).training_loss = plugin_loss(job)
     return modules

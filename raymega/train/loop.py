@@ -92,7 +92,9 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
             outcome = _do_step(parts, state, requests, save_scheduler, is_recording=is_recording)
             seconds = time.monotonic() - began
         # metrics of the step; all ranks collect them, as some need collectives
-        metrics = speed.metrics(samples=outcome.samples, seconds=seconds)
+        metrics = speed.metrics(
+            samples=outcome.samples, seconds=seconds, image_tokens=outcome.image_tokens
+        )
         metrics |= (
             _data_metrics(parts, outcome.state, job)
             | _sent_bytes(parts)

@@ -5,7 +5,8 @@ Training is not changed: a sample reads the weights, and its random numbers have
 
 from __future__ import annotations
 
-from raymega.data.text_codec import codec_of_dataset
+from raymega.data.images.files import prompt_images
+from raymega.data.text_codec import codec_of_dataset, prompt_ids
 from raymega.events import SamplesDrawn
 from raymega.messages import Channel, Working
 from raymega.plan.batch import row_length
@@ -33,7 +34,15 @@ class RunSampler:
         codec = codec_of_dataset(next(iter(plan.job.data.datasets)))
         assert codec is not None, "sample_prompt_faults has found it"
         self._codec = codec
-        self._prompts = [self._codec.encode(text) for text in self._run.sample_prompts]
+        vision, texts = plan.job.model.vision, self._run.sample_prompts
+        self._prompts = [prompt_ids(codec, text, vision) for text in texts]
+        self._images = (
+            prompt_images(
+                texts, self._run.sample_images, vision.image_size, purpose="run.sample_images"
+            )
+            if vision.is_on
+            else []
+        )
         self._sampling = Sampling(
             max_tokens=self._run.sample_tokens,
             temperature=self._run.sample_temperature,
@@ -57,6 +66,7 @@ class RunSampler:
         answers = self._generator.answers(
             self._prompts,
             self._sampling,
+            images=self._images,
             is_done=lambda _number, tokens: self._codec.is_done(tokens, self._sampling),
             on_token=lambda _count: self._channel.report(Working(rank=self._rank)),
         )

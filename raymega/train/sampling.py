@@ -7,13 +7,16 @@ long ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from raymega.data.images.files import patch_places
 from raymega.data.loader import Loader
-from raymega.data.rows import Row
+from raymega.data.rows import TEXT, Pixels, Row
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.parallel.comm.process_groups import Groups
@@ -22,9 +25,17 @@ from raymega.parallel.tensor_parallel.token_choice import choose_tokens
 from raymega.plan.batch import make_batch
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.sampling import Sampling
+from raymega.train.build import image_share
 from raymega.train.forward_only import ForwardOnly
 
 Tokens = list[int]
+
+
+class Prompted(NamedTuple):
+    """Prompt of a text: its number of tokens, and its images."""
+
+    length: int
+    images: Sequence[Pixels]
 
 
 class _TextRows:
@@ -33,13 +44,14 @@ class _TextRows:
     A text's number grows with every pass, so that the loader never takes an earlier pass for this one.
     """
 
-    def __init__(self, seq_len: int) -> None:
-        self.seq_len, self.first = seq_len, 0
+    def __init__(self, seq_len: int, token_id: int) -> None:
+        self.seq_len, self.first, self._token_id = seq_len, 0, token_id
         self._texts: Sequence[Tokens] = ()
+        self._images: Sequence[Prompted] = ()
 
-    def show(self, texts: Sequence[Tokens]) -> None:
+    def show(self, texts: Sequence[Tokens], images: Sequence[Prompted]) -> None:
         self.first += len(self._texts)
-        self._texts = texts
+        self._texts, self._images = texts, images
 
     def row(self, number: int, /) -> Row:
         text = self._texts[number - self.first]
@@ -48,7 +60,15 @@ class _TextRows:
         # asks for the token after the last one
         labels[len(text) - 1] = 1
         mask = np.arange(self.seq_len) < len(text)
-        return Row(tokens=tokens, labels=labels, mask=mask, documents=(self.seq_len,))
+        row = Row(tokens=tokens, labels=labels, mask=mask, documents=(self.seq_len,))
+        return self._with_images(row, self._images[number - self.first]) if self._images else row
+
+    def _with_images(self, row: Row, prompt: Prompted) -> Row:
+        places, length = np.full(self.seq_len, TEXT, dtype=np.int64), prompt.length
+        # a patch's token that the model itself has written stands for no image
+        places[:length] = patch_places(row.tokens[:length], self._token_id)
+        images = tuple(partial(np.asarray, image) for image in prompt.images)
+        return replace(row, images=images, image_places=places)
 
 
 class TokenGenerator:
@@ -74,10 +94,16 @@ class TokenGenerator:
         seq_len: int,
     ) -> None:
         self._plan, self._forward, self._groups, self._device = plan, forward, groups, device
-        self._rows = _TextRows(seq_len)
-        coords = plan.grid.coords(groups.world.ranks[groups.world.index])
-        self._loader = Loader(self._rows, dp_rank=coords.dp, device=device, context=context)
+        vision, rank = plan.job.model.vision, groups.world.ranks[groups.world.index]
+        self._rows = _TextRows(seq_len, vision.image_token_id)
+        # texts alone leave the tower out
+        make = partial(
+            Loader, self._rows, dp_rank=plan.grid.coords(rank).dp, device=device, context=context
+        )
+        self._loader = make()
+        self._image_loader = make(images=image_share(plan, rank), edge=vision.mrope_edge)
         self._vocab_size = plan.job.model.vocab_size
+        self._prompted: list[Prompted] = []
 
     def answers(
         self,
@@ -85,6 +111,7 @@ class TokenGenerator:
         sampling: Sampling,
         *,
         is_done: Callable[[int, Tokens], bool],
+        images: Sequence[Sequence[Pixels]] = (),
         on_token: Callable[[int], None] = lambda _number: None,
     ) -> list[Tokens]:
         """Return the new tokens after each prompt.
@@ -92,14 +119,20 @@ class TokenGenerator:
         Args:
             prompts: Prompts of at least one token, the same on all ranks.
             sampling: Choice of the tokens.
+            images: Pixels of each prompt's images, the same on all ranks; empty where no prompt has one.
             is_done: Function that tells, from a prompt's number and its answer, whether the answer ends here.
             on_token: Function that is told how many tokens each answer has at most.
         """
         found: list[Tokens] = [[] for _ in prompts]
+        self._prompted = []
         active = list(range(len(prompts)))
         while active:
             texts = [[*prompts[number], *found[number]] for number in active]
             places = [len(found[number]) for number in active]
+            if images:
+                self._prompted = [
+                    Prompted(len(prompts[number]), images[number]) for number in active
+                ]
             chosen = self._next_tokens(texts, sampling, numbers=active, places=places)
             for number, token in zip(active, chosen, strict=True):
                 found[number].append(token)
@@ -121,8 +154,9 @@ class TokenGenerator:
             micro_batch_size=self._plan.batch.micro_batch_size,
             dp=self._plan.grid.dp,
         )
-        self._rows.show(texts)
-        micro_batches = self._loader.micro_batches(batch, self._rows.first)
+        self._rows.show(texts, self._prompted)
+        loader = self._image_loader if self._prompted else self._loader
+        micro_batches = loader.micro_batches(batch, self._rows.first)
         k = sampling.num_candidates(self._vocab_size)
         found = self._forward.run(partial(StageModule.top_tokens, k=k), micro_batches)
         # a text's last token is on one context-parallel rank of the last stage: together all ranks know it

@@ -63,6 +63,7 @@ class StepOutcome:
         loads: Routing of all tokens, by layer with experts.
         events: Recorded events of this rank; empty unless the step was recorded.
         bad_step: Fault of the step's first pass, if it had one.
+        image_tokens: Number of tokens in the global batch that stand for patches of images.
     """
 
     state: TrainState
@@ -83,9 +84,10 @@ class StepOutcome:
     pair_means: Mapping[str, float] = field(default_factory=dict)
     bad_step: BadStep | None = None
     pair_loss: float | None = None
+    image_tokens: int = 0
 
 
-FIXED = 7
+FIXED = 8
 """Sums of a step in front of the statistics of pairs."""
 
 
@@ -158,7 +160,7 @@ def train_step(
         samples=batch.global_batch_size, divisor=round(totals.divisor), tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save, regroup=totals.regroup,
         extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
-        pair_loss=seen.pair_loss,
+        pair_loss=seen.pair_loss, image_tokens=round(totals.image_tokens),
         pair_means=_pair_means(totals, reported_statistics(job)),
     )  # fmt: skip
 
@@ -296,6 +298,7 @@ class _Totals:
     norm_sq: float
     pair_loss_sum: float
     segment_pairs: float
+    image_tokens: float
     stop: bool
     save: bool
     regroup: bool
@@ -334,6 +337,7 @@ def _totals_of(
         tokens=total[4],
         pair_loss_sum=total[5],
         segment_pairs=total[6],
+        image_tokens=total[7],
         pair_statistics=tuple(total[FIXED:others_at]),
         stop=total[others_at] > 0,
         save=round(total[others_at + 1]) % 2 > 0,
@@ -359,7 +363,9 @@ def _own_numbers(
     tokens = sum(batch.num_counted for batch in micro_batches) * counts_loss
     # float64, so that counts of tokens are exact
     segment_pairs = num_segment_pairs(micro_batches) * counts_loss
-    sums = [0.0, 0.0, divisor, 0.0, tokens, 0.0, segment_pairs, *[0.0] * len(STATISTICS)]
+    image_tokens = sum(batch.num_image_tokens for batch in micro_batches) * counts_loss
+    counts = [divisor, 0.0, tokens, 0.0, segment_pairs, image_tokens]
+    sums = [0.0, 0.0, *counts, *[0.0] * len(STATISTICS)]
     mine = to_device([*sums, *others], parts.device)
     # sums that the passes left on the device
     mtp_loss_sum = sum(module.take_mtp_loss_sum() for module in parts.modules)

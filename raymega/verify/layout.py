@@ -200,6 +200,7 @@ class Layout:
         *("auto", True),
         matters=lambda at: at.tp > 1 and at.sequence_parallel,
     )
+    balance_images: bool = _option("parallel.balance_images", matters=lambda at: at.dp > 1)
     cp_method: str = _option("parallel.cp_method", matters=lambda at: at.cp > 1 or at.dynamic_cp)
     hierarchical_cp_size: int = _option(
         "parallel.hierarchical_cp_size", 2, others=_ring_sizes,

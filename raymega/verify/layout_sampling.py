@@ -56,7 +56,9 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     ),
     (
         lambda job: job.model.vision.is_on,
-        frozenset({"tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute"}),
+        frozenset({
+            "tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute", "balance_images",
+        }),
     ),
     (
         # windows, chunks, caps, sinks, positions and temperatures of layers: each cp method has code for them

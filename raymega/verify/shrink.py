@@ -121,6 +121,7 @@ def _shorten(draft: Draft, steps: int) -> None:
         "epochs": 0,
         "samples_every": 0,  # they change nothing that is compared
         "sample_prompts": (),
+        "sample_images": (),
         # drawn requests take the place of files, in every job
         "eval_tasks": tasks_of(job),
         "eval_tasks_every": 0,

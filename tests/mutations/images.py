@@ -19,6 +19,12 @@ LOGITS = f"{WITNESS}::test_logits_are_those_of_transformers"
 STEPS = f"{WITNESS}::test_steps_are_those_of_a_plain_loop"
 GATHER = "over_tp = gather_positions if sp.is_sequence_parallel else gather_rows"
 CUT = Layout(tp=2, sequence_parallel=True)
+CUT_TOWER = tuple(each.replace("kind: clip", "kind: clip, tensor_parallel: true") for each in LLAVA)
+CHANGED = (*LLAVA, "data.augment={crop_scale: [0.3, 1.0], horizontal_flip: 0.5, brightness: 0.4}")
+READS = "tests/dist/model/test_vision_reads.py"
+GREEDY = f"{READS}::test_greedy_text_behind_images_is_that_of_transformers"
+SCORES = f"{READS}::test_scores_of_rows_with_images_are_those_of_transformers"
+AUGMENT_TESTS = "tests/unit/data/images/test_augment.py"
 
 IMAGES: tuple[Mutation, ...] = (
     Mutation(
@@ -84,6 +90,54 @@ IMAGES: tuple[Mutation, ...] = (
         new="f\"{self.name}/{purpose}/{sample}/{number}/{__import__('os').getpid()}\".encode()",
         layout=Layout(dp=2),
         job=LLAVA,
+    ),
+    Mutation(
+        name="a tower reads the images of another block than it sends features of",
+        file=SHARE,
+        old="(self.dp_rank * self.size + self.index) * count",
+        new="(self.index * self.dp + self.dp_rank) * count",
+        layout=Layout(tp=2, dp=2, balance_images=True),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="gradients of features do not come back from other dp ranks",
+        file="parallel/tensor_parallel/mappings.py",
+        old="lambda rows: exchanged(rows, received, sent)",
+        new="lambda rows: exchanged(rows, received, sent) * 0",
+        layout=Layout(dp=2, balance_images=True),
+        job=LLAVA,
+    ),
+    Mutation(
+        name="gradients of a cut tower's features are those of a rank's own positions",
+        file=EMBEDDING,
+        old="copy_to_tp(features, self.sp.tp) if self.sp.degree > 1 else features",
+        new="features",
+        layout=CUT,
+        job=CUT_TOWER,
+    ),
+    Mutation(
+        name="gradients of a cut tower's norms are summed over tp",
+        file="plan/layers/vision.py",
+        old="serves_tokens=not is_cut",
+        new="serves_tokens=True",
+        layout=Layout(tp=2),
+        job=CUT_TOWER,
+    ),
+    Mutation(
+        name="tp ranks that cut the tower read images of their own",
+        file="train/build.py",
+        old="(1, 0) if vision.tensor_parallel else (grid.tp, coords.tp)",
+        new="(grid.tp, coords.tp)",
+        layout=Layout(tp=2),
+        job=CUT_TOWER,
+    ),
+    Mutation(
+        name="changes of images are drawn by process",
+        file="data/images/image_rows.py",
+        old='self._random(sample, "augment", number))',
+        new="self._random(sample, f\"augment{__import__('os').getpid()}\", number))",
+        layout=Layout(dp=2),
+        job=CHANGED,
     ),
 )
 IMAGE_PROOFS: tuple[ProofMutation, ...] = (
@@ -174,5 +228,73 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
         old="replace(each, is_frozen=True) if each.name.startswith(behind) else each",
         new="each",
         tests=(STEPS,),
+    ),
+    ProofMutation(
+        name="questions with the same words share the first one's image",
+        file="evaluate/requests.py",
+        old="own = (*map(id, request.images), *first)",
+        new="own = first",
+        tests=(SCORES,),
+    ),
+    ProofMutation(
+        name="a request's images are those of the request before it in the row",
+        file="evaluate/requests.py",
+        old="own, first = request.places[:-1], len(images) * self._num_patches",
+        new="own, first = request.places[:-1], max(0, len(images) - 1) * self._num_patches",
+        tests=(SCORES,),
+    ),
+    ProofMutation(
+        name="a text is scored without its end",
+        file="evaluate/tasks/images.py",
+        old="end = [] if tokenizer.eod_id is None or row.right >= 0 else [tokenizer.eod_id]",
+        new="end = []",
+        tests=(SCORES,),
+    ),
+    ProofMutation(
+        name="a prompt continues the images of the one before it",
+        file="train/sampling.py",
+        old="Prompted(len(prompts[number]), images[number])",
+        new="Prompted(len(prompts[number]), images[number] and images[number - 1])",
+        tests=(GREEDY,),
+    ),
+    ProofMutation(
+        name="transformers gets pixels that are not normalised",
+        file="generate/image_inputs.py",
+        old="torch.from_numpy(np.stack(images)).float() / WHITE - mean) / std",
+        new="torch.from_numpy(np.stack(images)).float() / WHITE) + 0 * mean + 0 * std",
+        tests=(GREEDY,),
+    ),
+    ProofMutation(
+        name="NEFTune noises features of images",
+        file="model/vision_stage.py",
+        old="x = self.embedding_dropout(x, token_layout.keys)",
+        new="x = self.embedding_dropout(self.noise(x, token_layout), token_layout.keys)",
+        tests=(
+            "tests/unit/model/vision/test_noise.py::test_features_of_images_have_no_noise_and_tokens_of_text_have",
+        ),
+    ),
+    ProofMutation(
+        name="images of a validation split are changed",
+        file=ROWS,
+        old='job.data.augment if split == "train" else AugmentSection()',
+        new="job.data.augment",
+        tests=(f"{AUGMENT_TESTS}::test_images_change_by_sample_alone_and_only_in_training",),
+    ),
+    ProofMutation(
+        name="the middle is cut at the wrong side",
+        file="data/images/augment.py",
+        old="left=(width - own[1]) // 2",
+        new="left=0",
+        tests=(f"{AUGMENT_TESTS}::test_where_no_part_fits_the_middle_within_the_ratio_is_taken",),
+    ),
+    ProofMutation(
+        name="a carried preprocessor goes along although the job has changed it",
+        file="convert/huggingface/families/images/llava.py",
+        old="if all(found.get(name) == value for name, value in now.items()):",
+        new="if found:",
+        tests=(
+            "tests/unit/convert/huggingface/test_images.py::"
+            "test_a_carried_preprocessor_goes_along_unless_the_job_has_changed_what_it_says",
+        ),
     ),
 )

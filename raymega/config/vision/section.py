@@ -58,6 +58,9 @@ class VisionSection(Section):
     """Mean of each colour, from 0 to 1, that is subtracted from pixels."""
     image_std: Annotated[tuple[PositiveFloat, ...], ONE_EACH] = CLIP_STD
     """Standard deviation of each colour, by which pixels are then divided."""
+    tensor_parallel: bool = False
+    """Cut the blocks' heads and feed-forward features over parallel.tp, whose ranks then read the same images: each holds
+    1/tp of the blocks. Else each tp rank holds the whole tower, and reads images of its own."""
     image_share: Fraction = 0.5
     """Share of the data's tokens that are patches of images, for predictions and counts of FLOPs alone."""
 

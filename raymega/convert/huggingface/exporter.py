@@ -30,7 +30,7 @@ from raymega.convert.huggingface.extra_files import (
     has_tokenizer,
     trained_tokens,
 )
-from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, preprocessor
+from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, current_preprocessor
 from raymega.convert.huggingface.heads import sentence_files
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
@@ -110,8 +110,8 @@ def hf_export(
             manifest
         )  # what the decoder was trained with is no choice of the tokenizer
     # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
-    if model.vision.has_positions and model.vision.is_on and PREPROCESSOR not in beside:
-        beside[PREPROCESSOR] = json.dumps(preprocessor(model.vision), indent=2).encode()
+    if model.vision.is_on and (model.vision.has_positions or PREPROCESSOR in beside):
+        beside[PREPROCESSOR] = current_preprocessor(model.vision, beside.get(PREPROCESSOR, b""))
     for name, content in sentence_files(model, is_readable=has_tokenizer(beside)).items():
         beside[name] = json.dumps(content, indent=2).encode()
     source = next(iter(saved.values()))[0].dtype

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.data.images.image_rows import no_places
-from raymega.data.rows import TEXT, Ints, Row
+from raymega.data.rows import TEXT, Image, Ints, Row
 from raymega.parallel.context_parallel.images import Images, image_axes
 
 
@@ -22,18 +23,32 @@ class ImageShare:
         vision: Section of the model.
         index: Place of the rank among those that share the images: its cp coordinate times tp, plus that of tp.
         size: Number of these ranks.
+        dp: Number of dp ranks that share images out; 1 where each reads its own.
+        dp_rank: Place of the rank among these.
     """
 
     vision: VisionSection
     index: int
     size: int
+    dp: int = 1
+    dp_rank: int = 0
 
-    def images(self, rows: Sequence[Row], take: Callable[[Sequence[Ints]], torch.Tensor]) -> Images:
+    def images(
+        self,
+        rows: Sequence[Row],
+        take: Callable[[Sequence[Ints]], torch.Tensor],
+        others: Callable[[int], Sequence[Row]] = lambda _dp_rank: (),
+    ) -> Images:
         """Return the images of rows, by the tokens that ``take`` leaves a rank.
 
         Every rank has one or more, so that each backward has the same gradients in the same order.
+
+        Args:
+            rows: Rows of the micro-batch.
+            take: Function of arrays [S] to this rank's part of them.
+            others: Function of a dp rank to its rows, where these share the images out.
         """
-        every, places = [image for row in rows for image in row.images], list[Ints]()
+        places = list[Ints]()
         # images of all rows are numbered end to end
         first = 0
         for row in rows:
@@ -41,13 +56,47 @@ class ImageShare:
             own = no_places(len(row.tokens)) if row.image_places is None else row.image_places
             places.append(np.where(own == TEXT, TEXT, own + first * self.vision.num_patches))
             first += len(row.images)
+        by_rank = [
+            [
+                image
+                for row in (rows if rank == self.dp_rank else others(rank))
+                for image in row.images
+            ]
+            for rank in range(self.dp)
+        ]
+        every = [image for images in by_rank for image in images]
         # an equal number for each rank, as features are gathered in blocks of one size
-        count = max(1, -(-len(every) // self.size))
-        edge = self.vision.image_size
+        count = max(1, -(-len(every) // (self.size * self.dp)))
+        edge, begin = self.vision.image_size, (self.dp_rank * self.size + self.index) * count
         pixels = np.zeros((count, CHANNELS, edge, edge), dtype=np.uint8)
-        for at, image in enumerate(every[self.index * count : (self.index + 1) * count]):
+        for at, image in enumerate(every[begin : begin + count]):
             pixels[at] = image()
-        return Images(torch.from_numpy(pixels), take(places))
+        found = Images(torch.from_numpy(pixels), take(places))
+        if self.dp == 1:
+            return found
+        sent, received = self._routes(by_rank, count)
+        return found._replace(sent=sent, received=received)
+
+    def _routes(
+        self, by_rank: Sequence[Sequence[Image]], count: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many images' features this dp rank sends to each other one, and receives from it.
+
+        The dp ranks' towers read blocks of equal size of all images; tokens of a dp rank read a range of them.
+        """
+        # blocks that towers read, and ranges that tokens want, of the images of all dp ranks end to end
+        size = count * self.size
+        blocks = [range(rank * size, (rank + 1) * size) for rank in range(self.dp)]
+        ends = [0, *accumulate(map(len, by_rank))]
+        wanted = [range(*each) for each in pairwise(ends)]
+        return (
+            tuple(_common(blocks[self.dp_rank], each) for each in wanted),
+            tuple(_common(each, wanted[self.dp_rank]) for each in blocks),
+        )
+
+
+def _common(a: range, b: range) -> int:
+    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
 def row_axes(

@@ -6,7 +6,7 @@ All is drawn by keys of seed, split, sample and document, so every layout and ev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -15,8 +15,11 @@ import numpy as np
 
 from raymega.config.data import is_synthetic
 from raymega.config.schema import Job
+from raymega.config.vision.augment import AugmentSection
 from raymega.config.vision.section import CHANNELS, VisionSection
+from raymega.data.images.augment import PURPOSE, augmented
 from raymega.data.rows import TEXT, Image, Ints, Pixels, Row
+from raymega.extras import import_extra
 
 MOST_DRAWN = 3
 """Most images of a document of built-in tokens."""
@@ -30,16 +33,23 @@ class ImageRows:
         vision: Section of the model.
         name: Seed of the run and name of the split, which begin all keys.
         is_drawn: Whether images are drawn into rows, as for built-in tokens.
+        augment: Random changes of images; those of a validation split are off.
     """
 
     vision: VisionSection
     name: str
     is_drawn: bool
+    augment: AugmentSection = field(default_factory=AugmentSection)
 
     def row(self, row: Row, sample: int) -> Row:
         """Return the row of a sample, with drawn images if it has none of its own; labels of images do not count."""
         if row.image_places is None:
             row = self._drawn(row, sample) if self.is_drawn else without_images(row)
+        if self.augment.is_on and row.images:
+            changed = [
+                partial(self._augmented, image, sample, at) for at, image in enumerate(row.images)
+            ]
+            row = replace(row, images=tuple(changed))
         return replace(row, mask=row.mask & (row.labels != self.vision.image_token_id))
 
     def _drawn(self, row: Row, sample: int) -> Row:
@@ -72,6 +82,9 @@ class ImageRows:
         random = self._random(sample, "pixels", image)
         return random.integers(256, size=shape, dtype=np.uint8)
 
+    def _augmented(self, image: Image, sample: int, number: int) -> Pixels:
+        return augmented(image(), self.augment, self._random(sample, "augment", number))
+
     def _random(self, sample: int, purpose: str, number: int) -> np.random.Generator:
         key = f"{self.name}/{purpose}/{sample}/{number}".encode()
         number = int.from_bytes(blake2b(key, digest_size=16).digest(), "little")
@@ -95,8 +108,12 @@ def image_rows_of(job: Job, split: str) -> ImageRows | None:
     # validation sets may be built-in tokens where the training data are not
     named = [each.path for each in job.data.validation] if split == "valid" else []
     paths = named or [*job.data.datasets]
+    augment = job.data.augment if split == "train" else AugmentSection()
+    if augment.is_on:
+        import_extra("PIL.Image", extra="images", purpose=PURPOSE)
     return ImageRows(
         vision=job.model.vision,
         name=f"{job.run.seed}/images/{split}",
         is_drawn=all(map(is_synthetic, paths)),
+        augment=augment,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raymega.evaluate.tasks.images import images
 from raymega.evaluate.tasks.lambada import lambada
 from raymega.evaluate.tasks.perplexity import perplexity
 from raymega.evaluate.tasks.race import race
@@ -15,5 +16,6 @@ TASKS: Mapping[str, Task] = {
     "lambada": lambada,
     "race": race,
     "perplexity": perplexity,
+    "images": images,
 }
 """Function of each task; another one is added by a file and a line here."""

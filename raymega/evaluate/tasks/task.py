@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from raymega.config.vision.section import VisionSection
 from raymega.evaluate.requests import Request, Scores
 
 
@@ -20,6 +21,9 @@ class TextTokenizer(Protocol):
     def ids(self, text: str) -> list[int]:
         """Return the tokens of ``text``, without any that a model's input would begin or end with."""
 
+    def marked_ids(self, text: str, token_id: int) -> list[int]:
+        """Return the tokens of ``text``, in which special tokens are parsed and ``<image>`` is the token ``token_id``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -29,11 +33,13 @@ class Settings:
         seq_len: Largest number of tokens that the model reads at once (S).
         stride: Number of tokens by which a window moves on; 0 is the task's own.
         limit: Number of documents, or of windows, that are evaluated; 0 is all.
+        vision: Section of the model's tower, for tasks with images.
     """
 
     seq_len: int
     stride: int = 0
     limit: int = 0
+    vision: VisionSection = field(default_factory=VisionSection)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

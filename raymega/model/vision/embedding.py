@@ -12,10 +12,16 @@ from torch.nn.functional import embedding
 
 from raymega.model.layers.embedding import Embedding
 from raymega.model.vision.tower import VisionTower
+from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.context_parallel.context import Context
 from raymega.parallel.context_parallel.images import Images
 from raymega.parallel.tensor_parallel.layers import ParameterFactory
-from raymega.parallel.tensor_parallel.mappings import gather_positions, gather_rows
+from raymega.parallel.tensor_parallel.mappings import (
+    copy_to_tp,
+    exchange_rows,
+    gather_positions,
+    gather_rows,
+)
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 
 
@@ -34,12 +40,32 @@ class ImageEmbedding(Embedding):
         super().__init__(factory, factor)
         self.tower, self.image_factor = tower, image_factor
 
-    def features(self, images: Images, context: Context) -> Tensor:
-        """Return the features of all images of the micro-batch, [N * P, D], equal on the stage's tp and cp ranks."""
+    def features(self, images: Images, context: Context, balanced: Group | None = None) -> Tensor:
+        """Return the features of all images of the micro-batch, [N * P, D], equal on the stage's tp and cp ranks.
+
+        Args:
+            images: Images, shared out over the dp ranks where they say how many go where.
+            context: Ranks that share a row's tokens.
+            balanced: Group of these dp ranks.
+        """
         features = self.tower(images.pixels)
         if self.image_factor != 1.0:
             features = features * self.image_factor
-        return gather_images(features, self.sp, context)
+        if self.tower.vision.tensor_parallel:
+            # the same on all tp ranks; of cut positions each has a term of the gradient
+            features = copy_to_tp(features, self.sp.tp) if self.sp.degree > 1 else features
+            features = gather_over_context(features, context)
+        else:
+            features = gather_images(features, self.sp, context)
+        if not images.sent:
+            return features
+        assert balanced is not None, "build has set it with parallel.balance_images"
+        size = self.tower.vision.num_patches
+        sent, received = (
+            [size * count for count in each] for each in (images.sent, images.received)
+        )
+        # padding lies behind the last image, and goes nowhere
+        return exchange_rows(features[: sum(sent)], balanced, sent=sent, received=received)
 
     def merged(self, x: Tensor, features: Tensor, places: Tensor) -> Tensor:
         """Return the stream with features in the places of image tokens.
@@ -63,7 +89,11 @@ def gather_images(own: Tensor, sp: SequenceParallel, context: Context) -> Tensor
     """
     # places on tp vary fastest in the order of images, then those of inner and outer ranks of cp
     over_tp = gather_positions if sp.is_sequence_parallel else gather_rows
-    features = over_tp(own, sp.tp)
+    return gather_over_context(over_tp(own, sp.tp), context)
+
+
+def gather_over_context(features: Tensor, context: Context) -> Tensor:
+    """Gather the features of the cp ranks' images, [n, D] -> [n * cp, D]; backward sums the gradients of each."""
     for group in (context.inner, context.outer):
         features = gather_positions(features, group)
     return features

@@ -1,10 +1,11 @@
 """Vision tower (ViT of CLIP's and SigLIP's kinds) and the projector of its patches to the language model's width.
 
-Every rank holds all weights and reads images of its own. `embedding.py` brings the patches among the tokens.
+Every rank holds all weights and reads images of its own, or a part of the blocks where tp cuts them. `embedding.py` brings the patches among the tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.model.layers.mlp import named_activation
 from raymega.model.layers.norms import Norm
-from raymega.parallel.tensor_parallel.layers import ParameterFactory, ReplicatedLinear
+from raymega.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParameterFactory,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from raymega.plan.layers.vision import FRAMES, VISION
 
 ROPE_BASE = 10000.0
@@ -30,13 +36,21 @@ class VisionBlock(nn.Module):
     def __init__(self, factory: ParameterFactory, at: str, vision: VisionSection) -> None:
         super().__init__()
         norm = partial(Norm, factory, name="layer_norm", eps=vision.norm_eps)
-        self.num_heads = vision.num_heads
+        # a cut tower: its heads and features as the decoder's, on images that all tp ranks read
+        is_cut = vision.tensor_parallel
+        into: type[ColumnParallelLinear | ReplicatedLinear] = (
+            ColumnParallelLinear if is_cut else ReplicatedLinear
+        )
+        back: type[RowParallelLinear | ReplicatedLinear] = (
+            RowParallelLinear if is_cut else ReplicatedLinear
+        )
+        self.num_heads = vision.num_heads // (factory.tp.size if is_cut else 1)
         self.attention_norm = norm(f"{at}.attention_norm")
-        self.qkv = ReplicatedLinear(factory, *(f"{at}.attention.{name}" for name in "qkv"))
-        self.out = ReplicatedLinear(factory, f"{at}.attention.out")
+        self.qkv = into(factory, *(f"{at}.attention.{name}" for name in "qkv"))
+        self.out = back(factory, f"{at}.attention.out")
         self.mlp_norm = norm(f"{at}.mlp_norm")
-        self.up = ReplicatedLinear(factory, f"{at}.mlp.up")
-        self.down = ReplicatedLinear(factory, f"{at}.mlp.down")
+        self.up = into(factory, f"{at}.mlp.up")
+        self.down = back(factory, f"{at}.mlp.down")
         self.activation = named_activation(vision.activation)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -81,6 +95,8 @@ class VisionTower(nn.Module):
     def __init__(self, factory: ParameterFactory, vision: VisionSection) -> None:
         super().__init__()
         self.vision, self.dtype = vision, factory.dtype
+        # images are not cut by position, whatever the decoder's stream is
+        factory = replace(factory, sp=replace(factory.sp, is_sequence_parallel=False))
         norm = partial(Norm, factory, name="layer_norm", eps=vision.norm_eps)
         self.patches = factory.make(f"{VISION}.patches.weight")
         self.patch_bias = factory.make_if_any(f"{VISION}.patches.bias")

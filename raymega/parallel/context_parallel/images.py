@@ -12,16 +12,21 @@ from torch import Tensor
 class Images(NamedTuple):
     """Images of a micro-batch's rows, on a rank of the first stage.
 
-    The images of all rows, row after row, are padded to an equal number for each rank of the stage's tp and cp.
+    The images of all rows, row after row, are padded to an equal number for each rank of the stage's tp and cp. With
+    parallel.balance_images those of the dp ranks come one rank after the other, and are padded for all ranks of the stage.
 
     Attributes:
         pixels: Images of this rank, [N, 3, height, width] uint8, N >= 1; black ones are padding.
         places: Feature of each of this rank's tokens, [B, S/cp] int64: number of the image in the micro-batch times
             P, plus that of the patch; -1 of a token of text.
+        sent: Numbers of images whose features go to each dp rank, where these share the images out; else empty.
+        received: Numbers of images whose features come from each dp rank.
     """
 
     pixels: Tensor
     places: Tensor
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 def image_axes(places: Tensor, documents: Sequence[int], edge: int) -> Tensor:

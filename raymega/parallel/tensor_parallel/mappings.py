@@ -8,13 +8,19 @@ is already whole. With sequence parallelism each rank holds only its own positio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from raymega.parallel.comm.collectives import all_gather, all_reduce, reduce_scatter
+from raymega.parallel.comm.collectives import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_exchange,
+)
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.linear_map import Map, apply_linear
 
@@ -81,6 +87,30 @@ def scatter_rows(x: Tensor, group: Group) -> Tensor:
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """All-gather rows, [T/n, ...] -> [T, ...]; backward takes this rank's rows of the equal gradients."""
     return x if group.size == 1 else apply_linear(x, *reversed(_own_and_gather(group)))
+
+
+def exchange_rows(
+    x: Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """Send rows to other ranks, [sum of sent, ...] -> [sum of received, ...]; backward sends the gradients back.
+
+    Args:
+        x: Rows, those of the rank at place 0 first.
+        group: Ranks that exchange rows.
+        sent: Numbers of rows that go to each place.
+        received: Numbers of rows that come from each place.
+    """
+
+    def exchanged(rows: Tensor, to: Sequence[int], back: Sequence[int]) -> Tensor:
+        found, pending = start_exchange(rows.contiguous(), group, sent=to, received=back)
+        pending.wait(group.timeout_s)
+        return found
+
+    return apply_linear(
+        x,
+        lambda rows: exchanged(rows, sent, received),
+        lambda rows: exchanged(rows, received, sent),
+    )
 
 
 def _gather_and_sum(group: Group) -> tuple[Map, Map]:

@@ -6,8 +6,9 @@ Each rank of a stage's tp and cp holds all of them and works on images of its ow
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log, sqrt
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import CHANNELS, VisionSection
 from raymega.plan.layers.global_tensor import GlobalTensor, Role
 
@@ -46,14 +47,25 @@ def vision_tensors(model: ModelSection) -> list[GlobalTensor]:
     inner = model.hidden_size if vision.has_positions else vision.merged_size
     shapes |= _linear("projector.up", inner, vision.merged_size)
     shapes |= _linear("projector.down", model.hidden_size, inner)
-    # each rank works on images of its own: its gradient is a term, whatever the stream is cut by
+    # each rank works on images of its own: its gradient is a term, whatever the stream is cut by; or all on the same ones
+    is_cut = vision.tensor_parallel
     return [
         GlobalTensor(
-            name=f"{VISION}.{name}", shape=shape, tp_dim=-1, init=_init(name, role), initializer_range=std,
-            role=role, serves_tokens=True,
+            name=f"{VISION}.{name}", shape=shape, tp_dim=_cut_dim(name) if is_cut else -1, init=_init(name, role),
+            initializer_range=std, role=role, serves_tokens=not is_cut,
         )
         for name, (shape, role) in shapes.items()
     ]  # fmt: skip
+
+
+def _cut_dim(name: str) -> int:
+    """Return the dim that tp cuts where it cuts the blocks: heads and features, as those of the decoder."""
+    layer, _, kind = name.rpartition(".")
+    if not name.startswith("layers.") or "norm" in layer:
+        return -1
+    if layer.endswith((".out", ".down")):
+        return 1 if kind == "weight" else -1
+    return 0
 
 
 def without_unused(tensors: list[GlobalTensor], vision: VisionSection) -> list[GlobalTensor]:
@@ -81,25 +93,37 @@ def image_flops(model: ModelSection) -> float:
     return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
 
 
-def images_at_once(model: ModelSection, *, tokens: int, ranks: int) -> float:
-    """Return the mean number of images that a rank's tower reads of a micro-batch of ``tokens``, one at least.
+def images_at_once(model: ModelSection, parallel: ParallelSection, *, tokens: int) -> float:
+    """Return the number of images that the tower of a stage's busiest rank reads of a micro-batch, one at least.
 
-    ``ranks`` are those of the first stage's tp and cp, which share the images.
+    The cp ranks share the images of a micro-batch, tp ranks too unless they cut the tower, and with ``balance_images`` the dp ranks too. Else a step waits
+    for the dp rank with the most: of ``dp`` counts with mean and variance m (Poisson's), about m + sqrt(2 m ln dp).
+
+    Args:
+        model: Model section.
+        parallel: Degrees of the grid.
+        tokens: Tokens of a micro-batch.
     """
-    return max(1.0, model.vision.images_per_token * tokens / ranks)
+    ranks = parallel.cp * (1 if model.vision.tensor_parallel else parallel.tp)
+    mean = model.vision.images_per_token * tokens
+    spread = 0.0 if parallel.balance_images else sqrt(2 * mean * log(parallel.dp))
+    return max(1.0, (mean + spread) / ranks)
 
 
-def image_elements(model: ModelSection) -> int:
+def image_elements(model: ModelSection, tp: int = 1) -> int:
     """Return the numbers that a forward keeps of one image for backward, full recompute left out.
 
     A block keeps the inputs of its norms and products, queries, keys and values, and the feed-forward layer before and
-    behind its nonlinearity, of which quick_gelu keeps its sigmoid too.
+    behind its nonlinearity, of which quick_gelu keeps its sigmoid too. A tower that ``tp`` ranks cut keeps 1/tp of heads and
+    features.
     """
     vision = model.vision
     if not vision.is_on:
         return 0
     inner = 3 if vision.activation == "quick_gelu" else 2
-    block = vision.num_positions * (8 * vision.hidden_size + inner * vision.ffn_hidden_size)
+    cut = tp if vision.tensor_parallel else 1
+    own = (4 * vision.hidden_size + inner * vision.ffn_hidden_size) // cut
+    block = vision.num_positions * (4 * vision.hidden_size + own)
     patches = vision.grid**2 * CHANNELS * vision.patch_size**2
     projected = model.hidden_size if vision.has_positions else vision.merged_size
     ends = vision.num_patches * (vision.merged_size + 2 * projected + model.hidden_size) + patches

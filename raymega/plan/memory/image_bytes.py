@@ -17,9 +17,10 @@ def image_bytes(shape: ActivationShape) -> int:
     model, parallel = shape.model, shape.parallel
     if not model.vision.is_on or is_tower_frozen(model):
         return 0
-    ranks, tokens = parallel.tp * parallel.cp, shape.seq_len * shape.micro_batch_size
-    images = images_at_once(model, tokens=tokens, ranks=ranks)
-    kept = image_elements(model)
+    ranks = parallel.cp * (1 if model.vision.tensor_parallel else parallel.tp)
+    tokens = shape.seq_len * shape.micro_batch_size
+    images = images_at_once(model, parallel, tokens=tokens)
+    kept = image_elements(model, parallel.tp)
     if shape.memory.recompute == "full":
         kept = model.vision.used_layers * model.vision.num_positions * model.vision.hidden_size
     features = ranks * model.vision.num_patches * model.hidden_size

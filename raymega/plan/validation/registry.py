@@ -116,6 +116,8 @@ RULES: tuple[Rule, ...] = (
     vision.vision_option_faults,
     vision.vision_run_faults,
     vision.mrope_faults,
+    vision.augment_faults,
+    vision.tower_cut_faults,
     precision.fp8_dtype_faults,
     precision.fp8_block_faults,
     precision.fp8_head_faults,

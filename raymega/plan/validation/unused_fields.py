@@ -86,6 +86,11 @@ EXPERTS_APART = FieldDependency(
     holds=lambda ep, etp: ep * etp > 1,
     words="parallel.ep or parallel.etp above 1",
 )
+SHARED_IMAGES = FieldDependency(
+    reads=("model.vision", "parallel.dp"),
+    holds=lambda vision, dp: vision.is_on and dp > 1,
+    words="model.vision and parallel.dp above 1",
+)
 CUT_POSITIONS = FieldDependency(
     reads=("parallel.sequence_parallel", "parallel.tp"),
     holds=lambda is_cut, tp: is_cut and tp > 1,
@@ -143,6 +148,7 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "distillation.top_k": _is("distillation.teacher", "stored"),
     # run
     "run.sample_prompts": SAMPLES,
+    "run.sample_images": SAMPLES,
     "run.sample_temperature": SAMPLES,
     "run.sample_tokens": SAMPLES,
     # optimizer
@@ -158,6 +164,7 @@ PARTNERS: Mapping[str, FieldDependency] = {
     "parallel.moe_token_dispatcher_type": EXPERTS_APART,
     "parallel.overlap_moe_expert_parallel_comm": EXPERTS_APART,
     "parallel.tp_comm_overlap": CUT_POSITIONS,
+    "parallel.balance_images": SHARED_IMAGES,
     "precision.fp8_end_blocks": _is("precision.fp8", "rowwise", "tensorwise"),
     "precision.loss_scale": FLOAT16,
     "precision.loss_scale_hysteresis": FLOAT16,

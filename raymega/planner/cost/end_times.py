@@ -51,20 +51,22 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
 
 
 def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
-    """Return forward and backward seconds of a vision tower and its projector on a rank's mean share of images.
+    """Return forward and backward seconds of a vision tower and its projector on the busiest rank's share of images.
 
-    Nothing of their gather is counted: features are few beside the tower's work.
+    Nothing of their gather is counted: features are few beside the tower's work. Nor are the sums of a tower that tp cuts.
     """
     model, vision = shape.model, shape.model.vision
-    ranks, tokens = shape.parallel.tp * shape.parallel.cp, shape.seq_len * shape.micro_batch_size
-    images = images_at_once(model, tokens=tokens, ranks=ranks)
+    tokens = shape.seq_len * shape.micro_batch_size
+    images = images_at_once(model, shape.parallel, tokens=tokens)
     rows, width, element = images * vision.num_positions, vision.hidden_size, shape.element
     inner = vision.ffn_hidden_size
     # a block's products, attention's two among them, and its norms, sums and nonlinearity
-    sizes = [(width, 3 * width), (width, width), (width, inner), (inner, width)]
-    sizes += 2 * [(vision.num_positions, width)]
+    cut = shape.parallel.tp if vision.tensor_parallel else 1
+    own, features = width // cut, inner // cut
+    sizes = [(width, 3 * own), (own, width), (width, features), (features, width)]
+    sizes += 2 * [(vision.num_positions, own)]
     block = sum(matmul_s(device, rows, *each, element=element) for each in sizes)
-    block += memory_s(device, rows * (TOWER_PASSES * width + 2 * inner) * element)
+    block += memory_s(device, rows * (TOWER_PASSES * width + 2 * features) * element)
     patches, wide, merged = images * vision.num_patches, model.hidden_size, vision.merged_size
     between = wide if vision.has_positions else merged
     forward = vision.used_layers * block

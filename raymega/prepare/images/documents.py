@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.config.vision.section import CHANNELS
+from raymega.data.arrow import MOST_IMAGE_BYTES
 from raymega.data.format import CONTEXT, LAST_ANSWER, ImageMeta
-from raymega.extras import import_extra
+from raymega.data.images.files import BrokenImageError, image_pixels
 from raymega.prepare.labels.labelled import Labelled
-
-
-class BrokenImageError(Exception):
-    """An image of a row cannot be read; the message has its number in the row."""
-
 
 Encode = Callable[[str], npt.NDArray[np.unsignedinteger]]
 
@@ -50,7 +45,18 @@ def image_document(
     targets[is_image] = CONTEXT
     counts = np.where(is_image, images.num_patches, 1)
     starts = (np.cumsum(counts) - counts)[is_image]
-    pixels = [_pixels(raw, at, images.size) for at, raw in enumerate(row["images"])]
+    # before any is decoded
+    num_bytes = len(row["images"]) * CHANNELS * images.size**2
+    if num_bytes > MOST_IMAGE_BYTES:
+        raise BrokenImageError(
+            f"its {len(row['images'])} images are {num_bytes:,} bytes of pixels, and a row holds {MOST_IMAGE_BYTES:,}"
+        )
+    pixels = [
+        image_pixels(
+            base64.b64decode(raw), images.size, f"image {at}", purpose="--format images"
+        ).tobytes()
+        for at, raw in enumerate(row["images"])
+    ]
     if len(starts) != len(pixels):
         raise BrokenImageError(f"{len(pixels)} images have {len(starts)} tokens of their mark")
     return Labelled(
@@ -59,19 +65,3 @@ def image_document(
         images=tuple(zip(starts.tolist(), pixels, strict=True)),
         num_text_bytes=len((row["prompt"] + row["text"]).encode()),
     )
-
-
-def _pixels(coded: str, at: int, size: int) -> bytes:
-    """Return the pixels of an image as [3, size, size] uint8: upright, in RGB, resized by cubic interpolation."""
-    pil = import_extra("PIL.Image", extra="images", purpose="--format images")
-    ops = import_extra("PIL.ImageOps", extra="images", purpose="--format images")
-    try:
-        with pil.open(io.BytesIO(base64.b64decode(coded))) as opened:
-            whole = ops.exif_transpose(opened).convert("RGB")
-        resized = whole.resize((size, size), pil.Resampling.BICUBIC)
-    # of a damaged file Pillow's formats raise whatever their parsers do, RuntimeError and struct.error among them
-    except Exception as error:
-        raise BrokenImageError(f"image {at} is broken: {' '.join(str(error).split())}") from error
-    pixels = np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
-    assert pixels.shape == (CHANNELS, size, size), "it is RGB"
-    return pixels.tobytes()

@@ -16,11 +16,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from raymega.data.images.files import MARK
+
 IMAGES_FORMAT = "images"
 IMAGES, PROMPT = "images", "prompt"
 """Keys of a row beside its text."""
-MARK = "<image>"
-"""Text that stands for an image in a row."""
 PATCH_TOKENS = (MARK, "<|image_pad|>")
 """Tokens that stand for a patch of an image: LLaVA's, and Qwen2-VL's."""
 

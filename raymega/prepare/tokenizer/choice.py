@@ -21,11 +21,12 @@ from raymega.data.format import (
     ImageMeta,
     TokenizerMeta,
 )
+from raymega.data.images.files import MARK
 from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.chat.rows import CHATS, RowFormat
 from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
-from raymega.prepare.images.rows import IMAGES_FORMAT, MARK, PATCH_TOKENS
+from raymega.prepare.images.rows import IMAGES_FORMAT, PATCH_TOKENS
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special
 from raymega.prepare.tokenizer.source_files import NAMED, SourceTokenizer, read_source

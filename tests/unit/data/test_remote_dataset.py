@@ -14,6 +14,7 @@ from raymega.storage.registry import open_store
 from tests.support.servers.ports import CLOSED_PORT
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.data.datasets import write_dataset
+from tests.unit.prepare.images import test_image_rows
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,23 @@ def test_inspection_reads_every_byte_on_request(uri, meta):
     _corrupt(uri, "train/000001.arrow")
     with pytest.raises(DataError, match=rf"{uri}/train/000001\.arrow has crc32"):
         inspect_dataset(uri, is_verified=True, on_shard=lambda *_: None)
+
+
+def test_pixels_come_from_a_store_with_their_tokens(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    uri = f"s3://{BUCKET}/{uuid4().hex}/images"
+    test_image_rows._prepare(tmp_path)
+    for path in (tmp_path / "out").rglob("*.*"):
+        key = path.relative_to(tmp_path / "out").as_posix()
+        open_store(uri).put(key, [path.read_bytes()], overwrite=False)
+    shape = Shape(seq_len=32, packing="best_fit", window=4, multiple=4)
+    far, near = (open_split(at, "train", shape, seed=0) for at in (uri, str(tmp_path / "out")))
+    num_images = 0
+    for index in range(near.num_windows):
+        here, there = near.row(index), far.row(index)
+        assert (here.tokens == there.tokens).all()
+        assert (here.image_places == there.image_places).all()
+        for one, other in zip(here.images, there.images, strict=True):
+            assert (one() == other()).all()
+        num_images += len(here.images)
+    assert far.num_windows == near.num_windows and num_images > 3

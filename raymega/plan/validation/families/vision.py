@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from raymega.config.attention import AttentionSection
 from raymega.config.heads.section import HeadSection
 from raymega.config.mla import MlaSection
+from raymega.config.vision.augment import AugmentSection
 from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
@@ -14,7 +15,7 @@ from raymega.plan.validation.pipeline import listed_faults
 from raymega.plan.validation.rule import broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
-PLAIN = VisionSection()
+PLAIN, NO_CHANGES = VisionSection(), AugmentSection()
 ROWS = "rows of images predict the next token of text"
 
 
@@ -144,6 +145,21 @@ def vision_option_faults(
     )
 
 
+@reads("model.vision, parallel.tp")
+def tower_cut_faults(vision: VisionSection, tp: int) -> Iterator[Fault]:
+    """Check that tp divides what it cuts of the tower."""
+    if not (vision.is_on and vision.tensor_parallel):
+        return
+    for field in ("num_heads", "ffn_hidden_size"):
+        rest = getattr(vision, field) % tp
+        if rest:
+            yield Fault(
+                fact=f"model.vision.tensor_parallel=true with parallel.tp={tp}",
+                rule=f"it must divide model.vision.{field}={getattr(vision, field)} (remainder {rest})",
+                remedy="set model.vision.tensor_parallel=false, and tp ranks share images instead",
+            )
+
+
 @reads("model.vision, parallel.dynamic_cp, preference.loss_type")
 def vision_run_faults(vision: VisionSection, is_dynamic: bool, pair_loss: str) -> Iterator[Fault]:
     """Check that the run has no option that rows with images do not have."""
@@ -163,6 +179,49 @@ def vision_run_faults(vision: VisionSection, is_dynamic: bool, pair_loss: str) -
                 f"preference.loss_type={pair_loss} with {name}",
                 ROWS,
                 "set preference.loss_type=none",
+            ),
+        )
+    )
+
+
+@reads("model.vision, data.augment, distillation.loss_type teacher")
+def augment_faults(
+    vision: VisionSection, augment: AugmentSection, loss: str, teacher: str
+) -> Iterator[Fault]:
+    """Check that changes of images have images, and bounds in order."""
+    scale, ratio = augment.crop_scale, augment.crop_ratio
+    is_stored = augment.is_on and loss != "none" and teacher == "stored"
+    yield from broken_rows(
+        (
+            (
+                augment != NO_CHANGES and not vision.is_on,
+                "data.augment with model.vision.kind=none",
+                "it changes images, and the model reads text alone",
+                "leave data.augment out",
+            ),
+            (
+                bool(scale) and not (len(scale) == 2 and scale[0] <= scale[1] <= 1),
+                f"data.augment.crop_scale=[{', '.join(map(str, scale))}]",
+                "it is the least and the largest share of an image's area, at most 1",
+                "set data.augment.crop_scale=[0.5, 1.0]",
+            ),
+            (
+                ratio[0] > ratio[1],
+                f"data.augment.crop_ratio=[{', '.join(map(str, ratio))}]",
+                "it is the least and the largest width over height",
+                "set data.augment.crop_ratio=[0.75, 1.33]",
+            ),
+            (
+                ratio != NO_CHANGES.crop_ratio and not scale,
+                "data.augment.crop_ratio without crop_scale",
+                "nothing is cut out, so it has no effect",
+                "set data.augment.crop_scale=[0.5, 1.0]",
+            ),
+            (
+                is_stored,
+                "data.augment with distillation.teacher=stored",
+                "a stored teacher has seen the images unchanged",
+                "set distillation.teacher=live, or leave data.augment out",
             ),
         )
     )

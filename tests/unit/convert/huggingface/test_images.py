@@ -5,7 +5,7 @@ import json
 import pytest
 
 from raymega.convert.huggingface.config import model_from
-from raymega.convert.huggingface.families.images.llava import with_pixels
+from raymega.convert.huggingface.families.images.llava import current_preprocessor, with_pixels
 from raymega.errors import ConfigError
 
 LLAVA = {
@@ -52,6 +52,31 @@ def test_pixels_behind_the_last_whole_patch_are_left_out():
 def test_what_no_job_may_have_is_refused_at_import(changes, match):
     with pytest.raises(ConfigError, match=match):
         model_from(_changed(**changes))
+
+
+def _processor(**changes):
+    found = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "size": {"shortest_edge": 384},
+             "crop_size": 384, "do_convert_rgb": True}  # fmt: skip
+    return json.dumps({**found, **changes}, indent=4).encode()
+
+
+SEEN = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.5, 0.6, 0.7)}
+
+
+def test_a_carried_preprocessor_goes_along_unless_the_job_has_changed_what_it_says():
+    vision = model_from(_changed(vision_config__image_size=384)).vision.model_copy(update=SEEN)
+    assert vision.image_size == 378, "the last 6 pixels are no whole patch"
+    assert current_preprocessor(vision, _processor()) == _processor()
+    # other statistics of pixels: the rest stays
+    other = vision.model_copy(update={"image_mean": (0.4, 0.4, 0.4)})
+    found = json.loads(current_preprocessor(other, _processor()))
+    assert found == json.loads(_processor(image_mean=[0.4, 0.4, 0.4]))
+    # another size, or a file that says nothing: what the model was trained on
+    small = vision.model_copy(update={"image_size": 28})
+    for carried in (_processor(), b"3", b"{"):
+        found = json.loads(current_preprocessor(small, carried))
+        assert found["size"] == {"height": 28, "width": 28} and not found["do_center_crop"]
+        assert found["image_mean"] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize("text", ["{", "3"])

@@ -1,17 +1,19 @@
 """Vision towers: counts of a published model, FLOPs and kept bytes as torch counts them, and what is never trained."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raymega.config.schema import ModelSection
+from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import VisionSection
 from raymega.model.vision.tower import VisionTower
-from raymega.plan.flops import flops_per_token
+from raymega.plan.flops import flops_per_token, tower_cost
 from raymega.plan.layers.vision import image_elements, image_flops, images_at_once
 from raymega.plan.memory.state_bytes import count_parameters
 from raymega.plan.run_plan import make_plan
+from raymega.plan.stages import layer_counts
 from raymega.plan.tensor_table import is_tower_frozen, model_tensors
 from raymega.verify.shrink import shrink_job
 from tests.support.jobs import make_test_plan
@@ -107,8 +109,19 @@ def test_a_frozen_tower_needs_no_backward_and_its_projector_may_be_trained():
 
 def test_ranks_of_a_stage_share_the_images_and_each_has_one():
     model = _model(VISION.model_copy(update={"image_share": 0.5}))
-    assert images_at_once(model, tokens=1024, ranks=4) == 8
-    assert images_at_once(model, tokens=32, ranks=8) == 1
+    assert images_at_once(model, ParallelSection(tp=2, cp=2), tokens=1024) == 8
+    assert images_at_once(model, ParallelSection(tp=8), tokens=32) == 1
+
+
+def test_a_step_waits_for_the_dp_rank_with_the_most_images_unless_they_are_balanced():
+    model = _model(VISION.model_copy(update={"image_share": 0.5}))
+    random = np.random.default_rng(0)
+    for dp in (2, 8, 64):
+        predicted = images_at_once(model, ParallelSection(dp=dp), tokens=1024)
+        drawn = random.poisson(32, (4000, dp)).max(1).mean()
+        assert predicted == pytest.approx(drawn, rel=0.1)
+        even = images_at_once(model, ParallelSection(dp=dp, balance_images=True), tokens=1024)
+        assert even == 32
 
 
 def test_a_small_job_keeps_the_parts_of_its_tower():
@@ -135,3 +148,25 @@ def test_a_shrunk_tower_of_few_narrow_heads_is_one_that_a_job_may_have():
     small = shrink_job(plan.job, steps=2, max_params=100_000, max_ranks=4, is_data_there=False).job
     assert (small.model.vision.num_heads, small.model.vision.hidden_size) == (2, 8)
     make_plan(small)
+
+
+def test_auto_moves_blocks_away_from_the_tower():
+    model = _model(VISION.model_copy(update={"image_share": 0.5}), num_layers=12)
+    # FLOPs that torch would count: the tower's on a token's share of images, over those of a block's products
+    block = 2 * sum(
+        each.num_elements
+        for each in model_tensors(model)
+        if each.name.startswith("layers.0.") and len(each.shape) > 1
+    )
+    cost = tower_cost(model)
+    assert cost == pytest.approx(0.5 / 16 * image_flops(model) / block)
+    parallel = ParallelSection(stages="auto")
+
+    def counts(tower):
+        return layer_counts(parallel, num_layers=12, num_stages=3, loss_cost=1.0, tower_cost=tower)
+
+    assert counts(0.0) == (4, 4, 4) and counts(2.0) == (3, 5, 4)
+    assert counts(100.0) == (1, 6, 5), "the others share the rest"
+    frozen = _model(VISION, freeze=("vision.*",), num_layers=12)
+    assert tower_cost(frozen) == pytest.approx(tower_cost(_model(VISION, num_layers=12)) / 3)
+    assert tower_cost(model.model_copy(update={"vision": VisionSection()})) == 0.0

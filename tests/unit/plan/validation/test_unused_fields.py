@@ -37,6 +37,10 @@ UNREAD = {
     "model.rope_mscale": (0.5, ["model.rope_scaling=yarn"]),
     "model.rope_original_positions": (64, ["model.rope_scaling=llama3"]),
     "run.sample_prompts": ("[a]", ["run.samples_every=2", "run.sample_tokens=8"]),
+    "run.sample_images": (
+        "[a.png]",
+        ["run.samples_every=2", "run.sample_prompts=[a]", "run.sample_tokens=8"],
+    ),
     "run.sample_temperature": (
         0.5,
         ["run.samples_every=2", "run.sample_prompts=[a]", "run.sample_tokens=8"],
@@ -57,6 +61,14 @@ UNREAD = {
     "parallel.overlap_moe_expert_parallel_comm": (
         "true",
         ["model.moe.num_experts=4", "parallel.tp=2", "parallel.ep=2"],
+    ),
+    "parallel.balance_images": (
+        "true",
+        [
+            "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, "
+            "ffn_hidden_size: 8, image_token_id: 99}",
+            "parallel.dp=2",
+        ],
     ),
     "parallel.tp_comm_overlap": ("true", ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "precision.fp8_end_blocks": (0, ["precision.fp8=rowwise"]),

@@ -11,15 +11,18 @@ import pytest
 from PIL import Image
 
 from raymega.config.vision.section import VisionSection
+from raymega.data import arrow
 from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import ImageMeta
+from raymega.data.images.files import BrokenImageError
 from raymega.data.images.stored import StoredImages
 from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
 from raymega.errors import ConfigError, DataError
 from raymega.prepare import assembly
-from raymega.prepare.images.documents import BrokenImageError, image_document
+from raymega.prepare.images import documents
+from raymega.prepare.images.documents import image_document
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
 from raymega.prepare.tokenizer.trained import byte_tokenizer
@@ -152,6 +155,24 @@ def test_json_holds_images_as_base64_and_broken_ones_are_named(tmp_path):
         _prepare(tmp_path / "strict", [], lines=list(rows.values()))
     meta = _prepare(tmp_path / "lax", [], lines=list(rows.values()), max_bad_lines=5)
     assert (meta.source.num_bad_lines, meta.splits["train"].num_documents) == (5, 1)
+
+
+def test_a_row_with_more_pixels_than_arrow_counts_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_IMAGE_BYTES", 3 * SIZE**2)
+    good = base64.b64encode(_picture(1, "JPEG")).decode()
+    rows = [
+        {"text": "a <image>", "images": [good]},
+        {"text": "<image><image>", "images": [good] * 2},
+    ]
+    told = (
+        r"b\.jsonl@\d+ has no document \(its 2 images are 384 bytes of pixels, and a row holds 192"
+    )
+    with pytest.raises(ConfigError, match=told):
+        _prepare(tmp_path, [], lines=rows)
+    monkeypatch.setattr(arrow, "MOST_IMAGE_BYTES", 191)
+    writer = arrow.ShardWriter(tmp_path, "a.arrow", dtype="uint16", has_images=True)
+    with pytest.raises(DataError, match="a document has 192 bytes of images"), writer:
+        writer.append(np.zeros(4, np.uint16), None, [(0, bytes(192))])
 
 
 def test_any_failure_of_a_parser_is_a_broken_image():

@@ -21,7 +21,7 @@ from raymega.plan.layers.vision import VISION
 LLAVA, CLASS = "llava", "LlavaForConditionalGeneration"
 TEXT_PREFIX, TOWER_PREFIX = "language_model.", "vision_tower.vision_model."
 PREPROCESSOR = "preprocessor_config.json"
-TRAINING = ("image_mean", "image_std", "image_share", "initializer_range")
+TRAINING = ("image_mean", "image_std", "image_share", "initializer_range", "tensor_parallel")
 """Fields that config.json does not express: pixels are normalised before the network."""
 _TYPES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -207,6 +207,29 @@ def preprocessor(vision: VisionSection) -> dict[str, Any]:
         "image_processor_type": kind, "do_resize": True, "size": size, "do_center_crop": False, "do_rescale": True,
         "do_normalize": True, "resample": 3, "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
     }  # fmt: skip
+
+
+def current_preprocessor(vision: VisionSection, carried: bytes) -> bytes:
+    """Return a model's preprocessor_config.json: the ``carried`` one, unless the job has changed what it says."""
+    try:
+        found = json.loads(carried)
+        sizes = [*_edges(found.get("size")), *_edges(found.get("crop_size"))]
+    except (ValueError, AttributeError):
+        return json.dumps(preprocessor(vision), indent=2).encode()
+    # pixels behind the last whole patch are never read
+    patch = max(1, vision.patch_size)
+    if vision.has_positions and any(edge // patch * patch != vision.image_size for edge in sizes):
+        return json.dumps(preprocessor(vision), indent=2).encode()
+    now = {"image_mean": list(vision.image_mean), "image_std": list(vision.image_std)}
+    if all(found.get(name) == value for name, value in now.items()):
+        return carried
+    return json.dumps(found | now, indent=2).encode()
+
+
+def _edges(size: object) -> list[int]:
+    """Return the edges in pixels that a size of a preprocessor names: a number, or several by name."""
+    named = [*size.values()] if isinstance(size, dict) else [size]
+    return [edge for edge in named if isinstance(edge, int)]
 
 
 def known_name(name: str) -> str:

@@ -1,0 +1,115 @@
+"""Files of images: their pixels as a model reads them, and the tokens of a text whose marks stand for them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raymega.config.vision.section import CHANNELS
+from raymega.data.rows import TEXT, Ints, Pixels
+from raymega.extras import import_extra
+
+MARK = "<image>"
+"""Text that stands for an image."""
+LONGEST_PATH = 4096
+"""Characters of a path at most; a longer text is base64."""
+
+
+class BrokenImageError(Exception):
+    """An image cannot be read; the message has its number or path."""
+
+
+def image_pixels(raw: bytes, size: int, name: str, *, purpose: str) -> Pixels:
+    """Return the pixels of an image, [3, size, size] uint8: upright, in RGB, resized by cubic interpolation.
+
+    Args:
+        raw: Content of the image's file.
+        size: Height and width in pixels.
+        name: Name of the image in messages.
+        purpose: Option that needs Pillow, for the message where it is not installed.
+
+    Raises:
+        BrokenImageError: No image can be read.
+    """
+    pil = import_extra("PIL.Image", extra="images", purpose=purpose)
+    ops = import_extra("PIL.ImageOps", extra="images", purpose=purpose)
+    try:
+        with pil.open(io.BytesIO(raw)) as opened:
+            whole = ops.exif_transpose(opened).convert("RGB")
+        resized = whole.resize((size, size), pil.Resampling.BICUBIC)
+    # of a damaged file Pillow's formats raise whatever their parsers do, RuntimeError and struct.error among them
+    except Exception as error:
+        raise BrokenImageError(f"{name} is broken: {' '.join(str(error).split())}") from error
+    pixels = np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
+    assert pixels.shape == (CHANNELS, size, size), "it is RGB"
+    return pixels
+
+
+def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
+    """Return the pixels of an image that a row or a message names.
+
+    Args:
+        value: Path, relative to ``folder``; base64 of a file; or ``{path}`` or ``{bytes}`` with one of these.
+        folder: Folder of the file that names it.
+        size: Height and width in pixels.
+        purpose: Option that reads images, for messages.
+
+    Raises:
+        BrokenImageError: There is no such file, or it is no image.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if not isinstance(value, str):
+        raise BrokenImageError(f"{value!r:.60} is no path and no base64")
+    # a name that is no file may be base64: no path is as long as an image
+    is_file = len(value) < LONGEST_PATH and "\0" not in value and (folder / value).is_file()
+    try:
+        raw = (folder / value).read_bytes() if is_file else base64.b64decode(value, validate=True)
+    except (OSError, ValueError) as error:
+        fact = f"{value[:60]!r} is no file in {str(folder)!r}, and no base64"
+        raise BrokenImageError(fact) from error
+    return image_pixels(raw, size, f"image {value[:60]!r}", purpose=purpose)
+
+
+def prompt_images(
+    prompts: Sequence[str], paths: Sequence[str], size: int, *, purpose: str
+) -> list[list[Pixels]]:
+    """Return the pixels of each prompt's images; none at all where no file is given.
+
+    Args:
+        prompts: Texts, whose marks stand for the images in order.
+        paths: Files of the images of all prompts.
+        size: Height and width in pixels.
+        purpose: Option that reads images, for messages.
+
+    Raises:
+        BrokenImageError: There is another number of marks, no such file, or it is no image.
+    """
+    marks = [text.count(MARK) for text in prompts]
+    if sum(marks) != len(paths):
+        raise BrokenImageError(f"{len(paths)} images have {sum(marks)} marks {MARK}")
+    left = iter(paths)
+    found = [
+        [read_image(path, Path(), size, purpose=purpose) for path in islice(left, count)]
+        for count in marks
+    ]
+    return found if paths else []
+
+
+def with_patches(tokens: Sequence[int], token_id: int, num_patches: int) -> list[int]:
+    """Return tokens in which each mark, ``token_id``, stands as often as its image has patches."""
+    return [
+        each for token in tokens for each in [token] * (num_patches if token == token_id else 1)
+    ]
+
+
+def patch_places(tokens: Ints, token_id: int) -> Ints:
+    """Return the feature of each token of a text, [N] int64: the first mark is feature 0; -1 of text."""
+    is_image = tokens == token_id
+    return np.where(is_image, np.cumsum(is_image) - 1, TEXT)

@@ -1,0 +1,110 @@
+"""Images of prompts: which file a mark stands for, what is refused, and the way to the workers."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raymega.config.vision.section import VisionSection
+from raymega.data.images.files import prompt_images, read_image
+from raymega.data.text_codec import TextCodec, prompt_ids, sample_prompt_faults
+from raymega.errors import ConfigError
+from raymega.generate.answers import unpack_task
+from raymega.generate.image_prompts import prompt_tokens, read_images
+from raymega.generate.prompts import Prompt, Prompts, read_prompts
+from raymega.generate.run import make_task
+from raymega.plan.sampling import Sampling
+from raymega.prepare.tokenizer.trained import byte_tokenizer
+from tests.unit.data.datasets import write_dataset
+
+TOKEN = 257
+VISION = VisionSection(
+    kind="clip", image_size=8, patch_size=4, num_layers=2, hidden_size=8, num_heads=2, ffn_hidden_size=8,
+    image_token_id=TOKEN,
+)  # fmt: skip
+CODEC = TextCodec(byte_tokenizer("<image>").encode())
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for number in range(3):
+        Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(tmp_path / f"{number}.png")
+    return tmp_path
+
+
+def _level(pixels):
+    return int(pixels[0, 0, 0]) // 50
+
+
+def test_marks_of_prompts_take_files_in_order(pictures):
+    files = tuple(pictures / f"{number}.png" for number in (2, 0, 1))
+    given = Prompts(texts=("<image>a<image>", "b", "<image>"), images=files)
+    prompts = read_prompts(given, {}, source="")
+    images = read_images(prompts, VISION, pictures)
+    assert [[*map(_level, own)] for own in images.pixels] == [[2, 0], [], [1]]
+    tokens = prompt_tokens(CODEC, prompts, images)
+    assert tokens == [[TOKEN] * 4 + [97] + [TOKEN] * 4, [98], [TOKEN] * 4]
+    with pytest.raises(ConfigError, match="--prompt has 1 marks <image>, and --image is given 3"):
+        read_prompts(Prompts(texts=("<image>",), images=files), {}, source="")
+
+
+def test_files_and_base64_of_json_lines_are_read_beside_the_file(pictures):
+    raw = (pictures / "1.png").read_bytes()
+    line = {"prompt": "<image><image>", "images": ["2.png", base64.b64encode(raw).decode()]}
+    (pictures / "p.jsonl").write_text(json.dumps(line))
+    prompts = read_prompts(Prompts(file=pictures / "p.jsonl"), {}, source="")
+    assert [*map(_level, read_images(prompts, VISION, pictures).pixels[0])] == [2, 1]
+
+
+def test_a_task_has_the_same_pixels_behind_the_way_to_the_workers(pictures):
+    prompts = [Prompt("a<image>", ({"path": "1.png"},)), Prompt("b")]
+    images = read_images(prompts, VISION, pictures)
+    files = {"tokenizer.json": byte_tokenizer("<image>").encode()}
+    task = make_task(files, prompts, Sampling(), most=64, images=images)
+    again = unpack_task(task.pack())
+    assert [len(own) for own in again.images] == [1, 0] and again.prompts == task.prompts
+    assert (again.images[0][0] == images.pixels[0][0]).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "vision", "told"),
+    [
+        (Prompt("a", ("0.png",)), VISION, "prompt 1 has 1 images and 0 marks"),
+        (Prompt("<image>"), VISION, "prompt 1 has 0 images and 1 marks"),
+        (Prompt("<image>", ("9.png",)), VISION, r"prompt 1: '9.png' is no file"),
+        (Prompt("<image>", (7,)), VISION, "prompt 1: 7 is no path"),
+        (Prompt("<image>", ("broken.png",)), VISION, "broken.png' is broken"),
+        (Prompt("<image>", ("0.png",)), VisionSection(), "the model reads text alone"),
+    ],
+)
+def test_what_is_no_image_or_has_no_mark_is_refused(pictures, prompt, vision, told):
+    (pictures / "broken.png").write_bytes((pictures / "0.png").read_bytes()[:40])
+    with pytest.raises(ConfigError, match=told):
+        prompt_tokens(CODEC, [prompt], read_images([prompt], vision, pictures))
+
+
+def test_images_of_a_runs_samples_are_checked_before_it_starts(pictures):
+    paths = [str(pictures / "1.png")]
+    (images,) = prompt_images(["a <image>"], paths, 8, purpose="a test")
+    assert _level(images[0]) == 1
+    assert prompt_ids(CODEC, "a<image>", VISION) == [97] + [TOKEN] * 4
+    write_dataset(pictures / "data", train=(50,), valid=(40,))
+    (pictures / "data" / "tokenizer.json").write_text(byte_tokenizer("<image>"))
+    values = {
+        "run.samples_every": 1, "run.sample_prompts": ("a<image>",), "run.sample_tokens": 2, "data.seq_len": 7,
+        "data.path": str(pictures / "data"), "data.sources": (), "data.stages": (), "model.vision": VISION,
+    }  # fmt: skip
+    assert list(sample_prompt_faults(values | {"run.sample_images": tuple(paths)})) == []
+    (fault,) = sample_prompt_faults(values)
+    assert fault.fact == "run.sample_images: 0 images have 1 marks <image>"
+    faults = sample_prompt_faults(values | {"run.sample_images": tuple(paths), "data.seq_len": 6})
+    assert [each.fact for each in faults] == ["run.sample_prompts has 'a<image>' of 5 tokens"]
+
+
+def test_an_image_of_bytes_is_that_of_its_file(pictures):
+    stream = io.BytesIO((pictures / "2.png").read_bytes())
+    coded = base64.b64encode(stream.getvalue()).decode()
+    assert _level(read_image({"bytes": coded}, pictures, 8, purpose="a test")) == 2
