@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from raymega.config.attention import AttentionSection
 from raymega.config.heads.section import HeadSection
@@ -10,7 +11,7 @@ from raymega.config.mla import MlaSection
 from raymega.config.vision.section import VisionSection
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import family_parts
-from raymega.plan.validation.rule import broken_rows, reads
+from raymega.plan.validation.rule import MAX_LISTED, broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
 PLAIN = VisionSection()
@@ -40,7 +41,8 @@ def image_length_faults(vision: VisionSection, seq_len: int) -> Iterator[Fault]:
         yield Fault(
             fact=f"data.seq_len={seq_len}",
             rule=f"an image is {vision.num_patches} tokens, and some text has to follow it",
-            remedy=f"set data.seq_len={2 * vision.num_patches} or more",
+            remedy=f"set data.seq_len={2 * vision.num_patches} or more, or "
+            f"model.vision.image_size={max(1, isqrt(seq_len // 2)) * square} or less",
         )
 
 
@@ -74,6 +76,12 @@ def vision_size_faults(vision: VisionSection, vocab_size: int) -> Iterator[Fault
                 f"model.vision.num_heads={vision.num_heads}",
                 f"it must divide model.vision.hidden_size={vision.hidden_size}",
                 "set model.vision.num_heads=1, or a divisor",
+            ),
+            (
+                layers > MAX_LISTED,
+                f"model.vision.num_layers={layers}",
+                f"tensors are listed block by block, for at most {MAX_LISTED:,} of them",
+                f"use at most {MAX_LISTED}",
             ),
             (
                 not 1 <= used <= layers,
