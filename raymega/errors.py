@@ -134,8 +134,8 @@ EXIT_CODES: Mapping[int, str] = {
 
 
 def raise_faults(kind: type[RaymegaError], faults: Iterable[Fault]) -> None:
-    """Raise one error of ``kind`` that carries every fault, or return when there are none."""
-    if found := tuple(faults):
+    """Raise one error of ``kind`` that carries every fault once, or return when there are none."""
+    if found := tuple(dict.fromkeys(faults)):
         raise kind(*found)
 
 

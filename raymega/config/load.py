@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from raymega.config.data import BatchStage, DataSource, DataStage, ValidationSet
 from raymega.config.fields import PLUGIN_NAME, Section
 from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
@@ -31,15 +30,15 @@ MOST_KEYS = 16
 """Most keys of a section that a message lists; of more the nearest are named."""
 _QUOTED = re.compile(r"'([^']+)'")
 YAML_WORDS = {
-    **{
-        f"valid dictionary or instance of {entry.__name__}": "mapping"
-        for entry in (BatchStage, DataSource, DataStage, ValidationSet)
-    },
-    "valid tuple": "list",
-    "field required": "it is missing",
-    "extra inputs are not permitted": "it is not a known key",
+    r"valid dictionary or instance of \w+": "mapping",
+    r"valid tuple": "list",
+    r"tuple should have at \w+ (\d+) items after validation, not \d+": r"it should have \1 entries",
+    r"field required": "it is missing",
+    r"extra inputs are not permitted": "it is not a known key",
 }
-"""Words of pydantic's messages, with the words that an author of YAML would use."""
+"""Patterns of pydantic's messages, with the words that an author of YAML would use."""
+UNITS = re.compile(r"(\d+) ?(?:px|pixels|s|steps|tokens|layers|%)")
+"""A number with its unit, which fields leave out."""
 # Fields whose relative paths are made absolute.
 _PATHS = (
     ("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"), ("checkpoint", "init_adapter"),
@@ -265,7 +264,7 @@ def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) 
 
 def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
     return Fault(
-        fact=f"{name}={given!r}",
+        fact=f"{name}={_as_yaml(given)}",
         rule=f"it must be a mapping with {', '.join(section.model_fields)}",
         remedy=f"write {name}: and its fields below, indented",
     )
@@ -312,7 +311,7 @@ def section_faults(
                 else _validate(field, value)
             )
         except ValidationError as error:
-            faults.append(_invalid(path, value, section.describe(key), error))
+            faults.append(_invalid(path, value, field, section.describe(key), error))
     return faults
 
 
@@ -321,20 +320,35 @@ def _validate(field: FieldInfo, value: object) -> object:
     return adapter.validate_python(value)
 
 
-def _invalid(path: str, value: object, description: str, error: ValidationError) -> Fault:
-    rules = dict.fromkeys(_rule(path, detail) for detail in error.errors())
+def _invalid(
+    path: str, value: object, field: FieldInfo, description: str, error: ValidationError
+) -> Fault:
+    # entries that are refused are missing from a list, which is no fault of its own
+    details = [each for each in error.errors() if each["type"] != "too_short"] or error.errors()
+    rules = dict.fromkeys(_rule(path, detail) for detail in details)
     between = " and " if isinstance(value, tuple) else " or "
-    meant = _meant(value, error.errors())
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{f'write {path}={meant}; ' if meant else ''}"
+        remedy=f"{_line(path, _meant(value, details, description), field)}"
         f"{path.rpartition('.')[2]} is: {description}",
     )
 
 
-def _meant(value: object, details: Sequence[ErrorDetails]) -> str:
-    """Return the word of a field that ``value`` comes close to, such as bfloat16 for bf16; else empty."""
+def _line(path: str, meant: str, field: FieldInfo) -> str:
+    """Return the line to write for a value: the one that is meant, else a default that is more than "not set"."""
+    if meant:
+        return f"write {path}={meant}; "
+    default = field.default
+    is_told = default not in (0, "none", "") or isinstance(default, float)
+    if is_told and isinstance(default, str | int | float):
+        return f"write {path}={str(default).lower()}, the default; "
+    return ""
+
+
+def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> str:
+    """Return the value that another one stands for: bfloat16 for bf16, sigmoid for DPO, 336 for 336px; else empty."""
+    given = str(value).lower()
     known = [
         word
         for detail in details
@@ -342,10 +356,27 @@ def _meant(value: object, details: Sequence[ErrorDetails]) -> str:
         for word in _QUOTED.findall(detail.get("ctx", {}).get("expected", ""))
     ]
     if any(detail["type"] == "int_type" for detail in details):
-        plain = str(value).replace("_", "").replace(",", "").removesuffix(".0")
-        known += [plain] if plain.isdecimal() else []
-        return plain if plain in known else ""
-    return next(iter(get_close_matches(str(value), known, n=1, cutoff=0.5)), "")
+        unit = UNITS.fullmatch(given)
+        plain = given.replace("_", "").replace(",", "").removesuffix(".0")
+        return unit[1] if unit else plain if plain.isdecimal() else ""
+    if any(detail["type"] == "tuple_type" for detail in details):
+        return f"[{value}]" if isinstance(value, str | int | float) else ""
+    if not known:
+        return ""
+    # names that the description of an option has, such as DPO of sigmoid
+    _, *texts = re.split(rf"\b({'|'.join(map(re.escape, known))}): ", description)
+    named = {
+        name.lower(): word
+        for word, text in reversed([*zip(texts[::2], texts[1::2], strict=True)])
+        for name in re.findall(r"\w+", text)
+        if name != name.lower()
+    }
+    held = [word for word in known if len(given) > 2 and given in word]
+    # fp16 shares half of its letters with float16, and so does ner with none: digits say more
+    cutoff = 0.5 if re.search(r"\d", given) else 0.6
+    near = get_close_matches(given, known, n=1, cutoff=cutoff)
+    exact = [given] if given in known else []
+    return next(iter([*exact, *filter(None, [named.get(given)]), *held, *near]), "")
 
 
 def _rule(path: str, detail: ErrorDetails) -> str:
@@ -355,7 +386,7 @@ def _rule(path: str, detail: ErrorDetails) -> str:
     else:
         rule = detail["msg"][:1].lower() + detail["msg"][1:]
     for theirs, ours in YAML_WORDS.items():
-        rule = rule.replace(theirs, ours)
+        rule = re.sub(theirs, ours, rule)
     number, *keys = detail["loc"] or ("",)
     if not isinstance(number, int):
         return rule

@@ -46,7 +46,13 @@ from raymega.data.open_split import (
     short_split,
 )
 from raymega.data.preference.stored_reference import read_reference
-from raymega.data.streaming.remote_dataset import is_remote, meta_at, missing_shards
+from raymega.data.streaming.remote_dataset import (
+    has_folder,
+    is_remote,
+    meta_at,
+    missing_shards,
+    no_folder,
+)
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault, RaymegaError
 from raymega.plan.batch import samples_after
@@ -316,12 +322,11 @@ def _stored_faults(
         splits += [(entry.path, entry.split) for entry in named]
         splits += [] if named else [(source.path, "valid") for source in section.blends[0][1]]
     for path, split in splits:
-        if is_computed(path) or is_remote(path):
-            yield Fault(
-                fact=f"preference.reference=stored with the dataset {path!r}",
-                rule="reference log-probabilities lie beside the shards of a dataset in a folder",
-                remedy="copy the dataset to a folder, or set preference.reference=base for adapters",
-            )
+        if not has_folder(path):
+            yield no_folder(
+                "preference.reference=stored with ", path, stored="reference log-probabilities lie",
+                other="preference.reference=base for adapters",
+            )  # fmt: skip
             continue
         try:
             read_reference(path, split, wanted)

@@ -8,20 +8,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raymega.checkpoint.tools.handle import Checkpoint
-from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.data import is_synthetic
 from raymega.config.schema import Job, ModelSection
 from raymega.data.heads.form import job_form
 from raymega.data.open_split import answer_cut, open_split, shape_of
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import reference_path, write_reference
-from raymega.data.streaming.remote_dataset import is_remote, meta_at
+from raymega.data.streaming.remote_dataset import meta_at
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.evaluate.plan import EvalOptions, plan_of
 from raymega.evaluate.requests import Request
 from raymega.evaluate.scoring import OnRows, score
+from raymega.evaluate.stored import Kept, opened_model
 from raymega.plan.run_plan import RunPlan
 from raymega.session import session_at
+
+KEPT = Kept(
+    field="checkpoint.init_from",
+    model="the reference is a model with weights: as a rule, the one that the run begins with",
+    stored="the reference is written",
+    other="preference.reference=base for adapters",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +61,7 @@ def store_reference(
         WorkerError: A worker failed.
     """
     uri = checkpoint or job.checkpoint.init_from
-    raise_faults(ConfigError, [*_faults(job, uri)])
-    opened = open_checkpoint(uri)
+    opened = opened_model(uri, grid, job.dataset_paths, KEPT, _faults(job))
     longest = job.data.seq_len
     plan = plan_of(opened, EvalOptions(grid=grid, seq_len=longest))
     with session_at(address):
@@ -67,27 +72,14 @@ def store_reference(
         ]
 
 
-def _faults(job: Job, uri: str) -> Iterator[Fault]:
+def _faults(job: Job) -> Iterator[Fault]:
     section = job.preference
     if not section.needs_reference:
         yield Fault(
             fact=f"preference.loss_type={section.loss_type}",
             rule="it compares with no reference",
-            remedy="set preference.loss_type=sigmoid, ipo or hinge",
+            remedy="set preference.loss_type=sigmoid",
         )
-    if uri == "none":
-        yield Fault(
-            fact="checkpoint.init_from=none, and no --checkpoint",
-            rule="the reference is a model with weights: as a rule, the one that the run begins with",
-            remedy="set checkpoint.init_from, or give --checkpoint URI",
-        )
-    for path in job.dataset_paths:
-        if is_synthetic(path) or is_remote(path):
-            yield Fault(
-                fact=f"the dataset {path!r}",
-                rule="the reference is written beside the shards of a dataset in a folder",
-                remedy="copy the dataset to a folder, or set preference.reference=base for adapters",
-            )
 
 
 def _store(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymega.checkpoint.load.pinned_source import teacher_faults
-from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.config.schema import Job
@@ -18,11 +17,11 @@ from raymega.data.distillation.stored_logits import (
     create_logits,
     dataset_rows,
     finish_logits,
-    has_folder,
     row_cut,
 )
 from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
 from raymega.evaluate.scoring import OnRows
+from raymega.evaluate.stored import Kept, opened_model
 from raymega.messages import Progress, Report
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
@@ -33,6 +32,12 @@ from raymega.session import session_at
 
 ENTRY = "raymega.evaluate.teacher_worker"
 LOG_DIR = Path(tempfile.gettempdir()) / "raymega-teacher"
+KEPT = Kept(
+    field="distillation.teacher_checkpoint",
+    model="a teacher is a model with weights",
+    stored="the logits are written",
+    other="distillation.teacher=live",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +72,9 @@ def store_teacher(
         WorkerError: A worker failed.
     """
     uri = checkpoint or job.distillation.teacher_checkpoint
-    raise_faults(ConfigError, [*_faults(job, uri)])
+    opened = opened_model(uri, grid, job.data.datasets, KEPT, _faults(job))
     plan = teacher_plan_on(job, grid)
     raise_faults(ConfigError, teacher_faults(uri, plan.job.model))
-    opened = open_checkpoint(uri)
     key = f"{opened.store.uri}/{opened.manifest.key}"
     with session_at(address):
         return [
@@ -94,26 +98,13 @@ def teacher_plan_on(job: Job, grid: str) -> RunPlan:
     return make_plan(parsed.job())
 
 
-def _faults(job: Job, uri: str) -> Iterator[Fault]:
+def _faults(job: Job) -> Iterator[Fault]:
     if not job.distillation.is_on:
         yield Fault(
             fact="distillation.loss_type=none",
             rule="the job has no teacher",
             remedy="set distillation.loss_type=forward_kl",
         )
-    if uri == "none":
-        yield Fault(
-            fact="distillation.teacher_checkpoint=none, and no --checkpoint",
-            rule="a teacher is a model with weights",
-            remedy="set distillation.teacher_checkpoint, or give --checkpoint URI",
-        )
-    for path in job.data.datasets:
-        if not has_folder(path):
-            yield Fault(
-                fact=f"the dataset {path!r}",
-                rule="the logits are written beside the shards of a dataset in a folder",
-                remedy="copy the dataset to a folder, or set distillation.teacher=live",
-            )
 
 
 def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> StoredTeacher:

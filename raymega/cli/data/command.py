@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raymega.cli.data.curate import curate, train_quality
-from raymega.cli.data.reference import reference
-from raymega.cli.data.teacher import teacher
+from raymega.cli.data.stored import reference, teacher
 from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars

@@ -120,7 +120,8 @@ def _faults(answers: Answers) -> Iterator[Fault]:
         yield Fault(
             fact=f"raymega init {recipe.name} without --model",
             rule="it trains a model that there is: a folder of Hugging Face, or a checkpoint",
-            remedy=f"use raymega init {recipe.name} --model Llama-3.2-1B/",
+            remedy=f"use raymega init {recipe.name} --model Llama-3.2-1B/"
+            + (" --teacher Llama-3.1-8B/" if recipe.name == "distill" else ""),
         )
     if (recipe.name == "distill") is not bool(answers.teacher):
         needs = "without" if recipe.name == "distill" else "with"

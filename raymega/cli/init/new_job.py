@@ -93,7 +93,7 @@ def new_job(answers: Answers) -> NewJob:
     start_rules: dict[str, list[str]] = {}
     if recipe.name == "classify":
         model, start_rules = with_new_head(model)
-    teacher = starting_model(answers.teacher) if answers.teacher else None
+    teacher = starting_model(answers.teacher, option="--teacher") if answers.teacher else None
     # the job without a layout, then the planner's
     values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
     parts = parts_of(model)

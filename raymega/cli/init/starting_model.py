@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.hub import download, hub_name
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.extra_files import CONFIG, has_tokenizer
 from raymega.convert.huggingface.importer import model_of_folder
@@ -44,8 +45,12 @@ class StartingModel:
     tokenizer: str
 
 
-def starting_model(place: str) -> StartingModel:
+def starting_model(place: str, *, option: str = "--model") -> StartingModel:
     """Return the model at ``place``: a folder with a config.json, or the URI of a checkpoint.
+
+    Args:
+        place: Folder or URI, as it was given.
+        option: Option that gave it, for the error.
 
     Raises:
         ConfigError: There is neither, or the model cannot be built.
@@ -66,12 +71,21 @@ def starting_model(place: str) -> StartingModel:
     except RaymegaError as error:
         raise ConfigError(
             Fault(
-                fact=f"--model {place} has no {CONFIG}, and no checkpoint ({error.faults[0].fact})",
+                fact=f"{option} {place} has no {CONFIG}, and no checkpoint ({error.faults[0].fact})",
                 rule="a model is a folder of Hugging Face, of which config.json is enough, or a checkpoint of raymega",
-                remedy="give such a folder: raymega init continue --model Llama-3.2-1B/",
+                remedy=_folder_line(option, place),
             )
         ) from error
     return StartingModel(model=model, init_from=place, import_line="", tokenizer="")
+
+
+def _folder_line(option: str, place: str) -> str:
+    """Return the line to paste for a place without a model: of a name of the Hub, how it becomes a folder."""
+    name = hub_name(place)
+    if not name:
+        return f"give such a folder, for example {option} Llama-3.2-1B/"
+    command, folder = download(name, "model")
+    return f"`{command}`, then {option} {folder}"
 
 
 def span_tokens(folder: str, vocab_size: int) -> dict[str, int]:

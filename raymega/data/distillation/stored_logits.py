@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raymega.config.data import DataSection, is_computed
+from raymega.config.data import DataSection
 from raymega.config.schema import Job
 from raymega.data.format import local_folder
 from raymega.data.heads.form import job_form
-from raymega.data.megatron import is_megatron
 from raymega.data.open_split import open_split, shape_of, split_key
 from raymega.data.rows import Source
-from raymega.data.streaming.remote_dataset import is_remote, meta_at
+from raymega.data.streaming.remote_dataset import has_folder, meta_at, no_folder
 from raymega.errors import ConfigError, Fault
 
 SPLIT = "train"
@@ -93,11 +92,6 @@ class DrawnRows:
         ids = (drawn[:, :1].astype(np.int64) + steps) % self.vocab_size
         logits = -np.sort(drawn[:, 1:] / -(2.0**30), axis=1)  # from 4 to 0
         return ids.astype(np.int32), logits.astype(np.float32)
-
-
-def has_folder(path: str) -> bool:
-    """Return whether a path is that of a prepared dataset in a folder, beside whose shards something can be written."""
-    return not (is_computed(path) or is_remote(path) or is_megatron(path))
 
 
 def logit_files(path: str) -> LogitFiles:
@@ -205,11 +199,8 @@ def logit_faults(
     """Yield the faults of a dataset without logits of its rows as a job cuts them, over a vocabulary of the job's size."""
     name, remedy = "distillation.teacher=stored", f"run {COMMAND} with this job's file and settings"
     if not has_folder(path):
-        yield Fault(
-            fact=f"{name} with the dataset {path!r}",
-            rule="logits of a teacher lie beside the shards of a dataset in a folder",
-            remedy="copy the dataset to a folder, or set distillation.teacher=live",
-        )
+        stored = "logits of a teacher lie"
+        yield no_folder(f"{name} with ", path, stored=stored, other="distillation.teacher=live")
         return
     # the file that tells what the others hold is written last
     how = stored_how(path)

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raymega.config.data import is_computed
 from raymega.data.format import SPLITS
-from raymega.data.streaming.remote_dataset import is_remote, local_folder
+from raymega.data.streaming.remote_dataset import has_folder, local_folder
 from raymega.errors import ConfigError, Fault
 
 Floats = npt.NDArray[np.float64]
@@ -30,7 +29,7 @@ def reference_path(path: str, split: str) -> Path:
 
 def reference_digests(path: str) -> dict[str, str]:
     """Return a digest of the stored log-probabilities of each split of a dataset that has some, by split."""
-    if is_computed(path) or is_remote(path):
+    if not has_folder(path):
         return {}
     files = {split: reference_path(path, split) for split in SPLITS}
     return {split: _digest(file) for split, file in files.items() if file.is_file()}

@@ -9,7 +9,7 @@ from raymega.config.schema import ParallelSection
 from raymega.errors import Fault
 from raymega.plan.batch import make_batch
 from raymega.plan.stages import EVEN_ONLY, KINDS, layer_counts, make_stages, placement_faults
-from raymega.plan.validation.rule import reads
+from raymega.plan.validation.rule import MAX_LISTED, reads
 from raymega.plan.validation.unused_fields import default_of
 from raymega.schedule.order import make_sizes
 from raymega.schedule.table import (
@@ -22,8 +22,6 @@ from raymega.schedule.table import (
 PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
               "wgrad_activation_fraction")  # fmt: skip
-MAX_LISTED = 100_000
-"""Most layers of a model and stages of a pipeline: above any real job, and quick to enumerate."""
 PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 

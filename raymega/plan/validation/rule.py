@@ -11,6 +11,8 @@ from raymega.errors import Fault
 FaultRow = tuple[bool, str, str, str]
 """Row of a rule: true where the rule is broken, then fact, rule and remedy of its fault."""
 Check = Callable[..., Iterator[Fault]]
+MAX_LISTED = 100_000
+"""Most layers of a model, blocks of its tower and stages of a pipeline: above any real job, and quick to enumerate."""
 
 
 @dataclass(frozen=True, slots=True)

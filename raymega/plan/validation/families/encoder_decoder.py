@@ -118,6 +118,13 @@ def span_faults(  # fields of one rule
     room = seq_len - sides.decoder_seq_len, sides.decoder_seq_len
     if not family_parts(family).is_encoder_decoder or min(room) < 1:
         return
+    if spans.num_sentinels > vocab_size:
+        yield Fault(
+            fact=f"data.span_corruption.num_sentinels={spans.num_sentinels}",
+            rule=f"each is one of the model's {vocab_size} tokens",
+            remedy=f"set data.span_corruption.num_sentinels={min(100, vocab_size)}",
+        )
+        return
     last, count = spans.first_sentinel_id, num_noise(spans, max(2, spans.text_seq_len))[1]
     for field in ("first_sentinel_id", "eos_token_id", "decoder_start_token_id"):
         token, least = getattr(spans, field), spans.num_sentinels - 1 if field[0] == "f" else 0

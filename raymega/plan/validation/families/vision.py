@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from raymega.config.attention import AttentionSection
 from raymega.config.heads.section import HeadSection
@@ -48,7 +49,8 @@ def image_length_faults(vision: VisionSection, seq_len: int) -> Iterator[Fault]:
         yield Fault(
             fact=f"data.seq_len={seq_len}",
             rule=f"an image is {vision.num_patches} tokens, and some text has to follow it",
-            remedy=f"set data.seq_len={2 * vision.num_patches} or more",
+            remedy=f"set data.seq_len={2 * vision.num_patches} or more, or "
+            f"model.vision.image_size={max(1, isqrt(seq_len // 2)) * square} or less",
         )
 
 

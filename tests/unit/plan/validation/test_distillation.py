@@ -42,14 +42,14 @@ def test_a_teacher_with_a_tower_of_its_own_sees_the_same_images() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([_teacher("")], "vision has is_on=False, and model.vision True"),
+        ([_teacher("")], "vision has kind=none, and model.vision clip"),
         (
             [_teacher(f", vision: {{{TOWER}, image_mean: [0.5, 0.5, 0.5]}}")],
             "vision has image_mean=(0.5, 0.5, 0.5), and model.vision (0.48145466, 0.4578275, 0.40821073)",
         ),
         (
             [_teacher(f", vision: {{{TOWER}}}"), "model.vision={}"],
-            "vision has is_on=True, and model.vision False",
+            "vision has kind=clip, and model.vision none",
         ),
     ],
     ids=["text-alone", "other-pixels", "images-for-none"],
