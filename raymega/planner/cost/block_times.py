@@ -44,8 +44,8 @@ class BlockTimes:
         their FLOPs.
         """
         if shape.family.is_encoder_decoder:
-            number = plain_layers(shape.model, stage.layers, seq_len=shape.seq_len)
-            yield number, self.dense
+            for block, layers in self._sides(shape, stage):
+                yield plain_layers(shape.model, layers, seq_len=shape.seq_len), block
             return
         # sizes often grow with the layer, and states cost another time than attention: no mean is any stage's
         if self.kinds:
@@ -60,6 +60,14 @@ class BlockTimes:
             dense, with_experts = dense - kept, with_experts - kept_experts
             yield from ((kept, self.wide.dense), (kept_experts, self.wide.experts))
         yield from ((dense, self.dense), (with_experts, self.experts))
+
+    def _sides(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[LayerTime, list[int]]]:
+        """Yield the time of a plain block, with the stage's layers that it stands for."""
+        if self.wide is None or shape.fp8_blocks is None:
+            yield self.dense, list(stage.layers)
+            return
+        yield self.dense, [layer for layer in stage.layers if layer in shape.fp8_blocks]
+        yield self.wide.dense, [layer for layer in stage.layers if layer not in shape.fp8_blocks]
 
     def _kind(self, shape: ActivationShape, number: int) -> LayerTime:
         """Return the time of block ``number`` where kinds differ."""
