@@ -15,7 +15,7 @@ BUILT_IN_PARTS = (
     ("family", "gpt2 llama qwen2 qwen3 phi3 granite olmo2 olmo3 gpt_neox gemma2 gemma3 glm4_moe minimax_m2 "
      "gpt_oss llama4 qwen3_next qwen3_5 nemotron_h bert megatron_bert roberta t5 t5_v1_1",
      "raymega.plan.layers.family_parts:FAMILY_PARTS[{}]", "", ""),
-    ("hf_family", "mistral olmo2 phi3 granite gpt_neox gemma2 gemma3_text olmo3 glm4_moe minimax_m2 gpt_oss llama4_text "
+    ("hf_family", "mistral smollm3 olmo2 phi3 granite gpt_neox gemma2 gemma3_text olmo3 glm4_moe minimax_m2 gpt_oss llama4_text "
      "qwen3_next qwen3_5_text qwen3_5_moe_text nemotron_h deepseek_v32 openelm bert megatron-bert roberta t5",
      "raymega.convert.huggingface.families.table:HF_FAMILIES[{}]", "", ""),
     ("data_source", "synthetic megatron", "raymega.data.open_split:open_{}", "", ""),

@@ -7,6 +7,7 @@ relative positions behind them: so each schedule runs as it does for other famil
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from raymega.config.schema import ModelSection
 from raymega.model.attention.relative_attention import document_mask, position_bias
 from raymega.model.heads.score_head import language_head
+from raymega.model.layers.activation_offload import tensors_in
 from raymega.model.layers.transformer_block import ResidualDropout
 from raymega.model.pipeline_stage import StageModule
 from raymega.model.stream_block import StreamBlock, StreamEmbedding, Streams
@@ -174,6 +176,19 @@ class EncoderDecoderStage(StageModule):
         shape = (2, self.num_buckets, self.model.num_heads // self.tp_stream.tp.size)
         numbers = shape[0] * shape[1] * shape[2]
         return encoder, decoder, rows.flatten()[:numbers].view(shape)
+
+    def _staying(
+        self, blocks: Sequence[nn.Module], x: Any, token_layout: TokenLayout
+    ) -> Iterator[Tensor]:
+        """Yield also what no block of ``blocks`` changes: biases, masks, and the stream of the other side."""
+        yield from super()._staying(blocks, x, token_layout)
+        streams = cast(Streams, x)
+        yield from tensors_in(streams[2:])
+        are_decoders = {cast(StreamBlock, block).cross_attention is not None for block in blocks}
+        if are_decoders == {True}:
+            yield streams.encoder
+        elif are_decoders == {False}:
+            yield streams.decoder
 
     def _used(self, unit: nn.Module, output: Any) -> Any:
         """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from raymega.config.schema import MemorySection, ModelSection, PrecisionSection
 from raymega.model.attention.rope import Rope
@@ -20,6 +19,7 @@ from raymega.model.heads.score_head import ScoreHead, language_head
 from raymega.model.layers.activation_offload import ActivationOffloader, tensors_in
 from raymega.model.layers.embedding import EmbeddingNoise
 from raymega.model.layers.lm_head import Head
+from raymega.model.layers.recompute import recomputed
 from raymega.model.layers.transformer_block import ResidualDropout, TransformerBlock
 from raymega.model.mtp import FutureLabels, MultiTokenPrediction, make_last
 from raymega.model.objectives import Objective
@@ -350,23 +350,21 @@ class StageModule(nn.Module):
             return self._run_blocks(blocks, x, token_layout)
         for start in range(0, len(blocks), self.blocks_together or 1):
             some = blocks[start : start + (self.blocks_together or 1)]
-            run = partial(self._run_blocks, some, x, token_layout)
-            if (
-                self.blocks_together
-            ):  # keep only the group's input: an argument, so that offload sees it
-                run = partial(
-                    checkpoint, self._run_blocks, some, x, token_layout, use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
+            run = partial(self._run_blocks, some, token_layout=token_layout)
+            run = partial(recomputed, run, x) if self.blocks_together else partial(run, x)
             if self.offloader is None:
                 x = run()
             else:  # what remains saved moves to the host
-                x = self.offloader.run(run, self._staying(some, token_layout))
+                x = self.offloader.run(run, self._staying(some, x, token_layout))
         if self.offloader is not None:
             self.offloader.end()
         return x
 
-    def _staying(self, blocks: Sequence[nn.Module], token_layout: TokenLayout) -> Iterator[Tensor]:
-        """Yield tensors that backward of ``blocks`` reads and that stay on the device anyway."""
+    def _staying(
+        self, blocks: Sequence[nn.Module], x: Tensor, token_layout: TokenLayout
+    ) -> Iterator[Tensor]:
+        """Yield tensors that backward of ``blocks`` reads and that stay on the device anyway; ``x`` is their input."""
+        del x  # of encoder-decoder models
         for block in blocks:
             yield from block.parameters()
         yield from tensors_in(token_layout)
@@ -391,7 +389,7 @@ class StageModule(nn.Module):
 
         if not self.blocks_together or not torch.is_grad_enabled():
             return run(x)
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(run, x)
 
     def _used(self, unit: nn.Module, output: Tensor) -> Tensor:
         """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""

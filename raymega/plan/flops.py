@@ -16,6 +16,8 @@ from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.layers.layer_pattern import (
     DELTA_NET,
+    has_unlike_layers,
+    layer_kind,
     mean_keys,
     mixer_share,
     one_layer,
@@ -115,12 +117,15 @@ def layer_costs(model: ModelSection, seq_len: float) -> tuple[float, ...]:
     """Return the cost of each block in units of the last one; empty where all blocks cost the same, or are taken to."""
     if parts_of(model).is_encoder_decoder:
         flops = layer_flops(model, seq_len)
-    elif model.layer_sizes.is_on:
-        flops = [
-            2 * active_weights(layer_tensors(model, layer), model)
+    elif has_unlike_layers(model):
+        kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+        once = {
+            kind: 2 * active_weights(layer_tensors(model, layer), model)
             + _attention_flops(one_layer(model, layer), seq_len)
-            for layer in range(model.num_layers)
-        ]
+            for layer, kind in enumerate(kinds)
+            if kind not in kinds[:layer]
+        }
+        flops = [once[kind] for kind in kinds]
     else:
         return ()
     return tuple(each / flops[-1] for each in flops)

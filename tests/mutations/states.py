@@ -16,6 +16,13 @@ SIZES_LOGITS = (
 STAGE_BYTES = (
     "tests/dist/model/test_activation_bytes.py::test_plan_predicts_stages_of_blocks_that_differ"
 )
+STAGE_TIMES = (
+    "tests/unit/planner/cost/test_block_times.py"
+    "::test_stages_of_unlike_layers_have_times_of_their_own_and_add_up_to_the_whole"
+)
+LISTS = (
+    "tests/unit/checkpoint/load/test_init_from.py::test_lists_by_layer_are_compared_layer_by_layer"
+)
 DELTA_RULE = "model/linear_attention/delta_rule.py"
 DELTA_NET = "model/linear_attention/gated_delta_net.py"
 MAMBA = "model/linear_attention/mamba2.py"
@@ -203,5 +210,19 @@ STATES: tuple[ProofMutation, ...] = (
         old="groups.setdefault(layer_kind(self.model, number), []).append(number)",
         new="groups.setdefault(layer_kind(self.model, 0), []).append(number)",
         tests=(STAGE_BYTES,),
+    ),
+    ProofMutation(
+        name="a stage of states takes as long as one of attention",
+        file="planner/cost/block_times.py",
+        old="if self.kinds:",
+        new="if shape.model.layer_sizes.is_on:",
+        tests=(STAGE_TIMES,),
+    ),
+    ProofMutation(
+        name="a list by layer of another length is another model",
+        file="plan/init_from_rules.py",
+        old="lists[0][n % len(lists[0])] == lists[1][n % len(lists[1])]",
+        new="lists[0] == lists[1]",
+        tests=(LISTS,),
     ),
 )

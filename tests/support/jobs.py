@@ -6,6 +6,12 @@ from raymega.config.load import parse_job
 from raymega.plan.run_plan import RunPlan, make_plan
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+T5 = (
+    "model.family=t5_v1_1", "model.num_kv_heads=num_heads", "model.tie_word_embeddings=false", "data.seq_len=64",
+    "model.encoder_decoder={num_encoder_layers: 2, decoder_seq_len: 16}",
+    "data.span_corruption={text_seq_len: 52, first_sentinel_id: 255, eos_token_id: 64, decoder_start_token_id: 65}",
+)  # fmt: skip
+"""Overrides of the verify job that make its model a T5."""
 VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
 
 

@@ -192,6 +192,12 @@ def architecture_of(model: ModelSection) -> str:
         return OWN_TYPES[model.family]
     if model.family == "llama" and not model.moe.num_experts and model.attention.sliding_window:
         return "mistral"
+    if (
+        model.family == "llama"
+        and not model.moe.num_experts
+        and "no_positions" in model.attention.layer_types
+    ):
+        return "smollm3"
     # GPT-2 with experts has no architecture there; config_from refuses it by its settings.
     if model.moe.num_experts and model.family != "gpt2":
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")

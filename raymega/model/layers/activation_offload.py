@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from raymega.parallel.core.host_copies import AsyncCopy, HostMemory
 
+Output = TypeVar("Output")
 LEAST_BYTES = 1024
 """Smallest storage that is offloaded; below it a copy costs more than the memory is worth."""
 
@@ -69,8 +71,11 @@ class ActivationOffloader:
         """Mark the end of a micro-batch's forward, so that its last unit has no successor."""
         self._last = None
 
-    def run(self, unit: Callable[[], Tensor], staying: Iterable[Tensor]) -> Tensor:
-        """Return ``unit()``; offload its saved tensors, except parameters and ``staying`` ones."""
+    def run(self, unit: Callable[[], Output], staying: Iterable[Tensor]) -> Output:
+        """Return ``unit()``; offload its saved tensors, except parameters and ``staying`` ones.
+
+        An output of several tensors has some that the unit passes on unchanged, which are among ``staying``.
+        """
         here = {tensor.untyped_storage().data_ptr() for tensor in staying}
         saved = self._last = _Unit(before=self._last)
 
@@ -89,7 +94,9 @@ class ActivationOffloader:
             output = unit()
         saved.held.clear()
         # backward of this unit begins with the gradient of its output: fetch then
-        output.register_hook(lambda _gradient: self._return(saved))
+        for made in tensors_in(output):
+            if made.requires_grad and made.untyped_storage().data_ptr() not in here:
+                made.register_hook(lambda _gradient: self._return(saved))
         return output
 
     def _leave(self, unit: _Unit, tensor: Tensor) -> _Ticket:

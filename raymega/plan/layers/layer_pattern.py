@@ -139,6 +139,11 @@ def is_mixed(model: ModelSection) -> bool:
     return bool({*ALONE, *STATES}.intersection(model.attention.layer_types))
 
 
+def has_unlike_layers(model: ModelSection) -> bool:
+    """Return whether layers differ in sizes, or in kinds of attention that cost differing times."""
+    return model.layer_sizes.is_on or len(set(model.attention.layer_types)) > 1
+
+
 def mixer_share(model: ModelSection) -> float:
     """Return the share of blocks with attention or a state."""
     kinds = kinds_of_layers(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +10,12 @@ from functools import partial
 from raymega.plan.flops import plain_layers
 from raymega.plan.fp8_layers import NONE_IN_EIGHT
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.layers.layer_pattern import LayerKind, layer_kind, one_layer
+from raymega.plan.layers.layer_pattern import (
+    LayerKind,
+    has_unlike_layers,
+    layer_kind,
+    one_layer,
+)
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.stages import Stage
 from raymega.planner.cost.layer_time import LayerTime, layer_time
@@ -22,7 +28,8 @@ class BlockTimes:
     """Times of a block of each kind; in a model with one kind both are the same.
 
     ``dense`` and ``experts`` are means over the model's blocks. ``wide`` has the times of blocks that run no product
-    in fp8, where others do. ``kinds`` are those of each kind of block where sizes differ by layer; else empty.
+    in fp8, where others do. ``kinds`` are those of each kind of block where sizes or kinds of attention differ by
+    layer; else empty.
     """
 
     dense: LayerTime
@@ -37,13 +44,14 @@ class BlockTimes:
         their FLOPs.
         """
         if shape.family.is_encoder_decoder:
-            number = plain_layers(shape.model, stage.layers, seq_len=shape.seq_len)
-            yield number, self.dense
+            for block, layers in self._sides(shape, stage):
+                yield plain_layers(shape.model, layers, seq_len=shape.seq_len), block
             return
-        # sizes often grow with the layer, so that no mean is any stage's
+        # sizes often grow with the layer, and states cost another time than attention: no mean is any stage's
         if self.kinds:
             numbers = (*stage.layers, *shape.further(stage))
-            yield from ((1.0, self.kinds[layer_kind(shape.model, number)]) for number in numbers)
+            for kind, count in Counter(self._kind(shape, number) for number in numbers).items():
+                yield count, kind
             return
         with_experts = shape.blocks_with_experts(stage)
         dense = stage.num_layers + len(shape.further(stage)) - with_experts
@@ -52,6 +60,20 @@ class BlockTimes:
             dense, with_experts = dense - kept, with_experts - kept_experts
             yield from ((kept, self.wide.dense), (kept_experts, self.wide.experts))
         yield from ((dense, self.dense), (with_experts, self.experts))
+
+    def _sides(self, shape: ActivationShape, stage: Stage) -> Iterator[tuple[LayerTime, list[int]]]:
+        """Yield the time of a plain block, with the stage's layers that it stands for."""
+        if self.wide is None or shape.fp8_blocks is None:
+            yield self.dense, list(stage.layers)
+            return
+        yield self.dense, [layer for layer in stage.layers if layer in shape.fp8_blocks]
+        yield self.wide.dense, [layer for layer in stage.layers if layer not in shape.fp8_blocks]
+
+    def _kind(self, shape: ActivationShape, number: int) -> LayerTime:
+        """Return the time of block ``number`` where kinds differ."""
+        is_wide = shape.fp8_blocks is not None and number not in shape.fp8_blocks
+        kinds = self.wide.kinds if self.wide is not None and is_wide else self.kinds
+        return kinds[layer_kind(shape.model, number)]
 
 
 def block_times(shape: ActivationShape, device: Accelerator, software: Software) -> BlockTimes:
@@ -64,7 +86,7 @@ def block_times(shape: ActivationShape, device: Accelerator, software: Software)
     experts = dense = mean_over_blocks(times, shape, has_experts=False)
     if shape.model.moe.num_experts:
         experts = mean_over_blocks(times, shape, has_experts=True)
-    kinds = _times_by_kind(times, shape) if shape.model.layer_sizes.is_on else {}
+    kinds = _times_by_kind(times, shape) if has_unlike_layers(shape.model) else {}
     return BlockTimes(dense=dense, experts=experts, wide=wide, kinds=kinds)
 
 

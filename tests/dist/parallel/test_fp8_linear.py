@@ -10,7 +10,7 @@ from raymega.parallel.tensor_parallel.layers import ColumnParallelLinear, RowPar
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
 from raymega.plan.grid import Grid
 from raymega.plan.layers.global_tensor import GlobalTensor
-from tests.support.jobs import layout_overrides
+from tests.support.jobs import T5, layout_overrides
 from tests.support.ranks import run_grid
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
@@ -129,6 +129,7 @@ EXPERTS = (
     "model.moe.intermediate_size=24",
     "model.moe.shared_expert_intermediate_size=16",
 )
+T5_IN_FP8 = (*T5, "precision.fp8_end_blocks=0")
 OFFLOADED = ("memory.offload=[activations,optimizer]",)
 CASES = [
     (
@@ -155,6 +156,8 @@ CASES = [
     ("rowwise", MLA, "tp4", ("memory.recompute=selective",)),
     ("tensorwise", TENSORWISE, "tp2-cp2", ()),
     ("tensorwise", TENSORWISE, "tp2-dp2-sp", ("memory.recompute=full",)),
+    ("rowwise", T5_IN_FP8, "tp2-pp2-sp", ("memory.recompute=full", *OFFLOADED)),
+    ("tensorwise", (*TENSORWISE, *T5_IN_FP8), "tp2-cp2", ("parallel.cp_method=all_gather",)),
 ]
 
 

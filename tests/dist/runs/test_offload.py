@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.jobs import layout_overrides
+from tests.support.jobs import T5, layout_overrides
 from tests.support.training import train
 
 pytestmark = pytest.mark.dist
@@ -20,6 +20,12 @@ CASES = [
     ("tp2-dp2", (*MUON, "parallel.sharding=parameters")),
     ("tp2", (*MUON, "model.moe.num_experts=4", "precision.dtype=bfloat16")),
     ("cp2", ("memory.recompute=full", "memory.recompute_every=2", "precision.fp8=rowwise")),
+    (
+        "tp2",
+        (*T5, "model.hidden_dropout=0.2", "precision.fp8=rowwise", "precision.fp8_end_blocks=0"),
+    ),
+    ("pp2", (*T5, "memory.recompute=full", "memory.recompute_every=3", "schedule.name=zb_h1")),
+    ("cp2", (*T5, "parallel.cp_method=all_gather", "memory.recompute=selective")),
 ]
 
 

@@ -106,6 +106,7 @@ GEMMA = {
 }
 FAMILIES = {
     "mistral-window": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "smollm3": ("SmolLM3", {**SIZES, **WITHOUT_TOKENS, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}),
     "olmo2": ("Olmo2", {**SIZES, **WITHOUT_TOKENS}),
     "phi3": (
         "Phi3",

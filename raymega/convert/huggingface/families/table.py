@@ -29,6 +29,7 @@ from raymega.plugins import code_of, known_names
 
 HF_FAMILIES: Mapping[str, HfFamily] = {
     "mistral": mistral.MISTRAL,
+    "smollm3": mistral.SMOLLM3,
     "olmo2": olmo.OLMO2,
     "phi3": phi3.PHI3,
     "granite": granite.GRANITE,

@@ -257,8 +257,7 @@ def model_option_faults(  # one an option
 
 
 @reads(
-    "model.family, data.loss_on, parallel.dynamic_cp, run.eval_tasks samples_every, preference.loss_type, "
-    "memory.offload, precision.fp8"
+    "model.family, data.loss_on, parallel.dynamic_cp, run.eval_tasks samples_every, preference.loss_type"
 )
 def run_option_faults(  # one an option
     family: str,
@@ -267,8 +266,6 @@ def run_option_faults(  # one an option
     tasks: Sequence[EvalTask],
     samples_every: int,
     pair_loss: str,
-    offload: Sequence[str],
-    fp8: str,
 ) -> Iterator[Fault]:
     """Check that the run asks nothing that reads one stream of tokens."""
     if not family_parts(family).is_encoder_decoder:
@@ -280,10 +277,6 @@ def run_option_faults(  # one an option
         "run.eval_tasks": (bool(tasks), spans, "leave run.eval_tasks out, and set run.eval_samples"),
         f"run.samples_every={samples_every}": (samples_every > 0, spans, "set run.samples_every=0"),
         f"preference.loss_type={pair_loss}": (pair_loss != "none", spans, "set preference.loss_type=none"),
-        "memory.offload": (
-            "activations" in offload, "a block's input is two streams, of which it changes one", "leave activations out",
-        ),
-        f"precision.fp8={fp8}": (fp8 != "none", "its products have not been checked here", "set precision.fp8=none"),
     }  # fmt: skip
     for fact, (is_broken, rule, remedy) in chosen.items():
         if is_broken:

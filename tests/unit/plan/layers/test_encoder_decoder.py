@@ -144,8 +144,6 @@ RULES = {
     "data.span_corruption.eos_token_id=255": "a text has the sentinels 255 to 255, and it is none of them",
     "model.attention_dropout=0.1 parallel.cp=2 parallel.cp_method=all_gather": "dropped without a fused kernel",
     "model.lora={r: 2, lora_dropout: 0.1, target_modules: [attention.q]}": "lora_dropout is set",
-    "memory.offload=[activations]": "two streams, of which it changes one",
-    "precision.fp8=rowwise precision.dtype=bfloat16": "have not been checked here",
     "model.moe.num_experts=4": "moe is set",
     "model.head.kind=token_classification": "scores are read from one stream of tokens",
     "parallel.cp=2": "each score has a bias",
