@@ -200,7 +200,7 @@ class MegatronStream:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
         if self._parts is None:
             return self._tokens[start:stop].astype(np.int64)
-        number, found = bisect_right(self._ends, start), []
+        number, found = bisect_right(self._ends, start), list[Tokens]()
         while start < stop:
             end, first = (
                 min(stop, self._ends[number]),
