@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -346,8 +346,8 @@ def main() -> None:
     most = min(8, max(ranks))
     logging.basicConfig(level=logging.ERROR)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {NODES} Ray nodes", flush=True)
-    corpus = corpus_on_s3() if options.corpus == "s3" else nullcontext([])
-    with tempfile.TemporaryDirectory() as folder, corpus as settings:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        settings = stack.enter_context(corpus_on_s3()) if options.corpus == "s3" else []
         bench = Bench(folder, 1 if options.quick else options.kills, [*settings, *options.set])
         if "kill" in parts:
             bench.kill(ranks, options.spares)

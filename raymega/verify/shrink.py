@@ -131,7 +131,8 @@ def _shorten(draft: Draft, steps: int) -> None:
     draft.values["checkpoint"] |= {"keep_best": 0}  # nothing is saved, so nothing is best
     draft.values["cluster"] |= {"device": "cpu", "num_workers": "grid"}
     timeout_s = min(job.elastic.collective_timeout_s, TIMEOUT_S)
-    draft.values["elastic"]["collective_timeout_s"] = timeout_s
+    # no rank is lost, and the setting would refuse layouts that share the state out
+    draft.values["elastic"] |= {"collective_timeout_s": timeout_s, "on_replica_loss": "restart"}
     draft.values["parallel"] |= dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp"), 1)
     draft.values = settled(draft.job()).model_dump()  # on one rank, in float64
 

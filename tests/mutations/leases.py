@@ -40,7 +40,7 @@ LEASE_MUTATIONS = (
     LeaseMutation(
         name="a grant does not list what was there before",
         file="orchestrate/run_store/lease.py",
-        old="checkpoints=step_ranges(manifests),",
+        old="checkpoints=step_ranges(map(manifest_key, checkpoints)),",
         new="",
         caught="the run has lost its checkpoint",
     ),

@@ -4,12 +4,14 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raymega.checkpoint.tools.inspection import verify_checkpoints
+from raymega.data.export import export_megatron
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
 from raymega.session import close_session, open_session
 from raymega.storage.registry import open_store
 from tests.support.command import train
 from tests.support.servers.s3_server import BUCKET, SECRET_KEY, environment, exported, moto_server
+from tests.unit.data.datasets import write_dataset
 
 pytestmark = [pytest.mark.ray, pytest.mark.wide]
 
@@ -86,6 +88,39 @@ def test_dataset_is_prepared_into_an_object_store_and_trained_from_it(home, addr
     # beside the folder of each dataset is the count of fetched bytes
     (copy,) = (each for each in (home / ".raymega" / "cache").iterdir() if each.is_dir())
     assert sorted(path.name for path in copy.rglob("*.arrow")) == ["000000.arrow"] * 2
+
+
+@pytest.mark.parametrize("kind", ["prepared", "megatron"])
+def test_streamed_run_resumed_on_another_grid_sees_the_samples_of_a_local_one(home, address, kind):
+    """Losses are equal: bit for bit on one grid, and to rounding on the other."""
+    near, far, more = home / f"{kind}-near", f"s3://{BUCKET}/{kind}-far", ["model.vocab_size=264"]
+    made = near / "made"
+    made.mkdir(parents=True)
+    write_dataset(made, train=(900, 700, 800), valid=(100,), vocab_size=264, most=260)
+    paths = {"near": str(made), "far": far}
+    if kind == "megatron":
+        export_megatron(str(made), str(near / "text"), split="train", on_progress=lambda *_: None)
+        paths = {"near": f"megatron:{near}/text", "far": f"megatron:{far}/text"}
+        more.append("run.eval_samples=0")
+    folder = near if kind == "megatron" else made
+    for path in folder.rglob("*.*"):
+        name = path.relative_to(folder).as_posix()
+        open_store(far).put(name, [path.read_bytes()], overwrite=False)
+
+    def run(place, *grid):
+        settings = _settings(f"run.name={kind}-{place}", f"data.path={paths[place]}", *more, *grid)
+        outcome = train(*settings, address=address)
+        assert outcome.code == 0, outcome.stderr
+        return outcome
+
+    local, first = run("near"), run("far")
+    assert first.losses == local.losses and len(local.losses) == 6
+    store = open_store(f"{RUN.removesuffix('/verify')}/{kind}-far")
+    store.delete(first.events[-1]["checkpoint_uri"].removeprefix(f"{store.uri}/"))
+    again = run("far", "parallel.pp=1", "parallel.dp=2")
+    assert [event["step"] for event in again.all("step")] == [5, 6]
+    for step in (5, 6):
+        assert again.losses[step] == pytest.approx(local.losses[step], rel=LIMIT)
 
 
 def _prepare(corpus, out):

@@ -23,6 +23,7 @@ FLEET_SEED = "3"
 COMMITTER = "tests/unit/orchestrate/driver/test_checkpoint_committer.py"
 AXES = "tests/dist/parallel/test_world_along_axes.py"
 KEPT, RETENTION = "tests/scale/test_kept.py", "tests/unit/checkpoint/tools/test_retention.py"
+SHARED = "tests/dist/checkpoint/test_shared_load.py"
 LOG = "tests/unit/checkpoint/format/test_commit_log.py"
 LEASE = "tests/unit/orchestrate/run_store/test_lease.py"
 HELD, REPLICAS = (
@@ -359,6 +360,18 @@ ROWS = {
         "    if (known := known_checkpoints(store)) is not None:",
         "    if (known := None) is not None:",
         KEPT,
+    ),
+    "every block comes from the first replica": (
+        "checkpoint/load/shared_load.py",
+        "            send_block(block, group, reader)",
+        "            send_block(block, group, 0)",
+        SHARED,
+    ),
+    "each replica reads all blocks": (
+        "checkpoint/load/shared_load.py",
+        "                if reader == group.index:",
+        "                if True:",
+        SHARED,
     ),
     "the last step of each metric in a tag": (
         "tracking/mlflow_recorder.py",

@@ -64,7 +64,7 @@ def look_at(prefix: str) -> RemotePair:
         StorageError: The store cannot be reached.
     """
     folder, _, name = prefix.rpartition("/")
-    store, sizes = open_store(folder), {}
+    store, sizes = open_store(folder), dict[str, int]()
     for ending in ("idx", "bin"):
         try:
             sizes[ending] = store.size(f"{name}.{ending}")

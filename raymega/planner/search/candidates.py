@@ -84,7 +84,11 @@ class Space:
 
 def candidates(space: Space) -> Iterator[Job]:
     """Yield every layout that is worth evaluating, legal or not."""
-    base = space.job.with_values(**{name: _free(space, name) for name in _FOLLOWING})
+    base = space.job.with_values(
+        # layouts that share the state out have no replica to continue with, and cost as much without
+        elastic={"on_replica_loss": "restart"},
+        **{name: _free(space, name) for name in _FOLLOWING},
+    )
     for degrees in _degrees(space):
         for experts in _expert_degrees(space, degrees):
             yield from _with_options(space, base, {**degrees, **experts})

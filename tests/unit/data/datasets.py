@@ -16,11 +16,18 @@ def samples_of(source, *, seed=0, block_bytes=1 << 40):
     )
 
 
-def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2, first=0):
-    """Splits whose streams count 0, 1, 2, ...; ``train`` and ``valid`` are lengths of shards, each of one document."""
+def write_dataset(
+    folder, *, train=(50, 30), valid=(20,), vocab_size=257, version=2, first=0, most=1 << 16
+):
+    """Splits whose streams count 0, 1, 2, ... below ``most``, and from 0 again.
+
+    ``train`` and ``valid`` are lengths of shards, each of one document.
+    """
     lengths = {"train": train, "valid": valid}
     splits = {
-        name: _write_split(folder, name, sizes, first) for name, sizes in lengths.items() if sizes
+        name: _write_split(folder, name, sizes, first, most)
+        for name, sizes in lengths.items()
+        if sizes
     }
     meta = DatasetMeta(
         recipe={"tokenizer": "bytes"},
@@ -38,11 +45,11 @@ def write_dataset(folder, *, train=(50, 30), valid=(20,), vocab_size=257, versio
     return meta
 
 
-def _write_split(folder, name, sizes, first):
+def _write_split(folder, name, sizes, first, most):
     shards = []
     for index, size in enumerate(sizes):
         with ShardWriter(folder, f"{name}/{index:06d}.arrow", dtype="uint16") as writer:
-            writer.append(np.arange(first, first + size, dtype=np.uint16))
+            writer.append((np.arange(first, first + size) % most).astype(np.uint16))
             shards.append(writer.close())
         first += size
     return SplitMeta(shards=tuple(shards), num_text_bytes=first)

@@ -77,6 +77,13 @@ def test_packed_rows_stay_rows_of_several_documents(packing, path):
     assert _shrink(make_job(*words), is_data_there=True).job.data.path.endswith(path)
 
 
+def test_a_job_that_continues_without_a_replica_has_layouts_that_share_the_state_out():
+    plain, shrunk = (
+        _shrink(make_job(*more)).job for more in ((), ("elastic.on_replica_loss=continue",))
+    )
+    assert shrunk == plain
+
+
 def test_a_job_that_keeps_its_best_checkpoints_has_layouts_too():
     job = make_job("run.eval_every=10", "checkpoint.every=10", "checkpoint.keep_best=1")
     small = _shrink(job).job

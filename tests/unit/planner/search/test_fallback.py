@@ -99,3 +99,11 @@ def test_replicas_that_cannot_be_grouped_as_before_share_out_all():
     groups = [(each.plan.grid.dp, each.plan.job.parallel.data_parallel_shard_degree)
               for each in fallbacks(job, limit=8)]  # fmt: skip
     assert groups == [(3, "all"), (2, 2), (1, "all")]
+
+
+def test_smaller_grids_continue_without_a_replica_only_where_one_can_hold_the_state():
+    grid = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "data.global_batch_size=24")
+    job = make_test_plan(*grid, "elastic.on_replica_loss=continue").job
+    whole, cut = (smaller_plan(job, most=most).job for most in (4, 3))
+    assert (whole.parallel.dp, whole.elastic.on_replica_loss) == (1, "continue")
+    assert (cut.parallel.sharding, cut.elastic.on_replica_loss) == ("optimizer", "restart")
