@@ -1,7 +1,8 @@
 """Trains a small model on curated text and on raw text, and compares the loss on clean text of another book.
 
-    apt-get download debian-handbook debian-policy debian-reference-{de,en,es,fr,it,ja,pt,zh-cn} debian-faq{,-de,-fr,-ru}
-    for each in debian-[hrf]*.deb; do dpkg-deb -x $each books; done; dpkg-deb -x debian-policy_*.deb held
+    # of the packages of benchmarks/curation.py all but debian-policy, debian-policy-ja and debian-history
+    for each in debian-{faq,handbook,reference}*.deb developers-*.deb maint-*.deb; do dpkg-deb -x $each books; done
+    dpkg-deb -x debian-policy_*.deb held
     python benchmarks/curated_model.py books/usr/share held/usr/share/doc/debian-policy [--seeds 1 2 3] [--steps N]
 
 Both read the same number of tokens, bytes of text. Raw text is all pages; curated text is what ``RECIPE``

@@ -1,6 +1,8 @@
 """Measures `raymega data curate` on the Debian project's books in 25 languages, a JSON line for each part.
 
-    apt-get download debian-handbook debian-reference-{de,en,es,fr,it,ja,pt,zh-cn} debian-faq{,-de,-fr,-ru}
+    apt-get download debian-handbook debian-history debian-policy{,-ja} \\
+      debian-reference-{de,en,es,fr,id,it,ja,pt,pt-br,zh-cn,zh-tw} debian-faq{,-de,-fr,-it,-ja,-ko,-nl,-pt,-ru,-zh-cn} \\
+      developers-reference{,-de,-fr,-it,-ja,-ru} maint-guide{,-ca,-de,-es,-fr,-it,-ja,-ru,-vi,-zh-cn,-zh-tw}
     for each in *.deb; do dpkg-deb -x $each root; done
     python benchmarks/curation.py root/usr/share --tasks lambada_test.jsonl --tasks wikitext_test.txt
 
@@ -239,8 +241,8 @@ def memory(texts, options):
         weights = np.zeros(1 << FEATURE_BITS, dtype=np.float32)
         model.write_bytes(LinearModel(weights=weights, bias=0.0).encode())
         tasks = {"decontaminate": {"tasks": list(map(str, options.tasks)), "max_pieces": 1 << 30}}
-        steps = [*(tasks for _ in options.tasks[:1]), "near", "lines", "exact", "quality", "personal", "mend",
-                 "language", {"quality_model": {"model": str(model)}}]  # fmt: skip
+        steps = ["near", "lines", *(tasks for _ in options.tasks[:1]), "exact", "quality", "personal", "language",
+                 {"quality_model": {"model": str(model)}}, "mend"]  # fmt: skip
         for step in steps:
             command = [sys.executable, __file__, str(file), "--alone", json.dumps(step)]
             told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

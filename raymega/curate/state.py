@@ -112,9 +112,7 @@ def put_arrays(state: State, name: str, arrays: Sequence[Rows]) -> None:
     """Write arrays of uint64, each of which :class:`Arrays` reads alone."""
     ends = np.cumsum([0, *map(len, arrays)], dtype=HEAD)
     # Each array as it lies in memory: those of a large document are not copied.
-    bodies = (
-        memoryview(array.astype("<u8", copy=False)).cast("B") for array in arrays if len(array)
-    )
+    bodies = (array.astype("<u8", copy=False).data.cast("B") for array in arrays if len(array))
     state.put(name, np.array([len(arrays)], HEAD).tobytes(), ends.tobytes(), *bodies)
 
 

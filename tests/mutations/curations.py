@@ -230,7 +230,7 @@ def _decontaminated(_: Path) -> str:
     from raymega.curate.steps.decontaminate import DecontaminateStep, hash_tasks
 
     # The hit lies in several blocks of the text.
-    tokens.BLOCK_CHARACTERS = 40
+    tokens.BLOCK_CHARACTERS = 20
     filler = " ".join(f"word{number}" for number in range(300))
     task = " ".join(f"task{number}" for number in range(13))
     step = DecontaminateStep(Decontaminate(tasks=("x",)), hash_tasks([task], 13))
