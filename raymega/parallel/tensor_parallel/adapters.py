@@ -71,7 +71,7 @@ class LinearPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseLayer:
-    """What one adapter changes: a linear layer, or one part of a fused layer.
+    """Linear layer under one adapter, or one part of a fused layer.
 
     Attributes:
         weight: W [out, in], this rank's part.
@@ -144,7 +144,7 @@ class Adapters(nn.Module):
 
         Args:
             x: Input of the layer.
-            y: Its output.
+            y: Output of the layer without adapters.
             weight: Weight of all parts, [out, in], frozen.
             bias: Bias that y has, [out], frozen; None without.
         """
