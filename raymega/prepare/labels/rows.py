@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from raymega.config.heads.section import MOST_CLASSES
@@ -83,9 +84,10 @@ def _question(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _valued(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = row.get(LABEL)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= LARGEST:
+    number = float(value) if is_number and value is not None else inf
+    if not abs(number) <= LARGEST:
         raise ValueError(f"its {LABEL!r} is {value!r}, not a number of float32")
-    return {"text": _string(row, key), "label": float(value)}
+    return {"text": _string(row, key), "label": number}
 
 
 def _matched(row: Mapping[str, Any], key: str) -> dict[str, Any]:
