@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 from raymega.config.heads.section import MOST_CLASSES
@@ -82,12 +81,11 @@ def _question(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _valued(row: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = row.get(LABEL)
+    value: Any = row.get(LABEL)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = float(value) if is_number and value is not None else inf
-    if not abs(number) <= LARGEST:
+    if not (is_number and abs(value) <= LARGEST):
         raise ValueError(f"its {LABEL!r} is {value!r}, not a number of float32")
-    return {"text": _string(row, key), "label": number}
+    return {"text": _string(row, key), "label": float(value)}
 
 
 def _matched(row: Mapping[str, Any], key: str) -> dict[str, Any]:
