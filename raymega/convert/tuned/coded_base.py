@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     BLOCK,
     MEAN_BITS,
     SCALE_BLOCK,

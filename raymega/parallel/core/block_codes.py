@@ -1,7 +1,7 @@
 """Codes and scales of weights in blocks: NF4 and fp8 with doubly quantised scales, on plain tensors.
 
 The values are those of QLoRA (Dettmers et al. 2023) and of 8-bit dynamic quantisation (Dettmers 2015), computed in
-float32. `plan/base_blocks.py` defines the blocks.
+float32. `plan/layers/base_blocks.py` defines the blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     AT_ONCE,
     BLOCK,
     CODE_BITS,

@@ -27,7 +27,7 @@ from raymega.parallel.core.block_codes import (
 )
 from raymega.parallel.core.buckets import Bucket, Range, Span
 from raymega.parallel.core.shard_spec import Piece
-from raymega.plan.base_blocks import SCALE_BLOCK, box_blocks, row_blocks
+from raymega.plan.layers.base_blocks import SCALE_BLOCK, box_blocks, row_blocks
 from raymega.plan.zero_levels import ZeroLevel
 
 

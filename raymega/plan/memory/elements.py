@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raymega.messages import Box
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     AT_ONCE,
     CODE_BITS,
     COMPUTE,
