@@ -187,6 +187,7 @@ class WeightBuffer:
         # in order of launch, alike on all ranks
         for index in sorted(self._under_way.keys() & set(used), key=list(self._under_way).index):
             self._wait(index)
+        # codes are here now: decode those of this unit alone
         for index in used:
             if index in self.coded and index not in self._decoded:
                 _refill(self._flats[index])
