@@ -45,6 +45,7 @@ RowFormat = Literal[
     "classification",
     "token_classification",
     "multiple_choice",
+    "regression",
     "embedding",
     "images",
 ]

@@ -38,6 +38,7 @@ from raymega.storage.registry import open_store, reading_faults
 FORMS: dict[RowFormat, RowForm] = {
     "preference": PAIRS, "kto": ANSWERS, "classification": RowForm("classes", 1),
     "token_classification": RowForm("tokens", 1), "embedding": RowForm("matches", 2),
+    "regression": RowForm("values", 1),
 }  # fmt: skip
 """Form of the documents of datasets that are no texts, by format."""
 
@@ -91,7 +92,9 @@ def describe_packing(uri: str, meta: DatasetMeta, shape: Shape) -> dict[str, dic
             "packing_efficiency": round(source.efficiency, 4),
             "longest_document": int(documents.lengths.max()),
             "mean_context": round(source.context, 1),
-        } | (_describe_labels(documents, shape.seq_len // max(1, form.size)) if labels else {})
+        }
+        if labels and form.kind != "values":  # of which no byte says that a token has none
+            found[name] |= _describe_labels(documents, shape.seq_len // max(1, form.size))
     return found
 
 

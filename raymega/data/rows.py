@@ -38,7 +38,8 @@ class Row:
         stream_positions: Position of each token in its document's part of its stream, [S] int64; likewise.
         reference: Reference log-probability of each answer, [2 * num_pairs] float64; None where none is stored.
         lengths: Number of tokens of each document of the groups, without its padding.
-        classes: Class, right choice or value of each group, [num_pairs] int64; None where documents have none.
+        classes: Class or right choice of each group, [num_pairs] int64, or its value, float64; None where documents
+            have none.
         taught: A teacher's likeliest next tokens of each token, and their logits, [S, k] each; None where none are stored.
         images: Images of the row.
         image_places: Feature of each token, [S] int64: number of the image in ``images`` times P, plus that of the
@@ -156,6 +157,22 @@ UNDESIRABLE = 4
 def choice_target(num_choices: int, *, is_right: bool) -> int:
     """Return the byte beside the tokens of a question's choice."""
     return 2 * num_choices + is_right
+
+
+def value_targets(value: float, num_tokens: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes beside the tokens of a document with a number, [num_tokens].
+
+    They are those of its float32, the most significant one first, again and again: so a document of two or three
+    tokens has the leading digits, and one that is cut has all.
+    """
+    return np.resize(np.array([value], dtype=">f4").view(np.uint8), num_tokens)
+
+
+def value_of(targets: npt.NDArray[np.integer]) -> float:
+    """Return the number that the bytes beside a document's tokens hold."""
+    held = np.zeros(4, dtype=np.uint8)
+    held[: len(targets)] = targets[:4]
+    return float(held.view(">f4")[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.config.data import SYNTHETIC_PATH
-from raymega.data.rows import TEXTS, UNDESIRABLE, Row, RowForm, ShardRows, choice_target, whole_row
+from raymega.data.rows import (
+    TEXTS,
+    UNDESIRABLE,
+    Row,
+    RowForm,
+    ShardRows,
+    choice_target,
+    value_targets,
+    whole_row,
+)
 
 SYNTHETIC_VOCAB_SIZE = 64
 NUM_WINDOWS = {"train": 1 << 16, "valid": 1 << 10}
@@ -121,6 +130,8 @@ class SyntheticDocuments:
             all_first = [int(self.read(begin + n, 0, 1)[0]) for n in range(form.size)]
             is_right = int(np.argmax(all_first)) == document - begin
             return np.full(length, choice_target(form.size, is_right=is_right), dtype=np.uint8)
+        if form.kind == "values":
+            return value_targets(first % 8 / 2 - 1, length)
         return np.full(length, first % (form.num_classes or 8) + 1, dtype=np.uint8)
 
 

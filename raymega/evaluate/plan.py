@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.checkpoint.load.adapted_base import BASE_REMEDY, open_base, start_of
+from raymega.checkpoint.load.adapted_base import BASE_REMEDY, START_FIELDS, open_base, start_of
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.grid_text import degrees_of, grid_overrides
 from raymega.config.load import parse_mapping
@@ -175,6 +175,9 @@ def plan_beside(job: Job) -> RunPlan:
         "device": job.cluster.device,
         "cpus": job.cluster.cpus_per_worker,
         "plugins": job.plugins.modules,
+        "start": {name: getattr(job.checkpoint, name) for name in START_FIELDS}
+        if job.model.lora.r
+        else {},
     }
     options = EvalOptions(grid=job.run.eval_tasks_grid)
     return plan_on(job.model, options, values, name=f"{job.run.name[:90]}-tasks")

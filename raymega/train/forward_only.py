@@ -191,6 +191,8 @@ def contrast_by_cache(forward: ForwardOnly, head: HeadSection, dp: Group) -> Add
         if not found:  # not the last stage
             return list(micro_batches)
         whole, first = _gather_rows(torch.cat(found), dp)
+        if not len(whole):  # rows of padding alone
+            return list(micro_batches)
         contrast, batches = contrast_of(whole, head), []
         for batch, states in zip(micro_batches, found, strict=True):
             here, last = slice(first // 2, (first + len(states)) // 2), first + len(states)

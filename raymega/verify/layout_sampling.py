@@ -68,6 +68,8 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
         lambda job: job.optimizer.state_dtype == "8bit",
         frozenset({"tp", "sharding", "data_parallel_shard_degree", "dp"}),
     ),
+    (lambda job: job.model.lora.use_dora, frozenset({"tp", "sequence_parallel", "sharding", "recompute"})),
+    (lambda job: job.model.head.kind == "embedding", frozenset({"dp", "cp", "pp", "sequence_parallel"})),
     (lambda job: job.precision.fp8 != "none", frozenset({"tp", "sharding", "sequence_parallel", "pp"})),
 )  # fmt: skip
 """Features of a job, and the axes and options whose code they run through: their pairs are drawn first."""

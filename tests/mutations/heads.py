@@ -58,7 +58,7 @@ HEADS: tuple[Mutation, ...] = (
     Mutation(
         name="every context-parallel rank counts the loss of a pair",
         file=OBJECTIVE,
-        old="    total = scored.contrast.losses.sum() * is_first\n",
+        old="    total = scored.contrast.losses.sum() * counts\n",
         new="    total = scored.contrast.losses.sum()\n",
         layout=Layout(cp=2),
         job=EMBEDDING,

@@ -18,7 +18,7 @@ from raymega.plan.upcycling import Upcycling
 
 FIELD = "checkpoint.init_from"
 BASE_REMEDY = f"name its copy: --set {FIELD}=URI"
-"""What to do where the base of adapters that are used has moved."""
+"""Remedy where the base of adapters that are used has moved."""
 START_FIELDS = ("init_from", "init_rename", "reinit", "init_ignore", "init_upcycle")
 """Fields of a run's checkpoint section that say which weights its base has, and under which names."""
 
@@ -55,7 +55,7 @@ def open_base(
         adapters: Checkpoint of the adapters.
         model: Model with them.
         start: Fields of the base's place and names, as of :func:`start_of`.
-        remedy: What to do where the base is missing, or another one.
+        remedy: Remedy where the base is missing, or another one.
 
     Raises:
         ConfigError: The base is missing, or of another model.

@@ -78,7 +78,7 @@ def unlike_faults(
     faults = _idle_faults(section, saved, wanted)
     if section.init_upcycle:
         faults += upcycling_faults(upcycling, _given(section, saved), wanted)
-    faults += _tensor_faults(section, saved, wanted, upcycling)
+    faults += _tensor_faults(section, saved, wanted, upcycling, has_head=model.head.is_on)
     if section.init_adapter != "none":
         faults += _adapter_faults(section.init_adapter, model)
     return faults or _field_faults(section, manifest, model)
@@ -300,6 +300,8 @@ def _tensor_faults(
     saved: Mapping[str, Shape],
     wanted: Mapping[str, Shape],
     upcycling: Upcycling,
+    *,
+    has_head: bool,
 ) -> Iterator[Fault]:
     # Two tensors of the checkpoint that the rules give one name.
     names = init_names(section, saved)
@@ -320,7 +322,8 @@ def _tensor_faults(
     unlike = _unlike(given, taken)
     lacking, beside = sorted(taken.keys() - given.keys()), sorted(given.keys() - taken.keys())
     is_of_head = all(name.startswith(HEAD) for name in (*lacking, *beside))
-    if NEW_HEAD in lacking and is_of_head and len(unlike) == len(lacking) + len(beside):
+    is_new = NEW_HEAD in lacking or (has_head and beside and not lacking)
+    if is_new and is_of_head and len(unlike) == len(lacking) + len(beside):
         yield _other_head(section, lacking, beside)
     elif unlike:
         yield _other_model(section.init_from, f"holds {first_few(unlike)}")

@@ -68,7 +68,7 @@ def prepare(
         add_bos: Begin each document with the tokenizer's bos_token.
         parse_special_tokens: Encode special tokens that documents spell out as these tokens, not as text.
         format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
-            rejected), kto (prompt, completion, label), classification (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label) or images (text, images, prompt).
+            rejected), kto (prompt, completion, label), classification (text, label), regression (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label), embedding (anchor, positive) or images (text, images, prompt).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
         image_size: images only: height and width to which images are resized, in pixels.
         patch_size: images only: height and width of the square of an image that is a token: a patch, or patches that are merged.

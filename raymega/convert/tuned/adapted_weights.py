@@ -28,7 +28,7 @@ COMBINATION_TYPES = ("cat", "linear")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPart:
-    """One of the adapters that are put together.
+    """Part of a sum of adapters.
 
     Attributes:
         checkpoint: Checkpoint of the adapter.
@@ -120,7 +120,7 @@ class AdaptedWeights:
 
 
 class CombinedAdapters:
-    """One adapter of scale 1 from several, as PEFT's add_weighted_adapter.
+    """Adapter of scale 1 made of several ones, as by PEFT's add_weighted_adapter.
 
     ``cat`` puts the factors side by side: it adds just what all of them add, and its rank is the sum of theirs.
     ``linear`` adds up the factors, each with the root of its weight: of one rank, and another function.

@@ -16,7 +16,7 @@ from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import Fault
 
 FORMATS: dict[str, RowFormat] = {
-    "pairs": "preference", "classes": "classification", "values": "classification", "choices": "multiple_choice",
+    "pairs": "preference", "classes": "classification", "values": "regression", "choices": "multiple_choice",
     "tokens": "token_classification", "answers": "kto", "matches": "embedding",
 }  # fmt: skip
 """Format of the datasets, as of `raymega data prepare --format`, that a form of rows is read from."""

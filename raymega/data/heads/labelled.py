@@ -2,7 +2,8 @@
 
 A dataset holds a byte beside each token. Of a text with class k it is k + 1 at every token, and so the label
 survives a cut; of a token with class k it is k + 1, and 0 of one without. Of a choice it is the number of its
-question's choices times 2, plus 1 if it is right. Of two texts that belong together it is 1. Of an answer that is desirable or not it is what the token is in
+question's choices times 2, plus 1 if it is right. Of two texts that belong together it is 1. Of a text with a number
+it is a byte of its float32. Of an answer that is desirable or not it is what the token is in
 the conversation, plus UNDESIRABLE.
 """
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from raymega.data.packing import Keep, no_keep
 from raymega.data.preference.pairs import PairDocuments, PairedSource
-from raymega.data.rows import UNDESIRABLE, Ints, Row, RowForm
+from raymega.data.rows import UNDESIRABLE, Ints, Row, RowForm, value_of
 from raymega.errors import DataError, Fault
 
 
@@ -59,7 +60,9 @@ class LabelledSource(PairedSource):
             labels[at], mask[at] = np.maximum(each - 1, 0), each > 0
         return replace(row, labels=labels, mask=mask, num_pairs=0)
 
-    def _label(self, group: Sequence[Ints]) -> int:
+    def _label(self, group: Sequence[Ints]) -> int | float:
+        if self.form.kind == "values":
+            return value_of(group[0])
         first = np.array([targets[0] for targets in group])
         if self.form.kind == "choices":
             if set((first // 2).tolist()) != {self.form.size} or (first % 2).sum() != 1:

@@ -42,14 +42,19 @@ def score_batch(
         if row.num_pairs:
             labels = np.zeros(row.num_pairs, np.int64) if row.classes is None else row.classes
             classes.append(labels)
-    labels = np.concatenate([np.zeros(0, np.int64), *classes])
-    is_counted = torch.from_numpy(labels >= 0).double()
+    labels = np.concatenate(classes) if classes else np.zeros(0, np.int64)
+    # a class below 0 is none; a value may be
+    if labels.dtype == np.int64:
+        is_counted = torch.from_numpy(labels >= 0).double()
+        labels = np.maximum(labels, 0)
+    else:
+        is_counted = torch.ones(len(labels), dtype=torch.float64)
     whole = np.concatenate([np.zeros(0, np.int64), *places])
     return ScoreBatch(
         places=torch.from_numpy(whole),
         documents=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *documents])),
         weights=torch.from_numpy(np.concatenate([np.zeros(0), *weights])),
-        labels=torch.from_numpy(np.maximum(labels, 0)),
+        labels=torch.from_numpy(labels),
         is_counted=is_counted,
         num_documents=first,
         num_counted=int(is_counted.sum()) if context.index == 0 else 0,

@@ -130,9 +130,9 @@ def contrast_loss_sum(own: Tensor, scored: ScoreBatch, context: Context) -> tupl
     statistics = own.new_zeros(len(STATISTICS)).detach()
     if scored.contrast is None:  # no document in any row
         return own.sum(), statistics
-    is_first = float(context.index == 0)
-    statistics[ACCURACY] = scored.contrast.is_right.sum() * is_first
-    total = scored.contrast.losses.sum() * is_first
+    counts = float(context.index == 0)
+    statistics[ACCURACY] = scored.contrast.is_right.sum() * counts
+    total = scored.contrast.losses.sum() * counts
     linear = (own * scored.contrast.slopes).sum()
     return with_gradient(total, linear, lambda gradient: gradient), statistics
 

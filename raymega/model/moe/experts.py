@@ -100,8 +100,11 @@ class Experts(nn.Module):
         """Add the adapters' outputs to gate and up, [R, 2 F], or to up, [R, F]."""
         if not len(self.up_adapters):
             return up
-        parts, weights = (each.split(self.up_width, dim=1) for each in (up, self.up))
+        parts = up.split(self.up_width, dim=1)
         names = ("gate", "up")[-len(parts) :]
+        # rows of gate and up, which DoRA alone reads
+        is_rescaled = any(each.magnitude is not None for each in self.up_adapters.values())
+        weights = self.up.split(self.up_width, dim=1) if is_rescaled else [self.up] * len(parts)
         return torch.cat(
             [
                 self.up_adapters[name](rows, part, sizes, weight)

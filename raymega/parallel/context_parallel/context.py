@@ -180,7 +180,7 @@ class ScoreBatch:
         documents: Number of the document of each of these tokens, [T] int64.
         weights: Weight of each of these tokens in its document's scores, [T] float64; they add up to 1 over
             all ranks.
-        labels: Class, right choice or value of each group, [G] int64; 0 where the loss reads none.
+        labels: Class or right choice of each group, [G] int64, or its value, float64; 0 where the loss reads none.
         is_counted: 1 where a group counts, else 0: [G] float64.
         num_documents: N.
         num_counted: Number of groups that this rank counts: their sum on cp rank 0, 0 elsewhere.

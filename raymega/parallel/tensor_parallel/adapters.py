@@ -71,10 +71,10 @@ class LinearPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseLayer:
-    """What one adapter changes: a linear layer, or one part of a fused layer.
+    """Linear layer under one adapter, or one part of a fused layer.
 
     Attributes:
-        weight: W [out, in], this rank's part.
+        weight: W [out, in], this rank's part; without DoRA that of all parts.
         bias: Bias [out] that the output has; None without.
         output: Output of the layer without its adapter.
     """
@@ -137,6 +137,7 @@ class Adapters(nn.Module):
         super().__init__()
         self.settings = settings
         self.parts = nn.ModuleList(part for part in parts if part is not None)
+        self.is_rescaled = any(part is not None and part.magnitude is not None for part in parts)
         self.has_part, self.widths = [part is not None for part in parts], list(widths)
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,25 +145,28 @@ class Adapters(nn.Module):
 
         Args:
             x: Input of the layer.
-            y: Its output.
+            y: Output of the layer without adapters.
             weight: Weight of all parts, [out, in], frozen.
             bias: Bias that y has, [out], frozen; None without.
         """
         if self.settings.is_off:
             return y
-        parts, weight = iter(self.parts), weight.detach()
-        biases = [None] * len(self.widths) if bias is None else bias.detach().split(self.widths)
+        # weights and biases of the parts, which DoRA alone reads
+        weights: Sequence[Tensor] = [weight] * len(self.widths)
+        biases: Sequence[Tensor | None] = [None] * len(self.widths)
+        if self.is_rescaled:
+            weights = weight.detach().split(self.widths)
+            biases = biases if bias is None else bias.detach().split(self.widths)
+        parts, outputs = iter(self.parts), y.split(self.widths, dim=-1)
         layers = [
             BaseLayer(weight=rows, bias=each, output=own)
-            for rows, each, own in zip(
-                weight.split(self.widths), biases, y.split(self.widths, dim=-1), strict=True
-            )
+            for rows, each, own in zip(weights, biases, outputs, strict=True)
         ]
-        outputs = [
+        results = [
             next(parts)(x, layer) if has_part else layer.output
             for layer, has_part in zip(layers, self.has_part, strict=True)
         ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
 
 def make_adapters(  # what layers have apart

@@ -55,10 +55,18 @@ def adapter_bytes(shape: ActivationShape, *, has_experts: bool, num_expert_rows:
             + (shape.stream_tokens * each.stream + shape.tokens * each.inner) * dropped
             + shape.stream_tokens * each.rescaled_stream * element
             + (shape.tokens * each.rescaled + num_expert_rows * each.rescaled_experts) * element
+            + _norm_bytes(each, shape)
             for each in shares
         ),
         default=0,
     )
+
+
+def _norm_bytes(features: _AdapterFeatures, shape: ActivationShape) -> int:
+    """Return the bytes of the norms of DoRA's rows, and of the factors that they give."""
+    experts = shape.model.moe.num_experts // shape.parallel.ep
+    rows = features.rescaled + features.rescaled_stream + experts * features.rescaled_experts
+    return rows * (shape.wide + shape.element)
 
 
 @lru_cache(maxsize=64)

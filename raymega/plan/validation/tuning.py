@@ -207,7 +207,7 @@ def noise_faults(alpha: float, is_dynamic: bool) -> Iterator[Fault]:  # a rule's
 def adapter_use_faults(
     lora: LoraSection, init_adapter: str, init_from: str, tasks: Sequence[object], tasks_on: str
 ) -> Iterator[Fault]:
-    """Check that adapters to start with have a place and a base, and that no other worker needs the base."""
+    """Check that adapters to start with have a place and a base, and that workers beside the run find the base."""
     if init_adapter != "none" and not lora.r:
         yield Fault(
             fact=f"checkpoint.init_adapter={init_adapter!r} with model.lora.r=0",
@@ -220,10 +220,10 @@ def adapter_use_faults(
             rule="adapters change the weights that they were trained on",
             remedy="set checkpoint.init_from to their base, which `raymega checkpoint show` tells",
         )
-    if lora.r and tasks and tasks_on == "beside":
+    if lora.r and tasks and tasks_on == "beside" and init_from == "none":
         yield Fault(
-            fact=f"run.eval_tasks_on=beside with model.lora.r={lora.r}",
-            rule="workers beside the run read its checkpoints, which have no base",
+            fact=f"run.eval_tasks_on=beside with model.lora.r={lora.r} and checkpoint.init_from=none",
+            rule="workers beside the run read its checkpoints, which have adapters alone, and their base",
             remedy="evaluate on the training ranks: run.eval_tasks_on=grid",
         )
 

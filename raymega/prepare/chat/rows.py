@@ -24,7 +24,7 @@ CHATS: tuple[RowFormat, ...] = ("chat", "preference", "kto")
 """Formats whose rows hold conversations."""
 DEFAULT_KEYS: dict[RowFormat, str] = {
     "text": "text", "chat": "messages", "preference": "chosen", "kto": "completion", "classification": "text",
-    "token_classification": "tokens", "multiple_choice": "choices", "embedding": "anchor", "images": "text",
+    "token_classification": "tokens", "multiple_choice": "choices", "embedding": "anchor", "regression": "text", "images": "text",
 }  # fmt: skip
 """Key that a row must have, unless --text-key names another."""
 KEYS = PROMPT, REJECTED, TOOLS = "prompt", "rejected", "tools"

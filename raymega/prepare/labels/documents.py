@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raymega.data.format import RowFormat
-from raymega.data.rows import choice_target
+from raymega.data.rows import choice_target, value_of, value_targets
+from raymega.errors import DataError
 from raymega.prepare.labels.labelled import Labelled
 from raymega.prepare.labels.rows import NO_CLASS
 
@@ -50,6 +52,16 @@ def labelled_documents(
 
     if row_format == "classification":
         return [of_one_label(row["text"], row["label"] + 1)]
+    if row_format == "regression":
+        document, value = of_one_label(row["text"], 0), row["label"]
+        targets = value_targets(value, len(document.ids))
+        if value_of(targets) != float(np.float32(value)):
+            raise DataError(
+                fact=f"the text {row['text'][:40]!r} has {len(document.ids)} tokens, and the label {value!r}",
+                rule="a label takes the place of 4 bytes, one beside each token; of fewer tokens it has fewer digits",
+                remedy="join short texts with more context, or round their labels to halves",
+            )
+        return [replace(document, targets=targets)]
     if row_format == "embedding":
         return [of_one_label(each, 1) for each in row["texts"]]
     if row_format == "multiple_choice":

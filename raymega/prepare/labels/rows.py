@@ -4,6 +4,7 @@ A row's text is its content as JSON, so that readers, held-out splits and origin
 `documents.py` tokenizes it.
 
     classification        {"text": "...", "label": 2}
+    regression            {"text": "...", "label": 3.7}
     token_classification  {"tokens": ["...", ...], "tags": [0, 2, -100, ...]}; words, and -100 for one without a class
     multiple_choice       {"context": "...", "question": "...", "choices": ["...", ...], "label": 0}
     embedding             {"anchor": "...", "positive": "..."}; two texts that belong together
@@ -19,13 +20,15 @@ from raymega.config.heads.section import MOST_CLASSES
 from raymega.data.format import RowFormat
 
 LABELLED: tuple[RowFormat, ...] = (
-    "classification", "token_classification", "multiple_choice", "embedding",
+    "classification", "token_classification", "multiple_choice", "regression", "embedding",
 )  # fmt: skip
 KEYS = LABEL, TAGS, CONTEXT, QUESTION, POSITIVE = "label", "tags", "context", "question", "positive"
 """Keys that a row may have beside that of its format."""
 NO_CLASS = -100
 """Tag of a word without a class, as in transformers."""
 MOST_CHOICES = 63
+LARGEST = 3.4028234e38
+"""Largest number of float32."""
 
 
 def labelled_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -> tuple[str, str]:
@@ -41,6 +44,7 @@ def labelled_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -> tu
             "classification": _classified,
             "token_classification": _tagged,
             "multiple_choice": _question,
+            "regression": _valued,
             "embedding": _matched,
         }[row_format](row, key)
     except ValueError as error:
@@ -74,6 +78,14 @@ def _question(row: Mapping[str, Any], key: str) -> dict[str, Any]:
         "choices": choices,
         "label": _number(row.get(LABEL), LABEL, len(choices)),
     }
+
+
+def _valued(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value: Any = row.get(LABEL)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and abs(value) <= LARGEST):
+        raise ValueError(f"its {LABEL!r} is {value!r}, not a number of float32")
+    return {"text": _string(row, key), "label": float(value)}
 
 
 def _matched(row: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from transformers.models.bert.modeling_bert import BertModel
 
 from raymega.checkpoint.load.init_from import start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.heads.section import HeadSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.importer import hf_import
-from raymega.errors import PlanError
+from raymega.errors import ConfigError, PlanError
 from tests.support.jobs import make_test_plan
 from tests.unit.convert.folders import NOW
 
@@ -47,6 +48,26 @@ def test_weights_come_back_by_their_own_names(folder, is_averaged):
     assert all(torch.equal(values, whole[name]) for name, values in back.items())
     config = json.loads((folder.parent / "back" / "config.json").read_text())
     assert config["architectures"] == ["BertModel"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "cannot be read"), ("[1]", "holds a list")], ids=["cut", "list"]
+)
+def test_a_broken_file_of_pooling_is_told(folder, content, words):
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        _import(folder)
+
+
+def test_an_embedding_begins_from_it_without_its_pooler(folder):
+    done = _import(folder)
+    head = HeadSection(kind="embedding")
+    model = done.model.model_copy(update={"head": head})
+    (fault,) = start_faults(CheckpointSection(init_from=done.uri), model)
+    assert "checkpoint.init_ignore=[head.pooler.bias,head.pooler.weight]" in fault.remedy
+    asked = CheckpointSection(init_from=done.uri, init_ignore=("head.pooler.*",))
+    assert not start_faults(asked, model)
 
 
 def test_a_classifier_begins_from_it_and_nothing_trains_without_a_head(folder):

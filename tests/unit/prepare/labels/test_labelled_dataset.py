@@ -13,7 +13,7 @@ from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from raymega.data.heads.checks import label_faults
 from raymega.data.inspect import describe_packing
 from raymega.data.open_split import Shape, labels_of, open_split
-from raymega.data.rows import ANSWERS, RowForm
+from raymega.data.rows import ANSWERS, RowForm, value_of
 from raymega.errors import ConfigError, DataError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
 from raymega.prepare.labels.documents import labelled_documents
@@ -31,6 +31,7 @@ QUESTIONS = [
     {"context": f"page {n}", "question": "which?", "choices": ["a", "bb", "ccc"], "label": n % 3}
     for n in range(9)
 ]
+MATCHES = [{"anchor": f"question {n}?", "positive": f"answer {n}."} for n in range(7)]
 WORDS = [{"tokens": ["ab", "c", "dd"], "tags": [1, -100, n % 2]} for n in range(5)]
 TAGGED = [{"tokens": ["ab", "c"], "tags": [n % 3, -100]} for n in range(6)]
 ANSWERED = [{"prompt": f"q{n}?", "completion": f"yes {n}.", "label": n % 2 == 0} for n in range(7)]
@@ -85,6 +86,42 @@ def test_a_text_that_is_cut_keeps_its_class(tmp_path, model):
     _prepare(tmp_path, model, CLASSES, "classification")
     rows = _rows(tmp_path, RowForm("classes", 1, 3), seq_len=8)
     assert sorted(int(label) for row in rows for label in row.classes) == sorted([0, 1, 2] * 4)
+
+
+def test_texts_have_their_number_also_where_they_are_cut(tmp_path, model):
+    values = [3.7, -0.25, 1e-3, 5.0]
+    rows = [
+        {"text": f"text {n} of several words", "label": value} for n, value in enumerate(values)
+    ]
+    _prepare(tmp_path, model, rows, "regression")
+    for seq_len in (64, 8):
+        found = [
+            value for row in _rows(tmp_path, RowForm("values", 1), seq_len) for value in row.classes
+        ]
+        assert sorted(found) == sorted(float(np.float32(value)) for value in values)
+
+
+def test_a_number_of_more_digits_than_a_text_has_tokens_is_refused():
+    encoder = Encoder(byte_tokenizer(), EncodingRules(eod_id=6))
+    text, _ = labelled_text({"text": "a", "label": 0.5}, "regression", "text")
+    found = labelled_documents(text, "regression", encoder.ids, encoder.placed, bos_id=-1, eod_id=6)
+    assert value_of(found[0].targets) == 0.5
+    text, _ = labelled_text({"text": "a", "label": 3.7}, "regression", "text")
+    with pytest.raises(DataError, match="has 2 tokens"):
+        labelled_documents(text, "regression", encoder.ids, encoder.placed, bos_id=-1, eod_id=6)
+
+
+def test_texts_that_match_stay_beside_each_other(tmp_path, model):
+    meta = _prepare(tmp_path, model, MATCHES, "embedding")
+    rows = _rows(tmp_path, RowForm("matches", 2))
+    texts = [text for row in rows for text in _texts(row)]
+    assert dict(zip(texts[::2], texts[1::2], strict=True)) == {
+        row["anchor"]: row["positive"] for row in MATCHES
+    }
+    assert sum(row.num_pairs for row in rows) == len(MATCHES)
+    assert all(not row.classes.any() for row in rows)
+    shape = Shape(seq_len=64, packing="best_fit", window=4, multiple=4)
+    assert describe_packing(str(tmp_path / "out"), meta, shape)["train"]["rows"] == len(rows)
 
 
 def test_choices_of_a_question_stay_together_with_the_right_one(tmp_path, model):
@@ -177,6 +214,9 @@ BAD = [
     ("multiple_choice", '{"choices": ["a", "b"], "label": 2}', "from 0 to 1"),
     ("token_classification", '{"tokens": ["a", "b"], "tags": [1]}', "no list of 2 classes"),
     ("kto", '{"prompt": "a", "completion": "b", "label": 1}', "not true or false"),
+    ("regression", '{"text": "a", "label": true}', "not a number of float32"),
+    ("regression", '{"text": "a", "label": 1e39}', "not a number of float32"),
+    ("embedding", '{"anchor": "a", "positive": 3}', "its 'positive' is a int"),
 ]
 
 
