@@ -12,7 +12,7 @@ from math import sqrt
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from raymega.config.schema import ModelSection
-from raymega.plan.base_blocks import COMPUTE, is_in_blocks
+from raymega.plan.layers.base_blocks import COMPUTE, is_in_blocks
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""

@@ -80,7 +80,7 @@ BASE_BLOCK_PROOFS: tuple[ProofMutation, ...] = (
     ),
     ProofMutation(
         name="blocks have 128 weights",
-        file="plan/base_blocks.py",
+        file="plan/layers/base_blocks.py",
         old="BLOCK = 64",
         new="BLOCK = 128",
         tests=(PUBLISHED,),

@@ -19,7 +19,7 @@ from raymega.convert.number_formats import recast
 from raymega.convert.tuned.coded_base import through_blocks
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.adapters import LORA_A, adapter_names, is_adapter, linear_of, magnitude_name
-from raymega.plan.base_blocks import is_in_blocks
+from raymega.plan.layers.base_blocks import is_in_blocks
 from raymega.plan.layers.global_tensor import GlobalTensor
 
 CombinationType = Literal["cat", "linear"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     BLOCK,
     MEAN_BITS,
     SCALE_BLOCK,
@@ -34,6 +34,7 @@ def through_blocks(values: NDArray[np.float64], base_dtype: str) -> NDArray[np.f
 def _matrix(matrix: Single, base_dtype: str) -> Single:
     rows, columns = matrix.shape
     blocks = row_blocks(columns)
+    # zeros fill the last block of a row, and change no largest magnitude
     padded = np.pad(matrix, ((0, 0), (0, blocks * BLOCK - columns))).reshape(rows, blocks, BLOCK)
     largest = np.abs(padded).max(-1)
     scales = _double(largest.reshape(-1)).reshape(rows, blocks, 1)
@@ -44,6 +45,7 @@ def _matrix(matrix: Single, base_dtype: str) -> Single:
 
 def _double(largest: Single) -> Single:
     """Return scales [n] after quantisation in 8 bits, less their mean."""
+    # the mean of integers, as torch has it
     unit = np.ldexp(1.0, MEAN_BITS - int(np.frexp(largest.max())[1]))
     total = np.rint(largest.astype(np.float64) * unit).astype(np.int64).sum()
     mean = np.float32(float(total) / len(largest) / unit)

@@ -1,7 +1,7 @@
 """Codes and scales of weights in blocks: NF4 and fp8 with doubly quantised scales, on plain tensors.
 
 The values are those of QLoRA (Dettmers et al. 2023) and of 8-bit dynamic quantisation (Dettmers 2015), computed in
-float32. `plan/base_blocks.py` defines the blocks.
+float32. `plan/layers/base_blocks.py` defines the blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     AT_ONCE,
     BLOCK,
     CODE_BITS,
@@ -57,6 +57,7 @@ def block_maxima(rows: Tensor, first: int) -> Tensor:
     blocks = row_blocks(before + columns)
     found = torch.empty(rows.shape[0], blocks, dtype=torch.float32, device=rows.device)
     for here in _portions(rows):
+        # the first and the last block of a row may be cut: zeros fill them
         whole = pad(rows[here].float().abs(), (before, blocks * BLOCK - before - columns))
         found[here] = whole.view(-1, blocks, BLOCK).amax(-1)
     return found
@@ -72,6 +73,7 @@ def encode_scales(maxima: Tensor) -> Scales:
     unit = torch.ldexp(torch.ones(()), MEAN_BITS - maxima.max().frexp().exponent.cpu()).double()
     total = (maxima.double() * unit.to(maxima.device)).round().long().sum(1)
     mean = (total.double() / count / unit.to(maxima.device)).float()
+    # the second level: blocks of scales, in the order of the matrix
     distances = maxima - mean[:, None]
     blocks = -(-count // SCALE_BLOCK)
     padded = pad(distances, (0, blocks * SCALE_BLOCK - count)).view(-1, blocks, SCALE_BLOCK)
@@ -138,6 +140,7 @@ def pack(codes: Tensor, base_dtype: str) -> Tensor:
     """Return flat ``codes`` [N] uint8 in as few bytes as they need; of two codes in a byte the first has the high bits."""
     if CODE_BITS[base_dtype] == 8:
         return codes
+    # a code more where their number is odd
     pairs = pad(codes, (0, codes.numel() % 2)).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
 
@@ -146,6 +149,7 @@ def unpack(packed: Tensor, begin: int, end: int, base_dtype: str) -> Tensor:
     """Return codes ``begin`` to ``end`` of a packed tensor, [end - begin] int32."""
     if CODE_BITS[base_dtype] == 8:
         return packed[begin:end].int()
+    # whole bytes, of which the first may hold one code too many
     pairs = packed[begin // 2 : -(-end // 2)].int()
     return torch.stack((pairs >> 4, pairs & 15), 1).view(-1)[begin % 2 :][: end - begin]
 
@@ -165,6 +169,7 @@ def through_blocks(matrix: Tensor, base_dtype: str) -> Tensor:
     places = torch.arange(out * blocks, device=matrix.device).view(out, blocks) // SCALE_BLOCK
     decoded = decode_scales(scales.codes.view(-1, out, blocks), places, scales.second, scales.mean)
     found = torch.empty_like(rows)
+    # codes are of the scale before its own quantisation, weights of the one after it
     packed = pack(encode(rows, maxima, 0, base_dtype).view(-1), base_dtype)
     decode_into(found, packed, decoded.view(-1, blocks), first=0, base_dtype=base_dtype)
     return found.view(matrix.shape)

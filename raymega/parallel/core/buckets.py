@@ -18,8 +18,8 @@ from raymega.messages import Box
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter
-from raymega.plan.base_blocks import CODE_BITS, COMPUTE
 from raymega.plan.flat_boxes import boxes_of_range, linear_index
+from raymega.plan.layers.base_blocks import CODE_BITS, COMPUTE
 from raymega.plan.layers.global_tensor import VECTOR_ROLES
 from raymega.plan.zero_levels import BUCKET_BYTES, ZeroLevel, full_bucket_bytes
 

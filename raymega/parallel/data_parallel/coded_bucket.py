@@ -27,7 +27,7 @@ from raymega.parallel.core.block_codes import (
 )
 from raymega.parallel.core.buckets import Bucket, Range, Span
 from raymega.parallel.core.shard_spec import Piece
-from raymega.plan.base_blocks import SCALE_BLOCK, box_blocks, row_blocks
+from raymega.plan.layers.base_blocks import SCALE_BLOCK, box_blocks, row_blocks
 from raymega.plan.zero_levels import ZeroLevel
 
 
@@ -52,6 +52,7 @@ class _PieceScales:
         row, first = self.piece.box.offset[-2], box_blocks(self.piece.box)[0]
         _, rows, blocks = self.codes.shape
         device = self.codes.device
+        # places among all scales of the matrix
         at_row = torch.arange(row, row + rows, device=device) * row_blocks(
             self.piece.tensor.shape[-1]
         )
@@ -93,6 +94,7 @@ class CodedBucket:
             first, maxima = _first_column(span), self._maxima(rows, span)
             here = codes[span.start : span.stop].view(rows.shape)
             here.copy_(encode(rows, maxima, first, self.base_dtype))
+        # the codes of other parts are gathered for a use
         self.codes = pack(codes[self._owned.place], self.base_dtype).clone()
 
     def start_fetch(self) -> Work:
@@ -127,6 +129,7 @@ class CodedBucket:
         The scales of the parameter's pieces are kept.
         """
         first, spec = _first_column(span), span.param.spec
+        # experts follow each other in the rows, and in each the pieces do
         local = block_maxima(rows, first)
         matrices = spec.shape[0] if spec.is_expert else 1
         by_matrix = local.view(matrices, -1, local.shape[1])
@@ -154,6 +157,7 @@ class CodedBucket:
         if self.is_in_parts:
             all_reduce(whole, self.bucket.sharing.inside, "max")
         found: Scales = encode_scales(whole.flatten(1))
+        # of these the rank keeps the codes of its own blocks
         codes = found.codes.view(whole.shape)[place].clone()
         return _PieceScales(piece=piece, codes=codes, second=found.second, mean=found.mean), whole[
             place

@@ -103,7 +103,8 @@ class WeightBuffer:
 
         All ranks that share its tensors call it together.
         """
-        self._free(keep=())
+        # what was decoded before is of other codes
+        self._free(keep=tuple((self._whole | self._decoded) - {bucket.index}))
         # memory of its own: torch resizes no storage that numpy has seen, as a reader's may
         flat, part = torch.zeros_like(self._flats[bucket.index]), self._table.owned(bucket)
         yield FrozenWeights(part=part, values=flat[part.place])
@@ -187,6 +188,7 @@ class WeightBuffer:
         # in order of launch, alike on all ranks
         for index in sorted(self._under_way.keys() & set(used), key=list(self._under_way).index):
             self._wait(index)
+        # codes are here now: decode those of this unit alone
         for index in used:
             if index in self.coded and index not in self._decoded:
                 _refill(self._flats[index])
@@ -246,11 +248,10 @@ class WeightBuffer:
         for index in self._whole.difference(keep):
             if index in self._under_way:
                 self._wait(index)
-            self._whole.remove(index)
             if index in self.coded:
                 self.coded[index].forget_fetched()
-            else:
-                _drop(self._flats[index])
+            _drop(self._flats[index])
+            self._whole.remove(index)
         for index in self._decoded.difference(keep):
             _drop(self._flats[index])
             self._decoded.remove(index)

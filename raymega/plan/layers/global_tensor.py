@@ -10,8 +10,8 @@ from math import prod
 from typing import Literal
 
 from raymega.messages import Box
-from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.grid import ExpertPlace
+from raymega.plan.layers.base_blocks import COMPUTE
 
 Role = Literal["embedding", "head", "matrix", "filter", "norm", "bias", "state"]
 VECTOR_ROLES = ("filter", "norm", "bias")

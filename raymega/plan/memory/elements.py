@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raymega.messages import Box
-from raymega.plan.base_blocks import (
+from raymega.plan.layers.base_blocks import (
     AT_ONCE,
     CODE_BITS,
     COMPUTE,
@@ -54,6 +54,7 @@ class CodedElements:
         """Return the bytes of codes and scales, with the codes shared by ``ranks`` and those of experts by ``edp``."""
         if not self.total:
             return 0
+        # codes are shared as sharded weights are; scales are not
         shares = -(-self.dense // ranks), -(-self.experts // edp)
         return sum(code_bytes(share, self.base_dtype) for share in shares) + self.scale_bytes
 
@@ -84,6 +85,7 @@ def coded_elements(tensors: Iterable[tuple[GlobalTensor, Box]]) -> CodedElements
     for tensor, box in tensors:
         if tensor.base_dtype == COMPUTE:
             continue
+        # all of a unit are decoded together
         count = box.num_elements
         own = CodedElements(
             base_dtype=tensor.base_dtype,

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from raymega.config.schema import Job, ModelSection, OptimizerSection, PrecisionSection
 from raymega.plan.adapters import tuned_kind
-from raymega.plan.base_blocks import COMPUTE
 from raymega.plan.fp8_layers import fp8_blocks
 from raymega.plan.grid import ExpertPlace, Grid
+from raymega.plan.layers.base_blocks import COMPUTE
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import VECTOR_ROLES, GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import tensor_kind

@@ -12,7 +12,7 @@ from raymega.config.preference import PreferenceSection
 from raymega.config.schema import ModelSection
 from raymega.errors import Fault, first_few
 from raymega.plan.adapters import FUSED, NO_LINEARS, is_adapter, is_target
-from raymega.plan.base_blocks import COMPUTE
+from raymega.plan.layers.base_blocks import COMPUTE
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.tensor_table import model_tensors
 from raymega.plan.validation.rule import broken_rows, reads

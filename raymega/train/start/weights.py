@@ -91,8 +91,8 @@ class _Source:
     """Checkpoint that weights are read from.
 
     Attributes:
-        store: Its store.
-        manifest: Its manifest, with the boxes of these weights under the run's names.
+        store: Store of the checkpoint.
+        manifest: Manifest with the boxes of these weights under the run's names.
         section: Rules of the start.
         upcycling: Experts that start as dense layers.
         seed: Seed of initial values.
@@ -149,6 +149,7 @@ def _encode(parts: TrainingComponents, source: _Source, progress: Callable[[], N
         with parts.weights.recoding(coded.bucket) as frozen:
             blocks = list(frozen.blocks())
             for block in blocks:
+                # what the checkpoint does not give keeps its initial values
                 if not source.is_taken(block.tensor.name):
                     device = block.values.device
                     drawn = initial_values(block.tensor, block.box, seed=source.seed, device=device)

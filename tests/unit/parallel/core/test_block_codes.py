@@ -8,7 +8,7 @@ from raymega.config.lora import LoraSection
 from raymega.convert.tuned import coded_base
 from raymega.messages import Box
 from raymega.parallel.core import block_codes
-from raymega.plan.base_blocks import box_blocks, dynamic_values, format_values, scale_bytes
+from raymega.plan.layers.base_blocks import box_blocks, dynamic_values, format_values, scale_bytes
 from raymega.plan.memory.elements import coded_elements
 from raymega.plan.tensor_table import model_tensors
 from tests.support.references.qlora import NF4, dynamic_map, through_nf4
