@@ -1,11 +1,14 @@
 """Datasets in an object store: the driver's questions, and how they are opened."""
 
+from dataclasses import replace
 from uuid import uuid4
 
+import numpy as np
 import pytest
 
+from raymega.data.arrow import ShardWriter
 from raymega.data.checks import data_faults
-from raymega.data.format import META_FILE
+from raymega.data.format import META_FILE, ImageMeta, SplitMeta, encode_meta
 from raymega.data.inspect import inspect_dataset
 from raymega.data.open_split import Shape, open_split
 from raymega.data.streaming.remote_dataset import meta_at
@@ -14,7 +17,6 @@ from raymega.storage.registry import open_store
 from tests.support.servers.ports import CLOSED_PORT
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.data.datasets import write_dataset
-from tests.unit.prepare.images import test_image_rows
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +104,35 @@ def test_inspection_reads_every_byte_on_request(uri, meta):
         inspect_dataset(uri, is_verified=True, on_shard=lambda *_: None)
 
 
-def test_pixels_come_from_a_store_with_their_tokens(endpoint, tmp_path, monkeypatch):
+def test_pixels_come_from_a_store_with_their_tokens(uri, meta, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    uri = f"s3://{BUCKET}/{uuid4().hex}/images"
-    test_image_rows._prepare(tmp_path)
-    for path in (tmp_path / "out").rglob("*.*"):
-        key = path.relative_to(tmp_path / "out").as_posix()
-        open_store(uri).put(key, [path.read_bytes()], overwrite=False)
-    shape = Shape(seq_len=32, packing="best_fit", window=4, multiple=4)
-    far, near = (open_split(at, "train", shape, seed=0) for at in (uri, str(tmp_path / "out")))
-    num_images = 0
-    for index in range(near.num_windows):
-        here, there = near.row(index), far.row(index)
-        assert (here.tokens == there.tokens).all()
-        assert (here.image_places == there.image_places).all()
-        for one, other in zip(here.images, there.images, strict=True):
-            assert (one() == other()).all()
-        num_images += len(here.images)
-    assert far.num_windows == near.num_windows and num_images > 3
+    size, num_patches, random = 8, 4, np.random.default_rng(0)
+    pictures = [random.integers(256, size=(3, size, size), dtype=np.uint8) for _ in range(5)]
+    # two shards of documents of 12 tokens, whose images begin at token 2 and, of some, at 6
+    folder, shards, left = tmp_path / "seen", [], iter(pictures)
+    for shard, counts in enumerate([(1, 2), (2,)]):
+        with ShardWriter(folder, f"train/{shard}.arrow", dtype="uint16", has_images=True) as writer:
+            for count in counts:
+                images = [(2 + 4 * at, next(left).tobytes()) for at in range(count)]
+                writer.append(np.arange(12, dtype=np.uint16), None, images)
+            shards.append(writer.close())
+    images = ImageMeta(size=size, num_patches=num_patches, token_id=256)
+    split = SplitMeta(shards=tuple(shards), num_text_bytes=36)
+    seen = replace(meta, splits={"train": split}, images=images)
+    (folder / META_FILE).write_bytes(encode_meta(seen))
+    for path in folder.rglob("*.*"):
+        key = path.relative_to(folder).as_posix()
+        open_store(f"{uri}/seen").put(key, [path.read_bytes()], overwrite=False)
+    # the last window of a shard would lack a label
+    for packing, count in (("none", 1), ("best_fit", 5)):
+        shape = Shape(seq_len=12, packing=packing, window=3, multiple=4)
+        far, near = (open_split(at, "train", shape, seed=0) for at in (f"{uri}/seen", str(folder)))
+        found = []
+        for index in range(near.num_windows):
+            here, there = near.row(index), far.row(index)
+            assert (here.tokens == there.tokens).all()
+            assert (here.image_places == there.image_places).all()
+            for one, other in zip(here.images, there.images, strict=True):
+                assert (one() == other()).all()
+            found += [image().tobytes() for image in there.images]
+        assert sorted(found) == sorted(each.tobytes() for each in pictures[:count])
