@@ -32,7 +32,7 @@ def verify(
     job_file: JobFile,
     overrides: Overrides = None,
     layouts: Annotated[int, typer.Option(min=1, max=10_000)] = 8,
-    max_ranks: Annotated[int, typer.Option(min=2)] = 8,
+    max_ranks: Annotated[int, typer.Option(min=2, max=1024)] = 8,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 3,
     max_params: Annotated[int, typer.Option(min=1)] = 2_000_000,

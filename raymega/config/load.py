@@ -37,8 +37,7 @@ YAML_WORDS = {
     r"extra inputs are not permitted": "it is not a known key",
 }
 """Patterns of pydantic's messages, with the words that an author of YAML would use."""
-UNITS = re.compile(r"(\d+) ?(?:px|pixels|s|steps|tokens|layers|%)")
-"""A number with its unit, which fields leave out."""
+_UNITS = re.compile(r"(\d+) ?(?:px|pixels|s|steps|tokens|layers|%)")
 # Fields whose relative paths are made absolute.
 _PATHS = (
     ("data", "path"), ("checkpoint", "uri"), ("checkpoint", "init_from"), ("checkpoint", "init_adapter"),
@@ -244,7 +243,11 @@ def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) 
     for key in raw:
         if key in known:
             continue
-        near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+        below = {name: _section_of(field) for name, field in model.model_fields.items()}
+        inner = [
+            f"{name}.{key}" for name, each in below.items() if each and key in each.model_fields
+        ]
+        near = [*inner, *get_close_matches(str(key), known, n=1, cutoff=0.5)]
         shown = (
             known
             if len(known) <= MOST_KEYS
@@ -356,7 +359,7 @@ def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> 
         for word in _QUOTED.findall(detail.get("ctx", {}).get("expected", ""))
     ]
     if any(detail["type"] == "int_type" for detail in details):
-        unit = UNITS.fullmatch(given)
+        unit = _UNITS.fullmatch(given)
         plain = given.replace("_", "").replace(",", "").removesuffix(".0")
         return unit[1] if unit else plain if plain.isdecimal() else ""
     if any(detail["type"] == "tuple_type" for detail in details):

@@ -46,9 +46,13 @@ def opened_model(
     """
     found = list(faults)
     if uri == "none":
-        remedy = f"set {kept.field}, or give --checkpoint URI"
-        fact = f"{kept.field}=none, and no --checkpoint"
-        found.append(Fault(fact=fact, rule=kept.model, remedy=remedy))
+        found.append(
+            Fault(
+                fact=f"{kept.field}=none, and no --checkpoint",
+                rule=kept.model,
+                remedy=f"set {kept.field}, or give --checkpoint URI",
+            )
+        )
     opened = None
     try:
         grid_overrides(grid)

@@ -6,7 +6,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.ray.test_snapshots import HEALTH
-from tests.support.command import train
+from tests.support.command import runs_in
 
 pytestmark = [pytest.mark.ray, pytest.mark.wide]
 
@@ -39,13 +39,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def run(cluster, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-
-    def start(name, *more, on_step=lambda _running, _step: None):
-        settings = (f"run.name={name}", f"checkpoint.uri={folder}", *COMMON, *more)
-        return train(*settings, address=cluster.address, on_step=on_step)
-
-    return start
+    return runs_in(tmp_path_factory.mktemp("runs"), cluster.address, *COMMON)
 
 
 def agree(run, outcome, grid, left):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 VERIFY = Path(__file__).parents[2] / "jobs" / "verify.yaml"
 
@@ -107,3 +108,13 @@ def train(
     # what was printed last may be the cause of the end
     drain.join(60)
     return Outcome(code=code, events=events, stderr="".join(errors))
+
+
+def runs_in(folder: Path, address: str, *common: str) -> Callable[..., Outcome]:
+    """Return ``train`` of runs by their name and further overrides, in one folder and on one cluster, with ``common`` ones."""
+
+    def start(name: str, *more: str, **options: Any) -> Outcome:
+        settings = (f"run.name={name}", f"checkpoint.uri={folder}", *common, *more)
+        return train(*settings, address=address, **options)
+
+    return start

@@ -34,6 +34,7 @@ from tests.dist.model.test_hugging_face import _blocks
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_t5, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import (
     LOGITS_LIMIT,
     STEPS,
@@ -54,13 +55,6 @@ SOURCE, TARGET = 40, 16
 @pytest.fixture(params=hf_t5.KINDS)
 def kind(request):
     return request.param
-
-
-def _import(folder, model):
-    model.save_pretrained(folder / "theirs")
-    return hf_import(
-        folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
 
 
 def _with_target(model, length):
@@ -112,7 +106,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_those_of_transformers(tmp_path, kind, layout):
     theirs, (grid, pp, is_cut) = hf_t5.make_model(kind), LAYOUTS[layout]
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     assert done.model.family == kind
     parts = run_grid(_outputs, grid, done.model, done.uri, pp, is_cut)
     tokens = _inputs()
@@ -127,7 +121,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, layout):
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_t5.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")
     again, wanted = hf_t5.load_model(tmp_path / "back"), theirs.state_dict()
     assert again.config.scale_decoder_outputs == theirs.config.scale_decoder_outputs
@@ -203,7 +197,7 @@ PACKED = ("data.packing=best_fit",)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
     theirs = hf_t5.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     plan = _plan(done, layout, *rows)
     results = run_grid(train_rank, plan.grid, plan.to_json())
     curve = _train_plainly(theirs, plan)

@@ -32,6 +32,7 @@ from tests.dist.model.test_hugging_face import _blocks
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_encoders, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import (
     LOGITS_LIMIT,
     STEPS,
@@ -52,13 +53,6 @@ LENGTH = 40
 @pytest.fixture(params=hf_encoders.KINDS)
 def kind(request):
     return request.param
-
-
-def _import(folder, model):
-    model.save_pretrained(folder / "theirs")
-    return hf_import(
-        folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
 
 
 def _inputs():
@@ -119,7 +113,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_are_those_of_transformers(tmp_path, kind, layout):
     theirs, (grid, pp, is_cut, method) = hf_encoders.make_model(kind), LAYOUTS[layout]
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     assert done.model.encoder.has_pairs == (kind in hf_encoders.HAVE_PAIRS)
     inner = {"all_to_all": grid.cp, "hybrid": 2}.get(method, 1)
     args = done.model, done.uri, pp, is_cut, method
@@ -140,7 +134,7 @@ def test_outputs_are_those_of_transformers(tmp_path, kind, layout):
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_encoders.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")
     again, wanted = hf_encoders.load_model(kind, tmp_path / "back"), theirs.state_dict()
     assert again.state_dict().keys() == wanted.keys()
@@ -280,7 +274,7 @@ PACKED = ("data.packing=best_fit", "data.document_multiple=4")
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):
     theirs = hf_encoders.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     options = rows
     if done.model.encoder.has_pairs and kind != "bert":
         options = (*rows, "model.encoder.sentence_loss=sentence_order")

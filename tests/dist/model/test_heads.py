@@ -11,7 +11,6 @@ from raymega.checkpoint.load.init_from import start_faults
 from raymega.config.heads.section import HeadSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.exporter import hf_export
-from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.samples import open_samples
 from raymega.messages import Requests
@@ -24,8 +23,8 @@ from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_heads, hf_models, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import whole_weights
-from tests.unit.convert.folders import NOW
 
 pytestmark = pytest.mark.dist
 
@@ -38,13 +37,6 @@ OPTIMIZER = (
     "optimizer.lr_warmup_steps=1", "optimizer.lr=1e-2", "optimizer.weight_decay=0.3", "optimizer.eps=1e-6",
     "optimizer.max_grad_norm=0.5",
 )  # fmt: skip
-
-
-def _import(folder, model):
-    model.save_pretrained(folder / "theirs")
-    return hf_import(
-        folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
 
 
 def _plan(done, layout, *options):
@@ -121,7 +113,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layout", "options"), CASES)
 def test_steps_are_those_of_transformers(tmp_path, kind, layout, options):
     theirs = hf_heads.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     plan = _plan(done, layout, *options)
     results = run_grid(_train, plan.grid, plan.to_json())
     plain = _plan(done, "tp1", *[o for o in options if o.startswith("preference.")])
@@ -155,7 +147,7 @@ def test_steps_are_those_of_transformers(tmp_path, kind, layout, options):
 @pytest.mark.parametrize("kind", hf_heads.KINDS)
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_heads.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     assert done.model.head.is_on
     hf_export(done.uri, tmp_path / "back")
     again, wanted = hf_heads.load_model(kind, tmp_path / "back"), theirs.state_dict()
@@ -171,7 +163,7 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["llama2", "llama3"])
 def test_a_job_says_which_tensors_of_a_new_head_begin_anew(tmp_path, kind):
-    done = _import(tmp_path, hf_models.make_model(kind))
+    done = imported(tmp_path, hf_models.make_model(kind))
     head = HeadSection(kind="sequence_classification", num_labels=3)
     model = done.model.model_copy(update={"head": head})
     (fault,) = start_faults(CheckpointSection(init_from=done.uri), model)

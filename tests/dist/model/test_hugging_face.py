@@ -30,6 +30,7 @@ from raymega.plan.grid import Grid
 from tests.support.outside_package import STABLELM, write_package
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import (
     LOGITS_LIMIT,
     TRAINING_LIMIT,
@@ -49,14 +50,6 @@ ACME = ("acme.plugins",)
 @pytest.fixture(params=hf_models.KINDS)
 def kind(request):
     return request.param
-
-
-def _import(tmp_path, model, plugins=()):
-    model.save_pretrained(tmp_path / "theirs")
-    uri = str(tmp_path / "ours")
-    return hf_import(
-        tmp_path / "theirs", uri, created=NOW, make_vocab_size_divisible_by=8, plugins=plugins
-    )
 
 
 def _tokens():
@@ -119,7 +112,7 @@ def _whole(parts, model):
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)], ids=["tp1-pp1", "tp2-pp2"])
 def test_logits_are_those_of_transformers(tmp_path, kind, tp, pp):
     theirs = hf_models.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     ours = _whole(run_grid(_logits, Grid(tp=tp), done.model, done.uri, pp), done.model)
     with torch.no_grad():
         assert plain_models.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
@@ -132,7 +125,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, tp, pp):
 @pytest.mark.parametrize("kind", hf_models.EXPERTS)
 def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp):
     theirs = hf_models.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     ours = _whole(run_grid(_logits, Grid(tp=tp, ep=ep), done.model, done.uri, pp), done.model)
     with torch.no_grad():
         assert plain_models.difference(ours, hf_models.logits(theirs, _tokens())) < LOGITS_LIMIT
@@ -141,7 +134,7 @@ def test_logits_of_experts_are_those_of_transformers(tmp_path, kind, tp, ep, pp)
 @pytest.mark.parametrize("kind", hf_models.IN_OTHER_WORDS)
 def test_logits_are_those_of_transformers_where_the_section_says_it_in_other_words(tmp_path, kind):
     theirs = hf_models.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     assert done.model.moe.n_group == 1
     assert bool(done.model.moe.num_experts) is not kind.endswith("dense")
     ours = _whole(run_grid(_logits, Grid(), done.model, done.uri, 1), done.model)
@@ -186,7 +179,7 @@ LAYOUTS = {"one": (1, 1, 1), "tp2-cp2-pp2": (2, 2, 2)}
 @pytest.mark.parametrize("kind", hf_models.FAMILIES)
 def test_logits_of_families_are_those_of_transformers(tmp_path, kind, layout):
     theirs, (tp, cp, pp) = hf_models.make_model(kind), LAYOUTS[layout]
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     ep = 2 if tp > 1 and kind in hf_models.HAVE_EXPERTS else 1
     parts = run_grid(_logits, Grid(tp=tp, cp=cp, ep=ep), done.model, done.uri, pp)
     with torch.no_grad():
@@ -214,7 +207,7 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
 
 def _check_way_back(tmp_path, kind):
     theirs = hf_models.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = imported(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")
     again = hf_models.load_model(tmp_path / "back")
     wanted = theirs.state_dict()
@@ -261,7 +254,7 @@ def test_steps_with_experts_are_those_of_a_plain_loop(tmp_path, kind, layout):
 
 def _check_steps(tmp_path, kind, layout, *options):
     theirs = hf_models.make_model(kind)
-    _compare_steps(tmp_path, theirs, _import(tmp_path, theirs), layout, *options)
+    _compare_steps(tmp_path, theirs, imported(tmp_path, theirs), layout, *options)
 
 
 def _compare_steps(tmp_path, theirs, done, layout, *options, run=run_grid):
@@ -324,7 +317,7 @@ def test_family_of_a_plug_in_is_that_of_transformers(tmp_path, package, layout):
 
     torch.manual_seed(4)
     theirs = StableLmForCausalLM(StableLmConfig(**STABLELM)).double().eval()
-    done, (tp, cp, pp) = _import(tmp_path, theirs, ACME), LAYOUTS[layout]
+    done, (tp, cp, pp) = imported(tmp_path, theirs, plugins=ACME), LAYOUTS[layout]
     assert done.model.family == "acme.stablelm"
     ours = _whole(run(_logits, Grid(tp=tp, cp=cp), done.model, done.uri, pp), done.model)
     with torch.no_grad():

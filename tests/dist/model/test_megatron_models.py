@@ -6,13 +6,12 @@ from torch.nn.functional import cross_entropy
 
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.convert.huggingface.importer import hf_import
 from raymega.parallel.context_parallel.context import EncoderInput, whole_rows
 from raymega.plan.grid import Grid
 from tests.dist.model.test_hugging_face import _blocks
 from tests.support.ranks import run_grid
 from tests.support.references import hf_encoders, hf_t5, megatron_models
-from tests.unit.convert.folders import NOW
+from tests.support.references.imported import imported
 from tests.unit.model.parts import make_stage_modules
 
 pytestmark = [pytest.mark.dist, pytest.mark.wide]
@@ -27,10 +26,7 @@ def _tokens(*shape):
 
 def _module(tmp_path, theirs, **changes):
     """Our model with the weights of transformers' model, on one stage."""
-    theirs.save_pretrained(tmp_path / "theirs")
-    done = hf_import(
-        tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
+    done = imported(tmp_path, theirs)
     (module,) = make_stage_modules(done.model.model_copy(update=changes))
     store, manifest = open_checkpoint(done.uri)
     load(store, manifest, _blocks(module))

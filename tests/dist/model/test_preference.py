@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
-from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.tuned.peft_names import linear_modules
 from raymega.data.loader import Loader
@@ -29,8 +28,8 @@ from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.peft_models import adapted
-from tests.unit.convert.folders import NOW
 from tests.unit.model.parts import make_stage_modules
 
 pytestmark = pytest.mark.dist
@@ -224,10 +223,7 @@ def test_steps_on_adapters_are_those_of_peft_and_the_published_loss(
 )
 def test_steps_of_the_odds_ratio_are_those_of_the_paper(tmp_path, kind, layout):
     theirs = hf_models.make_model(kind, positions=SEQ_LEN)
-    theirs.save_pretrained(tmp_path / "theirs")
-    done = hf_import(
-        tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
+    done = imported(tmp_path, theirs)
     options = ("preference.loss_type=orpo", "preference.beta=0.3")
     plan = _plan(done.model, layout, *options)
     results = run_grid(_train, plan.grid, plan.to_json(), done.uri, "")

@@ -7,10 +7,10 @@ family take a larger epsilon; here the spread of the witness is measured, and is
 import pytest
 import torch
 
-from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from tests.support.ranks import run_grid
 from tests.support.references import hf_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import (
     train_plainly,
     train_rank,
@@ -53,11 +53,7 @@ def _apart(curve, weights, wanted_curve, wanted):
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2-cp2"])
 def test_steps_are_within_the_spread_of_transformers_itself(tmp_path, layout):
     theirs = hf_models.make_model("qwen3_5", rms_norm_eps=1e-6)
-    theirs.save_pretrained(tmp_path / "theirs")
-    done = hf_import(
-        tmp_path / "theirs", str(tmp_path / "ours"), created="2025-01-01T00:00:00+00:00",
-        make_vocab_size_divisible_by=8,
-    )  # fmt: skip
+    done = imported(tmp_path, theirs)
     start = f"checkpoint.init_from={done.uri}"
     alone = training_plan(done.model, "tp1", start)
     wanted = _train(alone)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
 from raymega.data.samples import open_samples
@@ -23,6 +22,7 @@ from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references import hf_t5
 from tests.support.references.hf_t5_dropout import GivenDropout
+from tests.support.references.imported import imported
 from tests.unit.convert.folders import NOW
 
 pytestmark = pytest.mark.dist
@@ -89,10 +89,7 @@ def test_a_step_is_that_of_transformers_with_the_same_masks(
     tmp_path, kind, layout, weights, options
 ):
     theirs = hf_t5.make_model(kind)
-    theirs.save_pretrained(tmp_path / "theirs")
-    done = hf_import(
-        tmp_path / "theirs", str(tmp_path / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
+    done = imported(tmp_path, theirs)
     plan = _plan(done, layout, weights, *options)
     results = run_grid(_step, plan.grid, plan.to_json())
     given = GivenDropout(theirs, plan.job.run.seed, hidden=HIDDEN, weights=weights)
@@ -115,10 +112,7 @@ def _adapted(tmp_path):
     """T5 1.1 with random adapters of PEFT, and both imported."""
     peft = pytest.importorskip("peft")
     theirs = hf_t5.make_model("t5_v1_1")
-    theirs.save_pretrained(tmp_path / "theirs")
-    base = hf_import(
-        tmp_path / "theirs", str(tmp_path / "base"), created=NOW, make_vocab_size_divisible_by=8
-    )
+    base = imported(tmp_path, theirs, name="base")
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, task_type="SEQ_2_SEQ_LM")
     model = peft.get_peft_model(theirs, config, autocast_adapter_dtype=False).double().eval()
     generator = torch.Generator().manual_seed(3)

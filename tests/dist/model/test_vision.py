@@ -13,7 +13,6 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.parallel import ParallelSection
 from raymega.convert.huggingface.exporter import hf_export
 from raymega.convert.huggingface.families.images.image_families import image_family_of
-from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.huggingface.names import hf_tensors
 from raymega.data.images.image_batch import ImageShare
 from raymega.data.images.image_rows import ImageRows
@@ -28,6 +27,7 @@ from raymega.plan.grid import Grid
 from tests.dist.model.test_hugging_face import _blocks
 from tests.support.ranks import run_grid
 from tests.support.references import hf_llava, plain_models
+from tests.support.references.imported import imported
 from tests.support.references.plain_training import (
     LOGITS_LIMIT,
     TRAINING_LIMIT,
@@ -39,7 +39,6 @@ from tests.unit.model.parts import make_stage_modules
 
 pytestmark = pytest.mark.dist
 
-NOW = "2025-01-01T00:00:00+00:00"
 LENGTH, NUM_ROWS = 24, 8
 
 
@@ -48,11 +47,8 @@ def kind(request):
     return request.param
 
 
-def _import(folder, model):
-    model.save_pretrained(folder / "theirs")
-    done = hf_import(
-        folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8
-    )
+def _imported(folder, model):
+    done = imported(folder, model)
     # config.json of Qwen2-VL does not say how large images are
     vision = done.model.vision.model_copy(update={"image_size": hf_llava.IMAGE_SIZE})
     return replace(done, model=done.model.model_copy(update={"vision": vision}))
@@ -128,7 +124,7 @@ def test_a_factor_on_the_embedding_is_on_images_too(tmp_path):
 def _check_logits(folder, kind, layout):
     """Compare the logits of rows with transformers' and return the model."""
     theirs, (grid, pp, is_cut) = hf_llava.make_model(kind), LAYOUTS[layout]
-    done = _import(folder, theirs)
+    done = _imported(folder, theirs)
     assert done.model.vision.kind == {"granite": "clip"}.get(kind, kind)
     parts = run_grid(_outputs, grid, done.model, done.uri, pp, is_cut)
     width = parts[0][2].shape[2]
@@ -151,7 +147,7 @@ def _check_logits(folder, kind, layout):
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_llava.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = _imported(tmp_path, theirs)
     hf_export(done.uri, tmp_path / "back")
     again, wanted = hf_llava.load_model(tmp_path / "back", kind), theirs.state_dict()
     assert again.state_dict().keys() == wanted.keys()
@@ -181,7 +177,7 @@ TRAINED = {
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, trained):
     theirs = hf_llava.make_model(kind)
-    done = _import(tmp_path, theirs)
+    done = _imported(tmp_path, theirs)
     options = (f"checkpoint.init_from={done.uri}", *TRAINED[trained])
     plan = training_plan(done.model, layout, *options)
     results = run_grid(train_rank, plan.grid, plan.to_json())

@@ -23,6 +23,7 @@ from raymega.data.preference.stored_reference import reference_path, write_refer
 from raymega.data.rows import UNDESIRABLE
 from raymega.errors import ConfigError
 from raymega.evaluate import reference
+from raymega.evaluate import stored as stored_model
 from raymega.evaluate.requests import Scores
 from raymega.evaluate.worker import score_requests
 from raymega.messages import Requests
@@ -106,7 +107,7 @@ def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, lo
             key = "step-3"
 
     monkeypatch.setattr(reference, "session_at", lambda _address: nullcontext())
-    monkeypatch.setattr(reference, "open_checkpoint", lambda _uri: _Opened)
+    monkeypatch.setattr(stored_model, "open_checkpoint", lambda _uri: _Opened)
     monkeypatch.setattr(reference, "plan_of", lambda _manifest, _options: first)
     monkeypatch.setattr(reference, "score", score)
     stored = reference.store_reference(plan.job, checkpoint="runs/sft")
@@ -139,7 +140,9 @@ def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, lo
 def test_a_reference_that_cannot_read_the_answers_is_refused(pairs, monkeypatch, option, told):
     other = make_test_plan(*layout_overrides("tp1"), "model.moe={}", "data.seq_len=16", option)
     monkeypatch.setattr(reference, "session_at", lambda _address: nullcontext())
-    monkeypatch.setattr(reference, "open_checkpoint", lambda _uri: SimpleNamespace(manifest=None))
+    monkeypatch.setattr(
+        stored_model, "open_checkpoint", lambda _uri: SimpleNamespace(manifest=None)
+    )
     monkeypatch.setattr(reference, "plan_of", lambda _manifest, _options: other)
     with pytest.raises(ConfigError, match=told):
         reference.store_reference(_plan(pairs).job, checkpoint="runs/sft")
