@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from raymega.data.distillation.dataset_folder import has_folder
 from raymega.data.format import SPLITS
-from raymega.data.streaming.remote_dataset import has_folder, local_folder
+from raymega.data.streaming.remote_dataset import local_folder
 from raymega.errors import ConfigError, Fault
 
 Floats = npt.NDArray[np.float64]

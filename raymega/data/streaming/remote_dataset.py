@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from isal import isal_zlib
 
-from raymega.config.data import CACHE_BYTES, is_computed
+from raymega.config.data import CACHE_BYTES
 from raymega.data.arrow import Files, FolderFiles
 from raymega.data.format import (
     META_FILE,
@@ -23,7 +23,6 @@ from raymega.data.format import (
     read_meta,
     shard_fault,
 )
-from raymega.data.megatron import is_megatron
 from raymega.data.streaming.fetcher import PIECE_BYTES, Fetcher
 from raymega.data.streaming.shard_cache import ShardCache
 from raymega.errors import ConfigError, DataError, Fault
@@ -35,27 +34,6 @@ from raymega.storage.store import Store
 def is_remote(uri: str) -> bool:
     """Return True if ``uri`` names a dataset in an object store."""
     return "://" in uri and not uri.startswith("file://")
-
-
-def has_folder(path: str) -> bool:
-    """Return whether a path is that of a prepared dataset in a folder, beside whose shards something can be written."""
-    return not (is_computed(path) or is_remote(path) or is_megatron(path))
-
-
-def no_folder(subject: str, path: str, *, stored: str, other: str) -> Fault:
-    """Return the fault of a dataset beside which nothing can be stored.
-
-    Args:
-        subject: Text in front of "the dataset"; may be empty.
-        path: Path of the dataset.
-        stored: Sentence that says what lies beside the shards, up to that word.
-        other: Setting that needs no such file.
-    """
-    return Fault(
-        fact=f"{subject}the dataset {path!r}",
-        rule=f"{stored} beside the shards of a dataset in a folder",
-        remedy=f"copy the dataset to a folder, or set {other}",
-    )
 
 
 def meta_at(uri: str) -> DatasetMeta:
