@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.grid_text import grid_overrides
-from raymega.data.distillation.dataset_folder import has_folder, no_folder
+from raymega.data.preference.dataset_folder import has_folder, no_folder
 from raymega.errors import ConfigError, Fault, RaymegaError, raise_faults
 
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from raymega.config.data import DataSection
 from raymega.config.schema import Job
-from raymega.data.distillation.dataset_folder import has_folder, no_folder
 from raymega.data.format import local_folder
 from raymega.data.heads.form import job_form
 from raymega.data.open_split import open_split, shape_of, split_key
+from raymega.data.preference.dataset_folder import has_folder, no_folder
 from raymega.data.rows import Source
 from raymega.data.streaming.remote_dataset import meta_at
 from raymega.errors import ConfigError, Fault

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raymega.data.distillation.dataset_folder import has_folder
 from raymega.data.format import SPLITS
+from raymega.data.preference.dataset_folder import has_folder
 from raymega.data.streaming.remote_dataset import local_folder
 from raymega.errors import ConfigError, Fault
 
