@@ -212,8 +212,12 @@ def _live(
 
 def _peak_bytes(work: Callable[[], object]) -> int:
     """Return the most bytes that ``work``, without notes of its memory, has asked for at once."""
+    # what lies in cycles lives until a collection, whose moment depends on what else the process has made
+    gc.collect()
+    gc.disable()
     torch.cuda.reset_peak_memory_stats()
     work()
+    gc.enable()
     return torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 
