@@ -16,6 +16,7 @@ from raymega import api
 from raymega.config.load import parse_mapping
 from raymega.convert.huggingface.config import model_from
 from raymega.verify.layout import OPTIONS
+from raymega.verify.layout_sampling import BEARS_ON
 from raymega.verify.legal_layouts import legal_shapes, legality
 from raymega.verify.run import Options
 from tests.support.references import hf_encoders, hf_models, hf_t5
@@ -57,6 +58,11 @@ def _config(kind):
     return json.loads(made.to_json_string(use_diff=False))
 
 
+def _is_read_by_methods(job):
+    """Whether the job has parts that each cp method has code for."""
+    return any(holds(job) and "cp_method" in names for holds, names in BEARS_ON)
+
+
 def _methods(job):
     """The cp methods that some layout of the job can have."""
     (option,) = (each for each in OPTIONS if each.name == "cp_method")
@@ -80,4 +86,5 @@ def test_layouts_train_a_family_as_one_rank_does(kind, capsys):
     with capsys.disabled():
         print("\n" + json.dumps(line), flush=True)
     assert report.is_same, report.smallest
-    assert drawn == _methods(report.shrunk.job), "each part meets each cp method that it can have"
+    if _is_read_by_methods(report.shrunk.job):
+        assert drawn == _methods(report.shrunk.job), "a part meets each cp method that it can have"
