@@ -145,7 +145,7 @@ class LeaseGrant:
 
     def to_json(self) -> bytes:
         """Return the content of the grant's object."""
-        # written at each renewal: ranges by hand and in one line, as asdict and an indent take ten times as long
+        # written at each renewal: ranges by hand and in one line, as asdict and an indent take seven times as long
         ranges = [
             {"attempt": each.attempt, "first": each.first, "last": each.last, "every": each.every}
             for each in self.checkpoints
