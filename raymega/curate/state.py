@@ -117,10 +117,11 @@ def put_arrays(state: State, name: str, arrays: Sequence[Rows]) -> None:
 
 
 class Arrays:
-    """Arrays of uint64 in one object, each read when it is asked for."""
+    """Arrays of uint64 in one object, each read when it is asked for, or with ``is_whole`` all at once."""
 
-    def __init__(self, state: State, name: str) -> None:
+    def __init__(self, state: State, name: str, *, is_whole: bool = False) -> None:
         self._state, self._name = state, name
+        self._content = state.get(name) if is_whole else b""
         count = int(np.frombuffer(state.get(name, num_bytes=8), dtype=HEAD)[0])
         head = state.get(name, start=8, num_bytes=8 * (count + 1))
         self._ends, self._first = np.frombuffer(head, dtype=HEAD), 8 * (count + 2)
@@ -130,6 +131,8 @@ class Arrays:
         if start == end:
             return np.zeros(0, dtype=np.uint64)
         place = self._first + 8 * start
+        if self._content:
+            return np.frombuffer(self._content, dtype=np.uint64, count=end - start, offset=place)
         content = self._state.get(self._name, start=place, num_bytes=8 * (end - start))
         return np.frombuffer(content, dtype=np.uint64)
 

@@ -31,7 +31,7 @@ def store(monkeypatch):
     """An object store with a corpus of several groups in two files."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray_private.reread_environment()
-    texts = [f"Text {seed}.\n{edited(text, 0.05, seed)}" for seed in range(110) for text in prose()]  # fmt: skip
+    texts = [f"Text {seed}.\n{edited(text, 0.4, seed)}" for seed in range(110) for text in prose()]  # fmt: skip
     with moto_server() as endpoint, exported(environment(endpoint)):
         corpus = open_store(CORPUS)
         for name, part in (("a", texts[::2]), ("b", [*texts[1::2], *texts[:100]])):

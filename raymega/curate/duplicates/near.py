@@ -155,7 +155,9 @@ def verify_pairs(
 
     @lru_cache(maxsize=8)
     def arrays(number: int) -> Arrays:
-        return Arrays(state, f"{stage.folder}/sets/{names[number]}")
+        # Those of this group are asked for with every pair, and in a store each question is a request.
+        name = f"{stage.folder}/sets/{names[number]}"
+        return Arrays(state, name, is_whole=number == group)
 
     # Each other document is read once; those of this group are few.
     pairs, other, before = pairs[order_of(pairs, "other_group", "other_row")], None, None
