@@ -56,7 +56,7 @@ HEADS: tuple[Mutation, ...] = (
         job=EMBEDDING,
     ),
     Mutation(
-        name="every context-parallel rank counts the loss of a pair",
+        name="every context-parallel rank counts the contrast of a pair",
         file=OBJECTIVE,
         old="    total = scored.contrast.losses.sum() * counts\n",
         new="    total = scored.contrast.losses.sum()\n",
