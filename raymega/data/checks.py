@@ -45,13 +45,12 @@ from raymega.data.open_split import (
     shape_of,
     short_split,
 )
+from raymega.data.preference.dataset_folder import has_folder, no_folder
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.streaming.remote_dataset import (
-    has_folder,
     is_remote,
     meta_at,
     missing_shards,
-    no_folder,
 )
 from raymega.data.synthetic import SYNTHETIC_VOCAB_SIZE
 from raymega.errors import ConfigError, Fault, RaymegaError
