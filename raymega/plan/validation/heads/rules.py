@@ -71,6 +71,17 @@ def embedding_faults(  # a rule's values
             )
 
 
+@reads("model.head, data.global_batch_size packing_window")
+def lone_pair_faults(head: HeadSection, batch: int, window: int) -> Iterator[Fault]:
+    """Check that a step's pairs of texts have others beside them, without which every loss is 0."""
+    if head.kind == "embedding" and batch == window == 1:
+        yield Fault(
+            fact="model.head.kind=embedding with data.global_batch_size=1 and data.packing_window=1",
+            rule="the other pairs of a step are a pair's negatives, and here it has none",
+            remedy="set data.global_batch_size=64",
+        )
+
+
 @reads("model.head family, run.steps")
 def headless_faults(head: HeadSection, family: str, steps: int) -> Iterator[Fault]:
     """Check that a job that trains has a head: models without one exist as imports alone."""
