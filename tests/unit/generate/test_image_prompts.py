@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from raymega.config.vision.section import VisionSection
-from raymega.data.images.files import prompt_images, read_image
-from raymega.data.text_codec import TextCodec, prompt_ids, sample_prompt_faults
+from raymega.data.images.files import BrokenImageError, prompt_images, read_image
+from raymega.data.text_codec import TextCodec, prompt_ids, sample_images, sample_prompt_faults
 from raymega.errors import ConfigError
 from raymega.generate.answers import unpack_task
 from raymega.generate.image_prompts import prompt_tokens, read_images
@@ -102,6 +102,29 @@ def test_images_of_a_runs_samples_are_checked_before_it_starts(pictures):
     assert fault.fact == "run.sample_images: 0 images have 1 marks <image>"
     faults = sample_prompt_faults(values | {"run.sample_images": tuple(paths), "data.seq_len": 6})
     assert [each.fact for each in faults] == ["run.sample_prompts has 'a<image>' of 5 tokens"]
+
+
+def test_a_sample_that_spells_an_images_token_is_refused(pictures):
+    paths = [str(pictures / "1.png")]
+    (own,) = sample_images(CODEC, ["a<image>"], paths, VISION)
+    assert _level(own[0]) == 1 and sample_images(CODEC, ["<image>"], [], VisionSection()) == []
+    other = TextCodec(byte_tokenizer("<|image_pad|>").encode())
+    assert sample_images(other, ["<image>"], paths, VISION), "a mark is the tokenizer's own token"
+    with pytest.raises(
+        ConfigError, match=r"'<\|image_pad\|><image>' has 1 marks <image> and 2 tok"
+    ):
+        sample_images(other, ["<|image_pad|><image>"], paths, VISION)
+    unknown = VISION.model_copy(update={"image_token_id": 999})
+    with pytest.raises(ConfigError, match="has 1 marks <image> and 0 tokens"):
+        sample_images(CODEC, ["<image>"], paths, unknown)
+    with pytest.raises(ConfigError, match=r"run.sample_images: .*gone.png' is no file"):
+        sample_images(CODEC, ["<image>"], [str(pictures / "gone.png")], VISION)
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 4000, "x\0y", "."])
+def test_a_text_that_is_no_name_of_a_file_is_told(pictures, text):
+    with pytest.raises(BrokenImageError):
+        read_image(text, pictures, 8, purpose="a test")
 
 
 def test_an_image_of_bytes_is_that_of_its_file(pictures):
