@@ -12,6 +12,7 @@ from raymega.config.vision.section import VisionSection
 from raymega.data.images.files import BrokenImageError, prompt_images, read_image
 from raymega.data.text_codec import TextCodec, prompt_ids, sample_images, sample_prompt_faults
 from raymega.errors import ConfigError
+from raymega.evaluate.tasks.images import read_questions
 from raymega.generate.answers import unpack_task
 from raymega.generate.image_prompts import prompt_tokens, read_images
 from raymega.generate.prompts import Prompt, Prompts, read_prompts
@@ -131,3 +132,42 @@ def test_an_image_of_bytes_is_that_of_its_file(pictures):
     stream = io.BytesIO((pictures / "2.png").read_bytes())
     coded = base64.b64encode(stream.getvalue()).decode()
     assert _level(read_image({"bytes": coded}, pictures, 8, purpose="a test")) == 2
+
+
+@pytest.mark.parametrize("option", ["file", "chat"])
+def test_images_beside_a_file_of_prompts_are_refused(pictures, option):
+    (pictures / "p.jsonl").write_text('{"prompt": "<image>", "images": ["1.png"]}')
+    given = Prompts(images=(pictures / "0.png",), **{option: pictures / "p.jsonl"})
+    with pytest.raises(ConfigError, match="--image is given 1 times without --prompt"):
+        read_prompts(given, {}, source="")
+
+
+def test_images_of_a_line_are_a_list(pictures):
+    (pictures / "p.jsonl").write_text('{"prompt": "<image>", "images": "1.png"}')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: 1\.png; images is a list"):
+        read_prompts(Prompts(file=pictures / "p.jsonl"), {}, source="")
+
+
+def test_keys_without_a_value_are_left_out_of_a_question(pictures):
+    row = {"set": None, "prompt": None, "text": "a <image>", "choices": None, "images": ["1.png"]}
+    (pictures / "rows.jsonl").write_text(json.dumps(row))
+    (question,) = read_questions(pictures / "rows.jsonl", 8)
+    assert (question.part, question.prompt, question.answers) == ("", "", ("a <image>",))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"text": None}, r"text is \[None\], no text"),
+        ({"text": "a", "prompt": 3}, "prompt is 3, no text"),
+        ({"text": "a", "images": "1.png"}, "images is '1.png', no list"),
+        ({"choices": "ab", "answer": 0}, "choices is 'ab', no list"),
+        ({"choices": [], "answer": 0}, "answer 0 of 0 choices"),
+        ({"choices": ["a", 2], "answer": 0}, "choices is .'a', 2., no text"),
+        ({"choices": ["a"]}, "KeyError: 'answer'"),
+    ],
+)
+def test_a_question_of_another_form_is_told(tmp_path, row, told):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=told):
+        list(read_questions(tmp_path / "rows.jsonl", 8))
