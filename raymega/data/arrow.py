@@ -18,7 +18,6 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from isal import isal_zlib
 
 from raymega.data.format import ShardMeta, SplitMeta, shard_fault
@@ -98,12 +97,13 @@ class TokenStream:
         """Return what tokens [start, stop) are as labels; the shards must hold it."""
         return np.concatenate(list(self._pieces(start, stop, TARGETS_COLUMN)))
 
-    def read_images(self, start: int, stop: int, before: int = 0) -> list[tuple[int, bytes]]:
+    def read_images(self, start: int, stop: int, before: int = 0) -> list[tuple[int, memoryview]]:
         """Return the images that begin among tokens [start - before, stop): place of the first token, and pixels.
 
+        Pixels are views of the mapped shard: those that nobody looks at are not read.
         Shards before that of ``start`` are left alone, and need not be here: a shard has whole images.
         """
-        found = list[tuple[int, bytes]]()
+        found = list[tuple[int, memoryview]]()
         index = bisect_right(self._ends, start)
         start = max(start - before, self._ends[index] - self._shards[index].num_tokens)
         for at, column in self._columns(start, stop, IMAGES_COLUMN):
@@ -272,11 +272,16 @@ def _sparse(values: Sequence[tuple[int, bytes]], size: int) -> pa.Array:
     )
 
 
-def _filled(column: pa.Array) -> list[tuple[int, bytes]]:
-    """Return the entries of a binary column that are not empty, by place."""
-    # lengths first: a million empty entries would become as many objects of Python
-    lengths = pc.binary_length(column).to_numpy()
-    return [(int(place), column[int(place)].as_py()) for place in np.flatnonzero(lengths)]
+def _filled(column: pa.Array) -> list[tuple[int, memoryview]]:
+    """Return the entries of a binary column that are not empty, by place, as views of the shard."""
+    _, ends_buffer, content = column.buffers()
+    if content is None:  # all entries are empty
+        return []
+    # buffers are of the whole record batch, and a slice has an offset; its entries as objects would be copies
+    first, count = column.offset, len(column) + 1
+    ends = np.frombuffer(ends_buffer, dtype=np.int32)[first : first + count]
+    filled, view = np.flatnonzero(np.diff(ends)).tolist(), memoryview(content)
+    return [(place, view[ends[place] : ends[place + 1]]) for place in filled]
 
 
 def shard_documents(path: Path) -> Iterator[tuple[Any, ...]]:

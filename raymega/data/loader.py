@@ -20,7 +20,7 @@ from raymega.data.heads.score_batch import score_batch
 from raymega.data.images.image_batch import ImageShare, row_axes
 from raymega.data.preference.pair_batch import pair_batch
 from raymega.data.prefetch import Ahead
-from raymega.data.rows import TEXT, NumberedRows, Row, empty_row, later_of, positions_of
+from raymega.data.rows import TEXT, Image, NumberedRows, Row, empty_row, later_of, positions_of
 from raymega.parallel.context_parallel.context import (
     Context,
     EncoderInput,
@@ -59,6 +59,7 @@ class Loader(Generic[R]):
         pooling: Pooling | Literal["none"] = "none",
         images: ImageShare | None = None,
         edge: int = 0,
+        images_of: Callable[[int], Sequence[Image]] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """Make the loader of one rank.
@@ -74,6 +75,7 @@ class Loader(Generic[R]):
             pooling: Tokens of a document that a head's scores are read at; none where documents have no scores.
             images: Share of the images that this rank's tower reads; None without images, and behind the first stage.
             edge: Tokens along an image's edge, for M-RoPE; 0 without it.
+            images_of: Function of a sample to the images of its row alone, for the rows of other dp ranks; None reads them whole.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
         """
@@ -81,6 +83,7 @@ class Loader(Generic[R]):
         self._device, self._context = device, context or no_context()
         self._is_encoder, self._empty, self._pooling = is_encoder, empty, pooling
         self._images, self._edge = images, edge
+        self._images_of = images_of or (lambda sample: source.row(sample).images)
         self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
@@ -93,8 +96,10 @@ class Loader(Generic[R]):
         return self._steps.waited_s
 
     def _load(self, batch: BatchPlan, first_sample: int) -> PackedBatches:
-        def others(index: int, dp_rank: int) -> Sequence[Row]:
-            return [*map(self._row, batch.samples(index, dp_rank, first_sample))]
+        def others(index: int, dp_rank: int) -> list[Image]:
+            samples = batch.samples(index, dp_rank, first_sample)
+            # a masked slot has none
+            return [image for sample in samples if sample >= 0 for image in self._images_of(sample)]
 
         made = [
             self._micro_batch(
@@ -105,9 +110,9 @@ class Loader(Generic[R]):
         return pack_batches(made, self._device)
 
     def _micro_batch(
-        self, samples: tuple[int, ...], others: Callable[[int], Sequence[Row]]
+        self, samples: tuple[int, ...], others: Callable[[int], Sequence[Image]]
     ) -> MicroBatch:
-        """Return the micro-batch of samples; ``others`` are the rows that another dp rank has at its place."""
+        """Return the micro-batch of samples; ``others`` are the images that another dp rank has at its place."""
         rows = [self._row(sample) for sample in samples]
         # Rows with equal documents share one entry of positions.
         documents = tuple(row.documents for row in rows)

@@ -274,6 +274,16 @@ class PackedSource:
         """Read row ``index``."""
         return join(self.held(index), self.seq_len)
 
+    def images_in(self, index: int) -> tuple[Image, ...]:
+        """Return the images of row ``index``; reads no tokens and no pixels."""
+        if self.images_of is None:
+            return ()
+        held = self.held(index)
+        found = (
+            self.images_of(each.document, each.first, each.first + each.length) for each in held
+        )
+        return tuple(image for each in found for image in each.images)
+
     def held(self, index: int) -> list[PlacedPiece]:
         """Return the pieces of row ``index``; reads no tokens."""
         number = int(np.searchsorted(self._row_ends, index, side="right"))

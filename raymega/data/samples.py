@@ -19,9 +19,10 @@ from raymega.data.order import RowOrder
 from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.row_rules.masking import Masks, Text
 from raymega.data.row_rules.rules import PLAIN_ROWS, RowRules, row_rules
-from raymega.data.rows import Row, Source
+from raymega.data.rows import Image, Row, Source
 from raymega.data.streaming.fetcher import Fetcher
 from raymega.data.streaming.remote_dataset import is_remote
+from raymega.data.streaming.stream_rows import StreamSource
 from raymega.storage.registry import local_path
 
 TOLD_PER_BLOCK = 16
@@ -93,6 +94,15 @@ class Samples:
         for transform in self._rules.transforms:
             row = transform(row, sample)
         return row
+
+    def images(self, sample: int) -> tuple[Image, ...]:
+        """Return the images of a sample's row; of a prepared dataset it reads no tokens for them."""
+        (source, window), rule = self._find(sample), self._rules.images
+        # images are drawn into built-in tokens, and a transform may change a row's
+        is_as_stored = rule is not None and not rule.is_drawn and not self._rules.transforms
+        if rule and is_as_stored and isinstance(source, PackedSource | StreamSource):
+            return rule.changed(source.images_in(window), sample)
+        return self.row(sample).images
 
     def held(self, sample: int) -> list[PlacedPiece]:
         """Return the pieces of documents of a packed sample's row; reads no tokens."""

@@ -15,6 +15,7 @@ from raymega.config.data import DataSection
 from raymega.config.vision.section import VisionSection
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.images.files import MARK, BrokenImageError, prompt_images, with_patches
+from raymega.data.rows import Pixels
 from raymega.data.tokenizer_files import special_ids, tokenizer_of_dataset
 from raymega.errors import ConfigError, Fault
 from raymega.plan.sampling import Sampling, before_stop
@@ -101,22 +102,38 @@ def prompt_ids(codec: TextCodec, prompt: str, vision: VisionSection) -> list[int
     return with_patches(codec.encode_marked(prompt, token), token, vision.num_patches)
 
 
-def _image_faults(
-    prompts: Sequence[str], paths: Sequence[str], vision: VisionSection
-) -> Iterator[Fault]:
-    """Yield the faults of ``run.sample_images``; a text of a model without images may spell the mark."""
+def sample_images(
+    codec: TextCodec, prompts: Sequence[str], paths: Sequence[str], vision: VisionSection
+) -> list[list[Pixels]]:
+    """Return the pixels of each sample's images; none at all where no file is given.
+
+    Raises:
+        ConfigError: A file is missing or broken, or a mark is no token of an image.
+    """
+    # a text of a model without images may spell the mark
     if not (vision.is_on or paths):
-        return
+        return []
     try:
         if not vision.is_on:
             raise BrokenImageError("model.vision.kind=none")
-        prompt_images(prompts, paths, vision.image_size, purpose="run.sample_images")
+        _check_marks(codec, prompts, vision.image_token_id)
+        return prompt_images(prompts, paths, vision.image_size, purpose="run.sample_images")
     except BrokenImageError as error:
-        yield Fault(
+        raise ConfigError(
             fact=f"run.sample_images: {error}",
             rule="each mark <image> in run.sample_prompts stands for a file of an image, which a vision tower reads",
             remedy="set run.sample_images=[cat.png], with a file for each mark",
-        )
+        ) from error
+
+
+def _check_marks(codec: TextCodec, prompts: Sequence[str], token_id: int) -> None:
+    """Raise if a prompt has other tokens of images than marks: one that it spells itself has no file."""
+    for text in prompts:
+        marks, tokens = text.count(MARK), codec.encode_marked(text, token_id).count(token_id)
+        if marks != tokens:
+            raise BrokenImageError(
+                f"{text[:40]!r} has {marks} marks {MARK} and {tokens} tokens model.vision.image_token_id={token_id}"
+            )
 
 
 def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
@@ -142,7 +159,10 @@ def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         )
         return
     vision, paths = values.get("model.vision", VisionSection()), values.get("run.sample_images", ())
-    yield from _image_faults(prompts, paths, vision)
+    try:
+        sample_images(codec, prompts, paths, vision)
+    except ConfigError as error:
+        yield from error.faults
     for prompt in prompts:
         length = len(prompt_ids(codec, prompt, vision))
         if not 0 < length <= seq_len - tokens:

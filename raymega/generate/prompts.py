@@ -62,6 +62,12 @@ def read_prompts(prompts: Prompts, files: Mapping[str, bytes], *, source: str) -
             rule="the prompts come from one of them",
             remedy="give --prompt 'Once upon a time', for example",
         )
+    if prompts.images and not prompts.texts:
+        raise ConfigError(
+            fact=f"--image is given {len(prompts.images)} times without --prompt",
+            rule="rows of --file and messages of --chat name their own images",
+            remedy="leave --image out, and write 'images' into the file's rows",
+        )
     if prompts.chat is not None:
         chats = list(_chats(prompts.chat))
         _refuse_none(chats, f"--chat {prompts.chat}")
@@ -157,11 +163,15 @@ def _lines(path: Path) -> Iterator[Prompt]:
         if path.suffix not in JSON_SUFFIXES:
             yield from [Prompt(line)] if line.strip() else []
         elif line.strip():
-            found = _parsed(line, f"--file {path}:{number}", rule="a line is {'prompt': text}")
-            text = found.get("prompt") if isinstance(found, dict) else None
+            place, rule = f"--file {path}:{number}", "a line is {'prompt': text}"
+            found = _parsed(line, place, rule=rule)
+            row = found if isinstance(found, dict) else {}
+            text, images = row.get("prompt"), row.get("images") or []
             if not isinstance(text, str):
-                raise _wrong(f"--file {path}:{number}", found, rule="a line is {'prompt': text}")
-            yield Prompt(text, tuple(found.get("images") or ()))
+                raise _wrong(place, found, rule=rule)
+            if not isinstance(images, list):
+                raise _wrong(place, images, rule="images is a list, of paths or base64")
+            yield Prompt(text, tuple(images))
 
 
 def _chats(path: Path) -> Iterator[Chat]:

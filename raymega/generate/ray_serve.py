@@ -66,7 +66,7 @@ class Model:
         }
         sampling = Sampling(**given)
         raise_faults(ConfigError, list(sampling_faults(sampling)))
-        most = self._engine.model.config.max_position_embeddings
+        most = self._engine.model.config.get_text_config().max_position_embeddings
         task = make_task(self._files, [Prompt(prompt)], sampling, most=most)
         (tokens,) = self._engine.generate(task, batch_size=1)
         text, reason = task.codec().answer(tokens, sampling)

@@ -297,6 +297,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             pooling=score_pooling(job.model),
             images=image_share(plan, rank),
             edge=job.model.vision.mrope_edge,
+            images_of=source.images,
             timeout_s=job.elastic.collective_timeout_s,
         )
     # Dynamic cp: the loader itself assigns packs of documents to cp groups of several sizes.

@@ -5,8 +5,7 @@ Training is not changed: a sample reads the weights, and its random numbers have
 
 from __future__ import annotations
 
-from raymega.data.images.files import prompt_images
-from raymega.data.text_codec import codec_of_dataset, prompt_ids
+from raymega.data.text_codec import codec_of_dataset, prompt_ids, sample_images
 from raymega.events import SamplesDrawn
 from raymega.messages import Channel, Working
 from raymega.plan.batch import row_length
@@ -36,13 +35,7 @@ class RunSampler:
         self._codec = codec
         vision, texts = plan.job.model.vision, self._run.sample_prompts
         self._prompts = [prompt_ids(codec, text, vision) for text in texts]
-        self._images = (
-            prompt_images(
-                texts, self._run.sample_images, vision.image_size, purpose="run.sample_images"
-            )
-            if vision.is_on
-            else []
-        )
+        self._images = sample_images(codec, texts, self._run.sample_images, vision)
         self._sampling = Sampling(
             max_tokens=self._run.sample_tokens,
             temperature=self._run.sample_temperature,

@@ -30,8 +30,8 @@ IMAGES: tuple[Mutation, ...] = (
     Mutation(
         name="the tower's gradient is not summed over tp",
         file="plan/layers/vision.py",
-        old="role=role, serves_tokens=True,",
-        new="role=role, serves_tokens=False,",
+        old="serves_tokens=not is_cut",
+        new="serves_tokens=False",
         layout=Layout(tp=2),
         job=LLAVA,
     ),
@@ -70,8 +70,8 @@ IMAGES: tuple[Mutation, ...] = (
     Mutation(
         name="a rank reads the images of another rank",
         file=SHARE,
-        old="every[self.index * count : (self.index + 1) * count]",
-        new="every[(self.size - 1 - self.index) * count : (self.size - self.index) * count]",
+        old="(self.dp_rank * self.size + self.index) * count",
+        new="(self.dp_rank * self.size + self.size - 1 - self.index) * count",
         layout=Layout(cp=2),
         job=LLAVA,
     ),
@@ -143,8 +143,8 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="an image is that of another document",
         file=SHARE,
-        old="every[self.index * count : (self.index + 1) * count]",
-        new="every[::-1][self.index * count : (self.index + 1) * count]",
+        old="enumerate(every[begin : begin + count])",
+        new="enumerate(every[::-1][begin : begin + count])",
         tests=(
             LOGITS,
             f"{ROW_TESTS}::test_ranks_share_the_images_of_a_micro_batch_in_order",

@@ -19,6 +19,8 @@ MARK = "<image>"
 """Text that stands for an image."""
 LONGEST_PATH = 4096
 """Characters of a path at most; a longer text is base64."""
+LONGEST_TOLD = 255
+"""Characters of a path or of base64 that a message has at most."""
 
 
 class BrokenImageError(Exception):
@@ -68,13 +70,26 @@ def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
     if not isinstance(value, str):
         raise BrokenImageError(f"{value!r:.60} is no path and no base64")
     # a name that is no file may be base64: no path is as long as an image
-    is_file = len(value) < LONGEST_PATH and "\0" not in value and (folder / value).is_file()
+    is_file = len(value) < LONGEST_PATH and _is_file(folder / value)
     try:
         raw = (folder / value).read_bytes() if is_file else base64.b64decode(value, validate=True)
     except (OSError, ValueError) as error:
-        fact = f"{value[:60]!r} is no file in {str(folder)!r}, and no base64"
+        fact = f"{_told(value)} is no file in {str(folder)!r}, and no base64"
         raise BrokenImageError(fact) from error
-    return image_pixels(raw, size, f"image {value[:60]!r}", purpose=purpose)
+    return image_pixels(raw, size, f"image {_told(value)}", purpose=purpose)
+
+
+def _told(value: str) -> str:
+    """Return a path for a message whole, and the begin of base64."""
+    return repr(value) if len(value) <= LONGEST_TOLD else f"{value[:LONGEST_TOLD]!r}..."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    # base64 of a small image may be longer than a file's name can be
+    except (OSError, ValueError):
+        return False
 
 
 def prompt_images(

@@ -37,7 +37,7 @@ class ImageShare:
         self,
         rows: Sequence[Row],
         take: Callable[[Sequence[Ints]], torch.Tensor],
-        others: Callable[[int], Sequence[Row]] = lambda _dp_rank: (),
+        others: Callable[[int], Sequence[Image]] = lambda _dp_rank: (),
     ) -> Images:
         """Return the images of rows, by the tokens that ``take`` leaves a rank.
 
@@ -46,7 +46,7 @@ class ImageShare:
         Args:
             rows: Rows of the micro-batch.
             take: Function of arrays [S] to this rank's part of them.
-            others: Function of a dp rank to its rows, where these share the images out.
+            others: Function of a dp rank to the images of its rows, where these share them out.
         """
         places = list[Ints]()
         # images of all rows are numbered end to end
@@ -56,14 +56,8 @@ class ImageShare:
             own = no_places(len(row.tokens)) if row.image_places is None else row.image_places
             places.append(np.where(own == TEXT, TEXT, own + first * self.vision.num_patches))
             first += len(row.images)
-        by_rank = [
-            [
-                image
-                for row in (rows if rank == self.dp_rank else others(rank))
-                for image in row.images
-            ]
-            for rank in range(self.dp)
-        ]
+        mine = [image for row in rows for image in row.images]
+        by_rank = [mine if rank == self.dp_rank else others(rank) for rank in range(self.dp)]
         every = [image for images in by_rank for image in images]
         # an equal number for each rank, as features are gathered in blocks of one size
         count = max(1, -(-len(every) // (self.size * self.dp)))

@@ -5,7 +5,7 @@ All is drawn by keys of seed, split, sample and document, so every layout and ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -45,12 +45,14 @@ class ImageRows:
         """Return the row of a sample, with drawn images if it has none of its own; labels of images do not count."""
         if row.image_places is None:
             row = self._drawn(row, sample) if self.is_drawn else without_images(row)
-        if self.augment.is_on and row.images:
-            changed = [
-                partial(self._augmented, image, sample, at) for at, image in enumerate(row.images)
-            ]
-            row = replace(row, images=tuple(changed))
+        row = replace(row, images=self.changed(row.images, sample))
         return replace(row, mask=row.mask & (row.labels != self.vision.image_token_id))
+
+    def changed(self, images: Sequence[Image], sample: int) -> tuple[Image, ...]:
+        """Return a sample's own images with the changes of ``augment``, which are made when a loader asks."""
+        if not self.augment.is_on:
+            return tuple(images)
+        return tuple(partial(self._augmented, image, sample, at) for at, image in enumerate(images))
 
     def _drawn(self, row: Row, sample: int) -> Row:
         """Return the row with images in the places of text; those of a document lie in its real tokens."""

@@ -13,7 +13,7 @@ from raymega.data.format import ImageMeta, shard_fault
 from raymega.data.rows import TEXT, Image, Ints, Pixels
 from raymega.errors import DataError
 
-Found = Sequence[tuple[int, bytes]]
+Found = Sequence[tuple[int, bytes | memoryview]]
 """First tokens of images in a stream, and the pixels of each."""
 
 
@@ -54,7 +54,7 @@ class StoredImages:
         return HeldImages(tuple(images), places, size)
 
 
-def _pixels(raw: bytes, size: int) -> Pixels:
+def _pixels(raw: bytes | memoryview, size: int) -> Pixels:
     if len(raw) != CHANNELS * size**2:
         fact = f"an image of a shard has {len(raw)} bytes"
         raise DataError(shard_fault(fact, f"one of {size} pixels has {CHANNELS * size**2}"))

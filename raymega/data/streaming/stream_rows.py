@@ -17,7 +17,7 @@ import numpy.typing as npt
 from raymega.data.format import ShardMeta, StreamShard
 from raymega.data.images.stored import StoredImages
 from raymega.data.packing import KEPT_SHARDS
-from raymega.data.rows import Row, ShardRows, whole_row
+from raymega.data.rows import Image, Row, ShardRows, whole_row
 from raymega.errors import DataError, Fault
 
 Labels = Callable[[int, int], npt.NDArray[Any]]
@@ -73,6 +73,11 @@ class StreamSource:
         """
         start = self._start(index)
         return _read_known(self._stream, start, start + self.seq_len + 1, self._vocab_size)
+
+    def images_in(self, index: int) -> tuple[Image, ...]:
+        """Return the images of window ``index``; reads no tokens and no pixels."""
+        start = self._start(index)
+        return () if self.images is None else self.images.held(start, start + self.seq_len).images
 
     def row(self, index: int) -> Row:
         """Return window ``index`` as a sample."""

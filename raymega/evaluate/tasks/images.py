@@ -64,20 +64,37 @@ def read_questions(path: Path, size: int) -> Iterator[ImageQuestion]:
 
 
 def _question(place: str, found: Mapping[str, Any], folder: Path, size: int) -> ImageQuestion:
-    has_choices = "choices" in found
-    answers = tuple(map(str, found["choices"])) if has_choices else (str(found["text"]),)
-    right = _index(found["answer"], len(answers)) if has_choices else -1
+    has_choices = found.get("choices") is not None
+    answers = [*_list(found, "choices")] if has_choices else [found["text"]]
+    if not all(isinstance(each, str) for each in answers):
+        raise TypeError(f"{'choices' if has_choices else 'text'} is {answers!r:.60}, no text")
     return ImageQuestion(
         place=place,
-        part=str(found.get("set", "")),
-        prompt=str(found.get("prompt", "")),
-        answers=answers,
-        right=right,
+        part=_optional_text(found, "set"),
+        prompt=_optional_text(found, "prompt"),
+        answers=tuple(answers),
+        right=_index(found["answer"], len(answers)) if has_choices else -1,
         images=tuple(
             read_image(each, folder, size, purpose="--task images")
-            for each in found.get("images") or ()
+            for each in _list(found, "images")
         ),
     )
+
+
+def _optional_text(found: Mapping[str, Any], name: str) -> str:
+    """Return a text of a row; a key without a value is one that is left out."""
+    value = found.get(name)
+    if not isinstance(value, str | None):
+        raise TypeError(f"{name} is {value!r:.60}, no text")
+    return value or ""
+
+
+def _list(found: Mapping[str, Any], name: str) -> list[Any]:
+    value = found.get(name)
+    # a text would be read letter by letter
+    if not isinstance(value, list | None):
+        raise TypeError(f"{name} is {value!r:.60}, no list")
+    return value or []
 
 
 def _index(answer: object, count: int) -> int:

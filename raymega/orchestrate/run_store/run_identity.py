@@ -35,6 +35,8 @@ DATASET_FIELDS = ("path", "sources", "stages", "validation", "cache_bytes")
 """Fields of the data section that are not compared as they are written."""
 STORED = "preference.stored_log_probs"
 """Place in an identity of the digests of stored references, by dataset and split."""
+WITHOUT_EFFECT = ("tensor_parallel", "image_share")
+"""Fields of a vision section that change no number of a run: how ranks share its work, and a prediction."""
 KEPT_OF_OPTIMIZER = {"name", "state_dtype", "ema_decay"}
 
 
@@ -113,6 +115,9 @@ def identity_without_content(job: Job) -> dict[str, Any]:
     plain = dict(job.model_dump(mode="json", include=kept))
     for field in DATASET_FIELDS:
         del plain["data"][field]
+    for model in (plain["model"], plain["distillation"]["teacher_model"]):
+        for field in WITHOUT_EFFECT if isinstance(model, dict) else ():
+            del model["vision"][field]
     plain["plugins"] = {"options": _options_of(job)}
     return plain
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raymega.config.fields import Section
 from raymega.config.schema import Job
 from raymega.errors import Fault
 from raymega.plan.layers.family_parts import CLAMPED, family_parts
@@ -31,6 +32,10 @@ class FieldDependency:
     reads: tuple[str, ...]
     holds: Callable[..., bool]
     words: str
+
+
+SWITCHES = ("kind",)
+"""Fields of a section inside a section that a message tells."""
 
 
 def _is(path: str, *values: str | bool) -> FieldDependency:
@@ -61,6 +66,9 @@ def _as_yaml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
+    # of a section what turns it on: its other fields would fill the message
+    if isinstance(value, Section):
+        return f"{{{', '.join(f'{k}: {_as_yaml(v)}' for k, v in value if k in SWITCHES)}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -11,6 +11,7 @@ from raymega.plan.layers.vision import images_at_once
 from raymega.plan.memory.activation_bytes import vocabulary_rows
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.tensor_table import is_tower_frozen
+from raymega.planner.kernels.collective_time import all_reduce_s, make_span
 from raymega.planner.kernels.kernel_time import matmul_s, memory_s
 
 TOWER_PASSES = 10
@@ -53,7 +54,8 @@ def embedding_time(shape: ActivationShape, device: Accelerator) -> tuple[float, 
 def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Return forward and backward seconds of a vision tower and its projector on the busiest rank's share of images.
 
-    Nothing of their gather is counted: features are few beside the tower's work. Nor are the sums of a tower that tp cuts.
+    Nothing of their gather is counted: features are few beside the tower's work. A tower that tp cuts sums each block's
+    stream twice in forward, and its gradient twice in backward; these are taken as exposed.
     """
     model, vision = shape.model, shape.model.vision
     tokens = shape.seq_len * shape.micro_batch_size
@@ -73,6 +75,9 @@ def tower_time(shape: ActivationShape, device: Accelerator) -> tuple[float, floa
     forward += matmul_s(device, rows, CHANNELS * vision.patch_size**2, width, element=element)
     ends = [(merged, between), (between, wide)]
     forward += sum(matmul_s(device, patches, *each, element=element) for each in ends)
-    # each product has two in backward
-    repeated = forward if shape.memory.recompute == "full" else 0.0
-    return forward, 0.0 if is_tower_frozen(model) else 2 * forward + repeated
+    # each product has two in backward, and each sum one
+    summed = all_reduce_s(device, make_span(device, size=cut, stride=1), rows * width * element)
+    sums = vision.used_layers * 2 * summed
+    repeated = forward + sums if shape.memory.recompute == "full" else 0.0
+    backward = 0.0 if is_tower_frozen(model) else 2 * forward + sums + repeated
+    return forward + sums, backward

@@ -179,3 +179,18 @@ def test_scores_of_rows_with_images_are_those_of_transformers(model, grid):
         np.testing.assert_allclose(metrics["loss"], -sum(wanted[:2]) / 8, rtol=LIMIT)
         assert metrics["far/accuracy"] == (wanted[3] > wanted[2])
         assert len(samples) == 3
+
+
+@pytest.mark.wide
+def test_the_served_application_answers_texts(model):
+    pytest.importorskip("ray.serve", reason="needs raymega[serve]")
+    from raymega.generate.ray_serve import Model
+
+    theirs, folder = model
+    found = Model(str(folder / "theirs"), device="cpu").answer({"prompt": "no", "max_tokens": 2})
+    tokens = list(b"no")
+    for _ in range(2):
+        with torch.no_grad():
+            logits = theirs(input_ids=torch.tensor([tokens])).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    assert found["tokens"] == tokens[2:]

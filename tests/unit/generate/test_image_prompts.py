@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 
 from raymega.config.vision.section import VisionSection
-from raymega.data.images.files import prompt_images, read_image
-from raymega.data.text_codec import TextCodec, prompt_ids, sample_prompt_faults
+from raymega.data.images.files import BrokenImageError, prompt_images, read_image
+from raymega.data.text_codec import TextCodec, prompt_ids, sample_images, sample_prompt_faults
 from raymega.errors import ConfigError
+from raymega.evaluate.tasks.images import read_questions
 from raymega.generate.answers import unpack_task
 from raymega.generate.image_prompts import prompt_tokens, read_images
 from raymega.generate.prompts import Prompt, Prompts, read_prompts
@@ -104,7 +105,69 @@ def test_images_of_a_runs_samples_are_checked_before_it_starts(pictures):
     assert [each.fact for each in faults] == ["run.sample_prompts has 'a<image>' of 5 tokens"]
 
 
+def test_a_sample_that_spells_an_images_token_is_refused(pictures):
+    paths = [str(pictures / "1.png")]
+    (own,) = sample_images(CODEC, ["a<image>"], paths, VISION)
+    assert _level(own[0]) == 1 and sample_images(CODEC, ["<image>"], [], VisionSection()) == []
+    other = TextCodec(byte_tokenizer("<|image_pad|>").encode())
+    assert sample_images(other, ["<image>"], paths, VISION), "a mark is the tokenizer's own token"
+    with pytest.raises(
+        ConfigError, match=r"'<\|image_pad\|><image>' has 1 marks <image> and 2 tok"
+    ):
+        sample_images(other, ["<|image_pad|><image>"], paths, VISION)
+    unknown = VISION.model_copy(update={"image_token_id": 999})
+    with pytest.raises(ConfigError, match="has 1 marks <image> and 0 tokens"):
+        sample_images(CODEC, ["<image>"], paths, unknown)
+    with pytest.raises(ConfigError, match=r"run.sample_images: .*gone.png' is no file"):
+        sample_images(CODEC, ["<image>"], [str(pictures / "gone.png")], VISION)
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 4000, "x\0y", "."])
+def test_a_text_that_is_no_name_of_a_file_is_told(pictures, text):
+    with pytest.raises(BrokenImageError):
+        read_image(text, pictures, 8, purpose="a test")
+
+
 def test_an_image_of_bytes_is_that_of_its_file(pictures):
     stream = io.BytesIO((pictures / "2.png").read_bytes())
     coded = base64.b64encode(stream.getvalue()).decode()
     assert _level(read_image({"bytes": coded}, pictures, 8, purpose="a test")) == 2
+
+
+@pytest.mark.parametrize("option", ["file", "chat"])
+def test_images_beside_a_file_of_prompts_are_refused(pictures, option):
+    (pictures / "p.jsonl").write_text('{"prompt": "<image>", "images": ["1.png"]}')
+    given = Prompts(images=(pictures / "0.png",), **{option: pictures / "p.jsonl"})
+    with pytest.raises(ConfigError, match="--image is given 1 times without --prompt"):
+        read_prompts(given, {}, source="")
+
+
+def test_images_of_a_line_are_a_list(pictures):
+    (pictures / "p.jsonl").write_text('{"prompt": "<image>", "images": "1.png"}')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: 1\.png; images is a list"):
+        read_prompts(Prompts(file=pictures / "p.jsonl"), {}, source="")
+
+
+def test_keys_without_a_value_are_left_out_of_a_question(pictures):
+    row = {"set": None, "prompt": None, "text": "a <image>", "choices": None, "images": ["1.png"]}
+    (pictures / "rows.jsonl").write_text(json.dumps(row))
+    (question,) = read_questions(pictures / "rows.jsonl", 8)
+    assert (question.part, question.prompt, question.answers) == ("", "", ("a <image>",))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"text": None}, r"text is \[None\], no text"),
+        ({"text": "a", "prompt": 3}, "prompt is 3, no text"),
+        ({"text": "a", "images": "1.png"}, "images is '1.png', no list"),
+        ({"choices": "ab", "answer": 0}, "choices is 'ab', no list"),
+        ({"choices": [], "answer": 0}, "answer 0 of 0 choices"),
+        ({"choices": ["a", 2], "answer": 0}, "choices is .'a', 2., no text"),
+        ({"choices": ["a"]}, "KeyError: 'answer'"),
+    ],
+)
+def test_a_question_of_another_form_is_told(tmp_path, row, told):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=told):
+        list(read_questions(tmp_path / "rows.jsonl", 8))

@@ -92,6 +92,16 @@ def test_open_record_welcomes_what_does_not_change_the_run(store):
     assert open_record(store, make_job(*changes), now=NOW).num_attempts == 0
 
 
+def test_a_run_may_share_out_the_work_of_its_vision_tower_anew():
+    store = MemoryStore()
+    tower = "{kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, image_token_id: 99"
+    write_record(store, open_record(store, make_job(f"model.vision={tower}}}"), now=NOW))
+    changed = f"model.vision={tower}, tensor_parallel: true, image_share: 0.2}}"
+    assert open_record(store, make_job(changed, "parallel.tp=2"), now=NOW).num_attempts == 0
+    with pytest.raises(ConfigError, match=r"model\.vision\.image_token_id=98"):
+        open_record(store, make_job(f"model.vision={tower.replace('99', '98')}}}"), now=NOW)
+
+
 def test_read_record_is_the_inverse_of_write_record(store):
     record = read_record(store)
     write_record(store, record)

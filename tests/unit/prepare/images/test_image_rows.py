@@ -19,6 +19,7 @@ from raymega.data.images.files import BrokenImageError
 from raymega.data.images.stored import StoredImages
 from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
+from raymega.data.samples import open_samples
 from raymega.errors import ConfigError, DataError
 from raymega.prepare import assembly
 from raymega.prepare.images import documents
@@ -26,6 +27,7 @@ from raymega.prepare.images.documents import image_document
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
 from raymega.prepare.tokenizer.trained import byte_tokenizer
+from tests.support.jobs import make_test_plan
 
 pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
 
@@ -118,6 +120,41 @@ def test_windows_that_begin_inside_an_image_have_the_rest_of_it(tmp_path):
                 assert (row.images[own // PATCHES]() == whole.images[all_ // PATCHES]()).all()
         cut += bool(places[0] != TEXT and places[0] % PATCHES)
     assert cut > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("data.packing=best_fit", "data.document_multiple=2"),
+        ("data.packing=best_fit", "data.augment={horizontal_flip: 0.5}"),
+    ],
+    ids=["windows", "packed", "augmented"],
+)
+def test_images_of_a_row_are_found_without_its_tokens(tmp_path, monkeypatch, options):
+    _prepare(tmp_path)
+    vision = f"{{kind: clip, image_size: {SIZE}, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, image_token_id: {TOKEN}}}"
+    path = f"data.path={tmp_path / 'out'}"
+    sizes = ("model.vocab_size=512", "data.seq_len=16", "model.max_positions=16")
+    samples = open_samples(make_test_plan(path, f"model.vision={vision}", *sizes, *options).job)
+    count = samples.num_samples
+    wanted = [[image().tobytes() for image in samples.row(n).images] for n in range(count)]
+    assert sum(map(len, wanted)) > 10
+    monkeypatch.setattr(TokenStream, "read", None)
+    assert [[image().tobytes() for image in samples.images(n)] for n in range(count)] == wanted
+
+
+def test_pixels_are_looked_at_by_the_rank_that_reads_them_alone(tmp_path):
+    meta = _prepare(tmp_path)
+    files = FolderFiles(tmp_path / "out")
+    stream = TokenStream(files, meta.splits["train"])
+    found = stream.read_images(0, stream.num_tokens)
+    (shard,) = stream.shards
+    mapped = [chunk.buffers()[2] for chunk in files.table(shard)["images"].chunks]
+    places = [range(each.address, each.address + each.size) for each in mapped]
+    # views of the mapped shard, not copies: a page is read when its pixels are
+    assert len(found) > 10
+    assert all(any(pa.py_buffer(raw).address in place for place in places) for _, raw in found)
 
 
 def test_shards_with_pixels_are_no_larger_than_others_and_are_read_alone(tmp_path, monkeypatch):
