@@ -6,8 +6,10 @@ The module knows counts and costs; ``raymega.schedule.stage_placement`` places s
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 from raymega.config.parallel import ParallelSection
@@ -116,8 +118,9 @@ def layer_counts(
     # by cost, or by a layout text
     if parallel.stages == "auto":
         if tower_cost and num_stages > 1:
-            costs = costs or [1.0] * num_layers
-            return _cheapest_beside_tower(costs, num_stages, loss_cost, tower_cost)
+            return _cheapest_beside_tower(
+                num_layers, num_stages, costs=costs, loss_cost=loss_cost, tower_cost=tower_cost
+            )
         if costs:
             return _cheapest_of(costs, num_stages, loss_cost)
         return _cheapest(num_layers, num_stages, loss_cost)
@@ -205,25 +208,34 @@ def _cheapest(num_layers: int, num_stages: int, loss_cost: float) -> tuple[int, 
 
 
 def _cheapest_beside_tower(
-    costs: Sequence[float], num_stages: int, loss_cost: float, tower_cost: float
+    num_layers: int, num_stages: int, *, costs: Sequence[float], loss_cost: float, tower_cost: float
 ) -> tuple[int, ...]:
     """Return the split of layers whose most expensive stage, a tower's among them, is cheapest, and the others even.
 
-    The first stage has a layer at least.
+    The first stage has a layer at least; ``costs`` are empty where all are 1.
     """
+    total = [0.0, *accumulate(costs or [1.0] * num_layers)]
 
     def split(num_first: int) -> tuple[int, ...]:
-        rest = costs[num_first:]
-        return _cheapest_of(rest, num_stages - 1, loss_cost) if rest else (0,) * (num_stages - 1)
+        if num_stages == 2:
+            return (num_layers - num_first,)
+        if costs:
+            return _cheapest_of(costs[num_first:], num_stages - 1, loss_cost)
+        return _cheapest(num_layers - num_first, num_stages - 1, loss_cost)
 
-    def cost(num_first: int) -> tuple[float, float]:
-        others = split(num_first)
-        ends = list(accumulate(others, initial=num_first))
-        sums = [sum(costs[begin:end]) for begin, end in pairwise(ends)]
-        dearest = max(*sums[:-1], sums[-1] + loss_cost) if sums[:-1] else sums[-1] + loss_cost
-        return max(dearest, tower_cost + sum(costs[:num_first])), dearest
+    @cache
+    def dearest(num_first: int) -> float:
+        ends = [*accumulate(split(num_first), initial=num_first)]
+        *sums, last = (total[end] - total[begin] for begin, end in pairwise(ends))
+        return max(*sums, last + loss_cost) if sums else last + loss_cost
 
-    num_first = min(range(1, len(costs) + 1), key=cost)
+    # with more layers the first stage is dearer, and the dearest of the others cheaper: the best is where they cross
+    counts = range(1, num_layers + 1)
+    at = bisect_left(counts, 0.0, key=lambda n: tower_cost + total[n] - dearest(n))
+    num_first = min(
+        counts[max(0, at - 1) : at + 1],
+        key=lambda n: (max(dearest(n), tower_cost + total[n]), dearest(n)),
+    )
     return (num_first, *split(num_first))
 
 

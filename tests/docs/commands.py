@@ -50,8 +50,9 @@ def parse_faults(command: str) -> list[str]:
         What the parser refuses, and fields of ``--set`` that no job has.
     """
     faults: list[str] = []
-    # a line may hold several commands; what a substitution gives is not known
-    for part in re.split(r" *(?:&&|;|\||>) *", re.sub(r"\$\(.*\)", "X", command)):
+    # a line may hold several commands, cut outside of quotes; what a substitution gives is not known
+    unquoted = r"(?=(?:[^']*'[^']*')*[^']*$)"
+    for part in re.split(rf" *(?:&&|;|\||>) *{unquoted}", re.sub(r"\$\(.*\)", "X", command)):
         if not part.startswith("raymega "):
             continue
         words = shlex.split(part.replace("$SETTINGS", ""))[1:]

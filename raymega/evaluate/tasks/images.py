@@ -7,6 +7,7 @@ the likeliest is chosen. An image is a path, relative to the file, or base64. ``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def _question(place: str, found: Mapping[str, Any], folder: Path, size: int) -> 
         raise TypeError(f"{'choices' if has_choices else 'text'} is {answers!r:.60}, no text")
     return ImageQuestion(
         place=place,
-        part=_optional_text(found, "set"),
+        part=_part(_optional_text(found, "set")),
         prompt=_optional_text(found, "prompt"),
         answers=tuple(answers),
         right=_index(found["answer"], len(answers)) if has_choices else -1,
@@ -79,6 +80,15 @@ def _question(place: str, found: Mapping[str, Any], folder: Path, size: int) -> 
             for each in _list(found, "images")
         ),
     )
+
+
+def _part(name: str) -> str:
+    """Return the name of a row's set, which is a part of metrics' names in every tracker."""
+    if not re.fullmatch(r"[\w. :-]*", name):
+        raise ValueError(
+            f"set is {name!r:.60}; its characters are letters, digits, spaces, _ . : -"
+        )
+    return name
 
 
 def _optional_text(found: Mapping[str, Any], name: str) -> str:
@@ -153,11 +163,12 @@ def _request(
     tokens = [*prompt, *text, *end]
     # what a choice or a text spells may be the mark, too
     marks = tokens.count(token_id) // size
-    if marks != len(row.images) or len(tokens) < 2:
+    if marks != len(row.images) or len(tokens) < 2 or not [*text, *end]:
         raise ConfigError(
             Fault(
-                fact=f"{row.place} has {len(row.images)} images, {marks} marks <image> and {len(tokens)} tokens",
-                rule="each image has a mark in prompt or text, and a row has two tokens or more",
+                fact=f"{row.place} has {len(row.images)} images, {marks} marks <image> and {len(tokens)} tokens, "
+                f"{len(text) + len(end)} of them an answer's",
+                rule="each image has a mark in prompt or text, and a row has two tokens or more, of which one is the answer's",
                 remedy="correct the line",
             )
         )

@@ -12,7 +12,10 @@ from raymega.config.vision.section import VisionSection
 from raymega.data.images.files import BrokenImageError, prompt_images, read_image
 from raymega.data.text_codec import TextCodec, prompt_ids, sample_images, sample_prompt_faults
 from raymega.errors import ConfigError
+from raymega.evaluate.tasks.images import images as image_questions
 from raymega.evaluate.tasks.images import read_questions
+from raymega.evaluate.tasks.task import Settings
+from raymega.evaluate.tokenizer import tokenizer_in
 from raymega.generate.answers import unpack_task
 from raymega.generate.image_prompts import prompt_tokens, read_images
 from raymega.generate.prompts import Prompt, Prompts, read_prompts
@@ -165,9 +168,19 @@ def test_keys_without_a_value_are_left_out_of_a_question(pictures):
         ({"choices": [], "answer": 0}, "answer 0 of 0 choices"),
         ({"choices": ["a", 2], "answer": 0}, "choices is .'a', 2., no text"),
         ({"choices": ["a"]}, "KeyError: 'answer'"),
+        ({"text": "a", "set": "a/b"}, "set is 'a/b'; its characters are letters"),
     ],
 )
 def test_a_question_of_another_form_is_told(tmp_path, row, told):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=told):
         list(read_questions(tmp_path / "rows.jsonl", 8))
+
+
+def test_an_answer_without_a_token_is_told(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "ab", "choices": ["c", ""], "answer": 0})
+    )
+    tokenizer = tokenizer_in({"tokenizer.json": byte_tokenizer("<image>").encode()}, "a test")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1 has 0 images, 0 marks <image> and 2 tok"):
+        image_questions(tmp_path / "rows.jsonl", tokenizer, Settings(seq_len=8, vision=VISION))

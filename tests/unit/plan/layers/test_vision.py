@@ -1,14 +1,19 @@
 """Vision towers: counts of a published model, FLOPs and kept bytes as torch counts them, and what is never trained."""
 
+from itertools import accumulate, combinations_with_replacement, pairwise
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import VisionSection
 from raymega.model.vision.tower import VisionTower
+from raymega.plan import stages
 from raymega.plan.flops import flops_per_token, tower_cost
 from raymega.plan.layers.vision import image_elements, image_flops, images_at_once
 from raymega.plan.memory.state_bytes import count_parameters
@@ -170,3 +175,35 @@ def test_auto_moves_blocks_away_from_the_tower():
     frozen = _model(VISION, freeze=("vision.*",), num_layers=12)
     assert tower_cost(frozen) == pytest.approx(tower_cost(_model(VISION, num_layers=12)) / 3)
     assert tower_cost(model.model_copy(update={"vision": VisionSection()})) == 0.0
+
+
+@given(
+    costs=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=7),
+    num_stages=st.integers(2, 4),
+    loss=st.floats(0.0, 3.0),
+    tower=st.floats(0.01, 6.0),
+)
+def test_no_other_split_beside_a_tower_has_a_cheaper_dearest_stage(costs, num_stages, loss, tower):
+    def dearest(cuts):
+        ends = [0, *cuts, len(costs)]
+        sums = [sum(costs[begin:end]) for begin, end in pairwise(ends)]
+        return max(sums[0] + tower, *sums[1:-1], sums[-1] + loss)
+
+    counts = layer_counts(
+        ParallelSection(stages="auto"), num_layers=len(costs), num_stages=num_stages, loss_cost=loss, costs=costs,
+        tower_cost=tower,
+    )  # fmt: skip
+    assert sum(counts) == len(costs) and counts[0] >= 1
+    places = combinations_with_replacement(range(1, len(costs) + 1), num_stages - 1)
+    assert dearest([*accumulate(counts[:-1])]) <= min(map(dearest, places)) + 1e-9
+
+
+def test_a_deep_model_beside_a_tower_is_split_without_trying_each_count():
+    tried = []
+    original = stages._cheapest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "_cheapest", lambda *args: tried.append(args) or original(*args))
+        counts = layer_counts(
+            ParallelSection(stages="auto"), num_layers=4096, num_stages=64, loss_cost=1.0, tower_cost=2.5
+        )  # fmt: skip
+    assert sum(counts) == 4096 and len(tried) < 20
