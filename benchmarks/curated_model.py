@@ -59,7 +59,7 @@ def main():
         _prepared(books, data["raw"])
         for name, pages, steps in (("curated", books, RECIPE), ("held", held, HELD_RECIPE)):
             _prepared(_curated(pages, Path(folder, f"{name}-text"), steps), data[name])
-        found = {name: {} for name in ("raw", "curated")}
+        found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in ("raw", "curated")}
         for seed in options.seeds:
             for name, losses in found.items():
                 losses[seed] = _loss(data[name], data["held"], seed, options.steps)

@@ -150,6 +150,8 @@ class RowForm(NamedTuple):
 
 
 TEXTS, PAIRS, ANSWERS = RowForm("texts"), RowForm("pairs", 2), RowForm("answers", 2)
+VALUE_BYTES = 4
+"""Tokens at whose side a document's number lies: the bytes of a float32."""
 UNDESIRABLE = 4
 """Bit beside the tokens of an undesirable answer; the lower bits say which tokens the assistant wrote."""
 
@@ -170,8 +172,8 @@ def value_targets(value: float, num_tokens: int) -> npt.NDArray[np.uint8]:
 
 def value_of(targets: npt.NDArray[np.integer]) -> float:
     """Return the number that the bytes beside a document's tokens hold."""
-    held = np.zeros(4, dtype=np.uint8)
-    held[: len(targets)] = targets[:4]
+    held = np.zeros(VALUE_BYTES, dtype=np.uint8)
+    held[: len(targets)] = targets[:VALUE_BYTES]
     return float(held.view(">f4")[0])
 
 

@@ -102,7 +102,8 @@ def plan_on(
         "run": {"name": name, "steps": 1, "eval_samples": 0},
         "model": model.model_dump(mode="json")
         | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "loss": "cross_entropy"}
-        | {"freeze": (), "train": (), "lora": _lora(model)},
+        # what was trained whole beside adapters is read from their checkpoint, and is no code of the base
+        | {"freeze": (), "train": model.train if model.lora.r else (), "lora": _lora(model)},
         # rows of several requests, whatever the run's rows were
         "data": {
             "path": "synthetic",

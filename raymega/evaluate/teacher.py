@@ -72,7 +72,7 @@ def store_teacher(
         WorkerError: A worker failed.
     """
     uri = checkpoint or job.distillation.teacher_checkpoint
-    opened = opened_model(uri, grid, job.data.datasets, KEPT, _faults(job))
+    opened = opened_model(uri, grid, [*job.data.datasets], KEPT, _faults(job))
     plan = teacher_plan_on(job, grid)
     raise_faults(ConfigError, teacher_faults(uri, plan.job.model))
     key = f"{opened.store.uri}/{opened.manifest.key}"

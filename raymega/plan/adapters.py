@@ -12,7 +12,7 @@ from math import sqrt
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from raymega.config.schema import ModelSection
-from raymega.plan.layers.base_blocks import COMPUTE, is_in_blocks
+from raymega.plan.layers.base_blocks import COMPUTE, BlockTensor, is_in_blocks
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Ends of the names of an adapter's factors, A [r, in] and B [out, r], after the name of the linear layer."""
@@ -35,18 +35,10 @@ FUSED = (
 """Linear layers that are parts of one parameter."""
 
 
-class TableTensor(Protocol):
+class TableTensor(BlockTensor, Protocol):
     """The interface of a tensor of `layers/global_tensor.py`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str:
-        """Name of the tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
 
     @property
     def tp_dim(self) -> int:
@@ -55,14 +47,6 @@ class TableTensor(Protocol):
     @property
     def is_expert(self) -> bool:
         """True for a tensor of all experts."""
-
-    @property
-    def role(self) -> str:
-        """Role for the optimizer."""
-
-    @property
-    def is_carried(self) -> bool:
-        """True where no layer reads it."""
 
 
 Tensor = TypeVar("Tensor", bound=TableTensor)

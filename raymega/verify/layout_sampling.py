@@ -14,6 +14,7 @@ from random import Random
 
 from raymega.config.attention import AttentionSection
 from raymega.config.schema import Job
+from raymega.plan.layers.base_blocks import COMPUTE
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.stages import CUT, LAYER
 from raymega.verify.layout import DEGREES, OPTIONS, Layout, Option
@@ -77,6 +78,10 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
         frozenset({"tp", "sharding", "data_parallel_shard_degree", "dp"}),
     ),
     (lambda job: job.model.lora.use_dora, frozenset({"tp", "sequence_parallel", "sharding", "recompute"})),
+    (
+        lambda job: job.model.lora.base_dtype != COMPUTE,
+        frozenset({"tp", "dp", "sharding", "data_parallel_shard_degree", "pp", "chunks", "recompute"}),
+    ),
     (lambda job: job.model.head.kind == "embedding", frozenset({"dp", "cp", "pp", "sequence_parallel"})),
     (lambda job: job.precision.fp8 != "none", frozenset({"tp", "sharding", "sequence_parallel", "pp"})),
 )  # fmt: skip

@@ -94,7 +94,7 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="every data-parallel rank scores rank 0's rows of a task",
         file="evaluate/worker.py",
-        old="dp_rank=plan.grid.coords(groups.world.ranks[groups.world.index]).dp",
+        old="dp_rank=plan.grid.coords(rank).dp",
         new="dp_rank=0",
         layout=Layout(dp=2),
         job=TASKS,

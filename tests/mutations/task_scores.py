@@ -85,8 +85,8 @@ TASK_MUTATIONS = (
     TaskMutation(
         name="a request that is too long loses its targets",
         file="evaluate/requests.py",
-        old="[-(seq_len + 1) :]",
-        new="[: seq_len + 1]",
+        old="kept = whole[-(seq_len + 1) :]",
+        new="kept = whole[: seq_len + 1]",
         caught="requests: targets of a long one",
     ),
     TaskMutation(

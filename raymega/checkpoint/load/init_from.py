@@ -14,6 +14,7 @@ from typing import Any, get_args
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.fields import by_path
+from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError, first_few
 from raymega.messages import Box, SavedBox
@@ -36,6 +37,8 @@ from raymega.storage.store import Store
 WEIGHTS = "model"
 """Kind of a checkpoint's tensors that are weights: their saved names are ``model/NAME``."""
 FIELD, ADAPTER = "checkpoint.init_from", "checkpoint.init_adapter"
+SCALES = ("lora_alpha", "use_rslora")
+"""Fields of model.lora that scale an adapter."""
 HEAD, NEW_HEAD = "head.", "head.score.weight"
 """Begin of the names of a head's tensors, and the tensor that every head without a vocabulary has."""
 UNSEEN_IN_SHAPES = {
@@ -45,10 +48,8 @@ UNSEEN_IN_SHAPES = {
     "vision.num_heads": ("vision.layers.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }
-"""Fields of the model that give tensors of one shape another meaning, with patterns of these tensors.
-
-The same features can be split into another number of heads, and padded rows of a token table (which
-stay zero) can be taken for tokens."""
+"""Fields of the model that give tensors of one shape another meaning, with patterns of these tensors:
+features can be split into another number of heads, and padded rows of a token table (zeros) be taken for tokens."""
 
 Shape = tuple[int, ...]
 
@@ -93,7 +94,7 @@ def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
         yield from (replace(each, fact=f"{ADAPTER}={uri!r}: {each.fact}") for each in error.faults)
         return
     saved = _weight_shapes(manifest)
-    yield from _scale_faults(manifest, model)
+    yield from _function_faults(manifest, model, *SCALES)
     own = {t.name: t.shape for t in model_tensors(model) if is_adapter(t.name)}
     unlike = _unlike({name: saved[name] for name in saved if is_adapter(name)}, own)
     if unlike:
@@ -104,15 +105,16 @@ def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
         )
 
 
-def _scale_faults(manifest: Manifest, model: ModelSection) -> Iterator[Fault]:
-    """Return the faults of fields that scale adapters, and that no shape shows."""
+def _function_faults(manifest: Manifest, model: ModelSection, *fields: str) -> Iterator[Fault]:
+    """Return the faults of fields that change what adapters compute, and that no shape shows."""
     made_with = manifest.job.get("model")
     lora = made_with.get("lora") if isinstance(made_with, dict) else None
     if not lora or not model.lora.r:
         return
-    for field in ("lora_alpha", "use_rslora"):
-        then, now = lora.get(field), getattr(model.lora, field)
-        if then is not None and then != now:
+    for field in fields:
+        # what a checkpoint of an older release does not say was the default
+        then, now = lora.get(field, getattr(LoraSection(), field)), getattr(model.lora, field)
+        if then != now:
             yield Fault(
                 fact=f"model.lora.{field}={now}: the adapters in {manifest.key} were trained with {then}",
                 rule="with it the same factors compute something else than what they were trained for",
@@ -133,7 +135,8 @@ def resume_faults(
     own = {tensor.name: tensor.shape for tensor in saved_tensors(model)}
     unlike = _unlike(_weight_shapes(manifest), own)
     if not unlike:
-        yield from _scale_faults(manifest, model)
+        # codes of the base are other weights than their source
+        yield from _function_faults(manifest, model, *SCALES, "base_dtype")
         yield from _micro_batch_faults(manifest, model, micro_batch_size, fp8)
         return
     # The tensors differ: name the fields of the model section that were changed.

@@ -32,7 +32,7 @@ def finish_upcycling(upcycling: Upcycling, weights: Sequence[TensorBlock], seed:
 def begin_magnitudes(
     blocks: Iterable[TensorBlock],
     taken: Iterable[TensorBlock],
-    read: Callable[[TensorBlock], None],
+    read: Callable[[TensorBlock], object],
 ) -> None:
     """Set DoRA's magnitudes to the norms of the rows of their weights.
 

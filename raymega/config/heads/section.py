@@ -24,9 +24,9 @@ class HeadSection(Section):
     """language_model: logits of the next or masked token. sequence_classification: a class a document.
     token_classification: a class a token. multiple_choice: a score a choice, softmax over those of a question.
     regression: a number a document, squared error. reward: a score an answer, for
-    preference.loss_type=bradley_terry. embedding: the pooled states of a document, trained on pairs of texts that
-    belong together, with the other pairs' texts as negatives (InfoNCE). none: the last block's states, of an imported encoder without a head,
-    from which runs with another kind begin; it has no loss."""
+    preference.loss_type=bradley_terry. embedding: a document's pooled states, trained by InfoNCE on texts that
+    match. none: the last block's states, of an imported encoder without a head, from which runs with another
+    kind begin; it has no loss."""
     num_labels: Annotated[int, Field(ge=2, le=MOST_CLASSES)] = 2
     """Classes of sequence_classification and token_classification."""
     num_choices: Annotated[int, Field(ge=2, le=63)] = 4

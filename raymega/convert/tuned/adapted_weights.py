@@ -138,7 +138,7 @@ class CombinedAdapters:
         faults = [*_faults(parts, base)] or [*_combination_faults(parts, kind)]
         raise_faults(ConfigError, faults)
         self._parts, self._kind, first = parts, kind, parts[0]
-        _open(first, base)
+        store, manifest = _open(first, base).checkpoint
         ranks = [part.model.lora.r for part in parts]
         self.rank = sum(ranks) if kind == "cat" else ranks[0]
         targets = dict.fromkeys(t for part in parts for t in part.model.lora.target_modules)
@@ -148,8 +148,8 @@ class CombinedAdapters:
         )  # fmt: skip
         self.model = first.model.model_copy(update={"lora": lora})
         self.start: dict[str, Any] = start_of(first.checkpoint.manifest)
-        if base:
-            self.start["init_from"] = base
+        # this very checkpoint: a run may be trained further
+        self.start["init_from"] = f"{store.uri}/{manifest.key}"
         self.first = first.checkpoint
         self.checkpoints = tuple(part.checkpoint for part in parts)
         self.dtype = self.first.dtype(f"{WEIGHTS}/{min(filter(is_adapter, first.names))}")

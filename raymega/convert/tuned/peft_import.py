@@ -111,7 +111,8 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
     job = {
         "model": model.model_dump(mode="json"),
         "precision": {"dtype": dtype},
-        "checkpoint": {"init_from": base},
+        # this very checkpoint: a run may be trained further
+        "checkpoint": {"init_from": f"{started.store.uri}/{started.manifest.key}"},
     }
     key = write_weights(store, tensors, values, dtype=dtype, job=job, created=created)
     return PeftImport(

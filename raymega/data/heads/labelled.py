@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raymega.data.packing import Keep, no_keep
 from raymega.data.preference.pairs import PairDocuments, PairedSource
-from raymega.data.rows import UNDESIRABLE, Ints, Row, RowForm, value_of
+from raymega.data.rows import UNDESIRABLE, VALUE_BYTES, Ints, Row, RowForm, value_of
 from raymega.errors import DataError, Fault
 
 
@@ -42,7 +42,9 @@ class LabelledSource(PairedSource):
             DataError: A label is none of the model's.
         """
         row = super().row(index)
-        groups = [self.pairs.targets(held.document) for held in self.held(index)]
+        # an encoder's few tokens may be cut to fewer than a number has bytes
+        least = VALUE_BYTES if self.form.kind == "values" else 0
+        groups = [self.pairs.targets(held.document, least=least) for held in self.held(index)]
         starts = np.cumsum([0, *row.documents])[: len(row.lengths)]
         places = [np.arange(at, at + n) for at, n in zip(starts, row.lengths, strict=True)]
         if self.form.kind == "answers":

@@ -54,7 +54,8 @@ def crop_box(height: int, width: int, section: AugmentSection, random: np.random
     Its share of the area is uniform in ``crop_scale``, and the logarithm of its width over its height in that of
     ``crop_ratio``. If none fits in TRIES, it is the largest part in the middle within ``crop_ratio``.
     """
-    (smallest, largest), (least, most) = section.crop_scale, section.crop_ratio
+    smallest, largest = section.crop_scale
+    least, most = section.crop_ratio
     for _ in range(TRIES):
         area = height * width * random.uniform(smallest, largest)
         ratio = exp(random.uniform(log(least), log(most)))

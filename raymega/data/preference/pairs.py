@@ -92,10 +92,16 @@ class PairDocuments:
             counts[at] = False
         return counts[start:stop]
 
-    def targets(self, pair: int) -> list[Ints]:
-        """Return what the dataset holds beside each token of each answer, [length] each; 1 where it holds nothing."""
+    def targets(self, pair: int, *, least: int = 0) -> list[Ints]:
+        """Return what the dataset holds beside each token of each answer, [length] each; 1 where it holds nothing.
+
+        Args:
+            pair: Number of the pair.
+            least: Tokens of each answer that are read even where it was cut to fewer.
+        """
         found = []
-        for answer, length in enumerate(self.cut[pair].tolist()):
+        for answer, kept in enumerate(self.cut[pair].tolist()):
+            length = max(kept, min(least, int(self._documents.lengths[self.size * pair + answer])))
             each = self._documents.counted(self.size * pair + answer, 0, length)
             found.append(
                 np.ones(length, np.int64) if each is None else np.asarray(each, dtype=np.int64)

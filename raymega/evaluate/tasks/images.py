@@ -143,8 +143,8 @@ def images(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Question
             at = own.stop
         metrics = _means(samples)
         for part in sorted({row.part for row in rows if row.part}):
-            own = _means([each for each in samples if each["set"] == part])
-            metrics |= {f"{part}/{name}": value for name, value in own.items()}
+            of_part = _means([each for each in samples if each["set"] == part])
+            metrics |= {f"{part}/{name}": value for name, value in of_part.items()}
         return metrics, samples
 
     return Questions(requests=requests, judge=judge, documents=len(rows))

@@ -178,8 +178,7 @@ class ScoreBatch:
     Attributes:
         places: Places of this rank's tokens that scores are read at, [T] int64: position here * B + row.
         documents: Number of the document of each of these tokens, [T] int64.
-        weights: Weight of each of these tokens in its document's scores, [T] float64; they add up to 1 over
-            all ranks.
+        weights: Weight of each of these tokens in its document's scores, [T] float64; over all ranks they sum to 1.
         labels: Class or right choice of each group, [G] int64, or its value, float64; 0 where the loss reads none.
         is_counted: 1 where a group counts, else 0: [G] float64.
         num_documents: N.

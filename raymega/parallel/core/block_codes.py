@@ -69,10 +69,11 @@ def encode_scales(maxima: Tensor) -> Scales:
     They are positive, so their mean is taken away first (QLoRA, section 3).
     """
     count = maxima.shape[1]
-    # an exact sum: integers of at most MEAN_BITS bits
-    unit = torch.ldexp(torch.ones(()), MEAN_BITS - maxima.max().frexp().exponent.cpu()).double()
-    total = (maxima.double() * unit.to(maxima.device)).round().long().sum(1)
-    mean = (total.double() / count / unit.to(maxima.device)).float()
+    # an exact sum: integers of at most MEAN_BITS bits, of each matrix for itself, whatever experts are beside it
+    exponents = MEAN_BITS - maxima.amax(1, keepdim=True).frexp().exponent
+    unit = torch.ldexp(maxima.new_ones(len(maxima), 1).double(), exponents)
+    total = (maxima.double() * unit).round().long().sum(1, keepdim=True)
+    mean = (total.double() / count / unit).squeeze(1).float()
     # the second level: blocks of scales, in the order of the matrix
     distances = maxima - mean[:, None]
     blocks = -(-count // SCALE_BLOCK)

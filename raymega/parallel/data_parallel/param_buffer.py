@@ -182,7 +182,9 @@ class WeightBuffer:
         used = self._buckets_of(module)
         if self.has_parts_only:
             following = self._following(module, used)
-            self._free(keep=(*used, *following))
+            # of codes one unit at a time is decoded
+            ahead = (index for index in following if index not in self._decoded)
+            self._free(keep=(*used, *ahead))
             self._gather(used)
             self._gather(following)
         # in order of launch, alike on all ranks

@@ -144,6 +144,7 @@ RULES: tuple[Rule, ...] = (
     tuning.reference_faults,
     rules.idle_head_faults,
     rules.embedding_faults,
+    rules.lone_pair_faults,
     rules.headless_faults,
     rules.head_row_faults,
     rules.head_part_faults,

@@ -94,9 +94,8 @@ def _traffic_s(
         gradients = count * software.gradient_bytes
         element = DTYPE_BYTES[plan.job.precision.dtype]
         weights = (count + frozen * is_passing) * element if is_sharded else gradients
-        weights += coded.gathered_bytes(codes) * is_passing
         reduce += gather_s(device, span, gradients)
-        gather += gather_s(device, span, weights)
+        gather += gather_s(device, span, weights + coded.gathered_bytes(codes) * is_passing)
         # Hybrid sharding: the ranks that own the same part of each copy reduce it.
         across = make_span(device, size=ranks // size, stride=stride * size)
         copies += all_reduce_s(device, across, gradients / size)

@@ -92,6 +92,9 @@ def test_a_merge_of_dora_gives_rows_their_magnitudes(places, tmp_path):
     assert again.model.lora == DORA.lora
     for name in adapter.names:
         np.testing.assert_array_equal(open_checkpoint(again.uri).read(name), adapter.read(name))
+    # further checkpoints of the base's run change nothing
+    told = open_checkpoint(again.uri).manifest.job["checkpoint"]
+    assert told == {"init_from": f"{base}/{open_checkpoint(base).manifest.key}"}
 
 
 @pytest.fixture
@@ -208,6 +211,10 @@ def test_adapters_alone_are_no_model_and_a_run_takes_those_of_its_section_only(p
     sizes = {"micro_batch_size": 2}
     assert list(resume_faults(open_store(adapters), MODEL, **sizes)) == []
     assert list(resume_faults(open_store(adapters), louder, **sizes)) == [fault]
+    coded = MODEL.model_copy(update={"lora": LORA.model_copy(update={"base_dtype": "nf4"})})
+    assert start_faults(section, coded) == []
+    (fault,) = resume_faults(open_store(adapters), coded, **sizes)
+    assert fault.remedy == "set model.lora.base_dtype=compute"
     (fault,) = start_faults(section.model_copy(update={"init_adapter": "nowhere"}), MODEL)
     assert "checkpoint.init_adapter='nowhere'" in fault.fact
 

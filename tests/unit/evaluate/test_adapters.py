@@ -67,6 +67,15 @@ def test_live_adapters_score_as_their_merge(places, tmp_path):
     assert np.abs(live - _scores(base)).max() > 0.1
 
 
+@pytest.mark.parametrize("base_dtype", ["compute", "nf4"])
+def test_what_was_trained_whole_beside_adapters_is_scored_too(base_dtype, places, tmp_path):
+    base, beside = places[0], str(tmp_path / "beside")
+    lora = {"r": 2, "target_modules": ("attention.*",), "base_dtype": base_dtype}
+    _write(beside, lora, base, train=("layers.1.mlp.down.weight", "final_norm.*"))
+    merged = merge([beside], str(tmp_path / "merged"), created=NOW).uri
+    np.testing.assert_allclose(_scores(beside), _scores(merged), rtol=LIMIT, atol=LIMIT)
+
+
 def test_a_base_that_has_moved_is_refused_until_its_copy_is_named(places, tmp_path):
     base, adapters = places
     before = _scores(adapters)

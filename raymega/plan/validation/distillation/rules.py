@@ -102,7 +102,7 @@ def vision_faults(loss: str, teacher: ModelSection | str, vision: VisionSection)
     """Check that a teacher sees the images that the model sees, as they were prepared for it."""
     if loss == "none" or not isinstance(teacher, ModelSection):
         return
-    seen = SEEN if vision.is_on and teacher.vision.is_on else ()
+    seen: tuple[str, ...] = SEEN if vision.is_on and teacher.vision.is_on else ()
     if vision.is_on is not teacher.vision.is_on:
         seen = ("kind",)
     for name in seen:

@@ -44,22 +44,42 @@ def idle_head_faults(head: HeadSection) -> Iterator[Fault]:
             )
 
 
-@reads("model.head hidden_dropout attention_dropout neftune_noise_alpha lora")
-def embedding_faults(
-    head: HeadSection, hidden: float, attention: float, noise: float, lora: LoraSection
+@reads("model.head hidden_dropout attention_dropout neftune_noise_alpha lora moe")
+def embedding_faults(  # a rule's values
+    head: HeadSection,
+    hidden: float,
+    attention: float,
+    noise: float,
+    lora: LoraSection,
+    moe: MoeSection,
 ) -> Iterator[Fault]:
     """Check that a batch's embeddings, computed twice in a step, are the same both times."""
     drawn = {
         "hidden_dropout": hidden, "attention_dropout": attention, "neftune_noise_alpha": noise,
-        "lora.lora_dropout": lora.lora_dropout,
+        "lora.lora_dropout": lora.lora_dropout, "moe.router_jitter_noise": moe.router_jitter_noise,
     }  # fmt: skip
-    for field, value in drawn.items():
-        if head.kind == "embedding" and value:
+    unlike = {name: (f"{value:g}", "0") for name, value in drawn.items() if value}
+    # the first pass is an evaluation's, in which each token chooses for itself
+    if moe.load_balancing_type == "sinkhorn":
+        unlike["moe.load_balancing_type"] = ("sinkhorn", "none")
+    for field, (value, other) in unlike.items():
+        if head.kind == "embedding":
             yield Fault(
-                fact=f"model.{field}={value:g} with model.head.kind=embedding",
+                fact=f"model.{field}={value} with model.head.kind=embedding",
                 rule="a step computes its embeddings once for the loss of the whole batch, and again for the gradients",
-                remedy=f"set model.{field}=0",
+                remedy=f"set model.{field}={other}",
             )
+
+
+@reads("model.head, data.global_batch_size packing_window")
+def lone_pair_faults(head: HeadSection, batch: int, window: int) -> Iterator[Fault]:
+    """Check that a step's pairs of texts have others beside them, without which every loss is 0."""
+    if head.kind == "embedding" and batch == window == 1:
+        yield Fault(
+            fact="model.head.kind=embedding with data.global_batch_size=1 and data.packing_window=1",
+            rule="the other pairs of a step are a pair's negatives, and here it has none",
+            remedy="set data.global_batch_size=64",
+        )
 
 
 @reads("model.head family, run.steps")

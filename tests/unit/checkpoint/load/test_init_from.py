@@ -122,7 +122,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
                 "mtp_loss_scaling_factor", "freeze", "train", "neftune_noise_alpha",
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
                 "moe.sinkhorn_rounds", "moe.expert_bias_update_rate", "moe.router_z_loss_coef",
-                "moe.pad_expert_input_to_capacity", "encoder_decoder.decoder_seq_len",
+                "moe.pad_expert_input_to_capacity", "encoder_decoder.decoder_seq_len", "head.temperature", "head.normalize",
                 "vision.initializer_range", "vision.image_share", "vision.tensor_parallel"}  # fmt: skip
     sections = {"moe": MoeSection, "mla": MlaSection, "attention": AttentionSection}
     sections |= {"multipliers": MultipliersSection, "encoder": EncoderSection, "head": HeadSection}

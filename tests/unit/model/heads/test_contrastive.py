@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from raymega.config.heads.section import HeadSection
+from raymega.model.heads import contrastive
 from raymega.model.heads.contrastive import contrast_losses, contrast_of
 
 
@@ -36,6 +37,27 @@ def test_slopes_are_derivatives_of_the_sum_of_all_losses():
     ahead, behind = (contrast_losses(sums + sign * step, head)[0].sum() for sign in (1, -1))
     torch.testing.assert_close((found.slopes * step).sum(), (ahead - behind) / 2, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.losses, contrast_losses(sums, head)[0])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_few_similarities_at_a_time_are_those_of_all(normalize, monkeypatch):
+    head, sums = HeadSection(kind="embedding", normalize=normalize), _sums(num_pairs=7)
+    held = sums.clone().requires_grad_()
+    losses, is_right = contrast_losses(held, head)
+    (slopes,) = torch.autograd.grad(losses.sum(), held)
+    sizes = []
+    product = contrastive.cross_entropy
+    monkeypatch.setattr(
+        contrastive,
+        "cross_entropy",
+        lambda x, *y, **z: sizes.append(x.numel()) or product(x, *y, **z),
+    )
+    monkeypatch.setattr(contrastive, "SCORES_AT_ONCE", 22)
+    found = contrast_of(sums, head)
+    assert sizes == [21, 21, 7]
+    torch.testing.assert_close(found.losses, losses.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.slopes, slopes, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found.is_right, is_right)
 
 
 def test_an_anchor_is_right_where_its_own_positive_is_nearest():

@@ -52,6 +52,18 @@ def test_merges_in_numpy_have_the_same_bits(shape, base_dtype):
     np.testing.assert_array_equal(found, block_codes.through_blocks(weight, base_dtype).numpy())
 
 
+@pytest.mark.parametrize("base_dtype", ["nf4", "fp8"])
+def test_an_expert_is_coded_as_if_it_were_alone(base_dtype):
+    # sizes as far apart as sums of rounded scales could be
+    sizes = torch.tensor([1.0, 1e-9, 1e-20, 0.0]).view(4, 1, 1)
+    experts = _drawn((4, 30, 130), torch.float32) * sizes
+    found = block_codes.through_blocks(experts, base_dtype)
+    alone = [block_codes.through_blocks(expert, base_dtype) for expert in experts]
+    assert torch.equal(found, torch.stack(alone))
+    in_numpy = coded_base.through_blocks(experts.double().numpy(), base_dtype)
+    np.testing.assert_array_equal(in_numpy, found.numpy())
+
+
 def test_fp8_has_the_values_of_e4m3_and_loses_less():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     finite = every[every.isfinite()].unique()

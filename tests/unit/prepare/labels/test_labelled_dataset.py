@@ -101,6 +101,16 @@ def test_texts_have_their_number_also_where_they_are_cut(tmp_path, model):
         assert sorted(found) == sorted(float(np.float32(value)) for value in values)
 
 
+def test_a_number_is_whole_where_an_encoder_cuts_a_text_to_fewer_tokens(tmp_path, model):
+    value = 3.1328125  # of three bytes
+    meta = _prepare(tmp_path, model, [{"text": "ab", "label": value}], "regression")
+    assert meta.splits["train"].num_tokens == 3
+    form = RowForm("values", 1, is_causal=False)
+    shape = Shape(seq_len=8, packing="best_fit", window=4, multiple=2, form=form)
+    (row,) = [open_split(str(tmp_path / "out"), "train", shape, seed=0).row(0)]
+    assert (row.lengths, row.classes.tolist()) == ((2,), [value])
+
+
 def test_a_number_of_more_digits_than_a_text_has_tokens_is_refused():
     encoder = Encoder(byte_tokenizer(), EncodingRules(eod_id=6))
     text, _ = labelled_text({"text": "a", "label": 0.5}, "regression", "text")
