@@ -41,7 +41,7 @@ ADAPTER_PROOFS = (
         name="an evaluation leaves the adapters' factors at zero",
         file="train/build_scorer.py",
         old="blocks = [block for block in blocks if block.name in held]",
-        new="blocks = [block for block in under if block.name in held]",
+        new="blocks = []",
         tests=(f"{ADAPTED}::test_live_adapters_score_as_their_merge",),
     ),
 )

@@ -289,4 +289,32 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
             "test_a_carried_preprocessor_goes_along_unless_the_job_has_changed_what_it_says",
         ),
     ),
+    ProofMutation(
+        name="images that are found without their tokens are not changed",
+        file="data/samples.py",
+        old="return rule.changed(source.images_in(window), sample)",
+        new="return source.images_in(window)",
+        tests=(
+            "tests/unit/prepare/images/test_image_rows.py::test_images_of_a_row_are_found_without_its_tokens",
+        ),
+    ),
+    ProofMutation(
+        name="the first stage beside a tower has one layer",
+        file="plan/stages.py",
+        old="counts[max(0, at - 1) : at + 1]",
+        new="counts[:1]",
+        tests=(
+            "tests/unit/plan/layers/test_vision.py::test_no_other_split_beside_a_tower_has_a_cheaper_dearest_stage",
+        ),
+    ),
+    ProofMutation(
+        name="a cut tower's sums are free in backward",
+        file="planner/cost/end_times.py",
+        old="2 * forward + sums + repeated",
+        new="2 * forward + repeated",
+        tests=(
+            "tests/unit/planner/cost/test_tensor_parallel_time.py::"
+            "test_a_tower_that_tp_cuts_sums_each_block_twice_in_each_pass",
+        ),
+    ),
 )

@@ -1,6 +1,8 @@
 """Samples of text in a run: the same on every layout, and training does not notice them."""
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from raymega.events import SamplesDrawn
@@ -109,3 +111,36 @@ def test_samples_are_the_same_on_every_layout(dataset):
     _, wanted = _run(dataset, *SAMPLED)
     for name in ("tp2 sp pp2", "cp2 dp2 parameters", "pp2 interleaved"):
         assert _run(dataset, *LAYOUTS[name], *SAMPLED)[1] == wanted, name
+
+
+IMAGES = (
+    "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 16, num_heads: 2, "
+    "ffn_hidden_size: 32, image_token_id: 257, initializer_range: 1.0}",
+    "run.samples_every=2", "run.sample_prompts=['a<image>', 'no', '<image>b<image>']", "run.sample_tokens=8",
+    "model.initializer_range=0.3",
+)  # fmt: skip
+
+
+@pytest.mark.wide
+def test_samples_see_their_images_on_every_layout(tmp_path):
+    write_dataset(tmp_path, train=(50,) * 5, valid=(40,) * 5)
+    (tmp_path / TOKENIZER_FILE).write_text(byte_tokenizer("<image>"))
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(256, size=(8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+
+    def run(order, *layout):
+        files = [str(tmp_path / f"{number}.png") for number in order]
+        own = (*IMAGES, f"run.sample_images={files}", "model.vocab_size=264")
+        return _run(f"data.path={tmp_path}", *own, *layout)
+
+    curve, wanted = run((0, 1, 2))
+    assert [each.step for each in wanted] == [2, 4]
+    other_curve, other = run((1, 0, 2))
+    assert other_curve == curve, "training does not notice them"
+    pairs = list(zip(wanted, other, strict=True))
+    assert all(one.texts[1] == another.texts[1] for one, another in pairs), "it has no image"
+    assert any(one.texts[0] != another.texts[0] for one, another in pairs)
+    balanced = (*LAYOUTS["cp2 dp2 parameters"], "parallel.balance_images=true")
+    for layout in (LAYOUTS["tp2 sp pp2"], balanced, (*LAYOUTS["dp2 optimizer"], balanced[-1])):
+        assert run((0, 1, 2), *layout)[1] == wanted, layout
