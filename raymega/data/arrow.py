@@ -100,8 +100,8 @@ class TokenStream:
     def read_images(self, start: int, stop: int, before: int = 0) -> list[tuple[int, memoryview]]:
         """Return the images that begin among tokens [start - before, stop): place of the first token, and pixels.
 
-        Pixels are views of the mapped shard: those that nobody looks at are not read.
-        Shards before that of ``start`` are left alone, and need not be here: a shard has whole images.
+        Pixels are views of the mapped shard, which are read from the disk at their first use.
+        Shards before that of ``start`` need not be on this node: a shard has whole images.
         """
         found = list[tuple[int, memoryview]]()
         index = bisect_right(self._ends, start)
