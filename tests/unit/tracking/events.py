@@ -67,6 +67,8 @@ def step_finished(step, attempt=1, loss=0.0):
         "train/role_lr/embedding": 6e-4,
         "data/source_tokens/web": 4096.0,
         "data/source_epochs/web": 0.5,
+        "data/image_token_share": 0.25,
+        "train/images_per_s": 16.0,
         "data/wait_s": 0.01,
         "data/fetched_bytes": 4096.0,
         "data/cache_hits": 3.0,

@@ -44,6 +44,7 @@ ELSEWHERE = (
     "etp",
     "moe_token_dispatcher_type",
     "overlap_moe_expert_parallel_comm",
+    "balance_images",
 )
 """Options that a few layouts of a small dense job cannot meet."""
 
@@ -153,6 +154,12 @@ def test_dynamic_cp_is_drawn_where_documents_are_packed():
     job = make_job("data.packing=best_fit", "data.document_multiple=8")
     met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=2))
     assert {value for name, value in _pairs(met) if name == "dynamic_cp"} == {False, True}
+
+
+def test_balanced_images_are_drawn_where_a_model_reads_images():
+    job = make_job(file="llava.yaml")
+    met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=2))
+    assert {value for name, value in _pairs(met) if name == "balance_images"} == {False, True}
 
 
 def test_placements_are_drawn_even_by_cost_uneven_and_with_empty_stages():
