@@ -11,6 +11,7 @@ from raymega.messages import Requests
 from raymega.parallel.comm.process_groups import build_groups
 from raymega.plan.run_plan import RunPlan, make_plan
 from raymega.train.build import TrainingComponents, build_parts
+from raymega.train.environment import prepare_process
 from raymega.train.state import TrainState, first_state
 from raymega.train.step import train_step
 
@@ -44,8 +45,11 @@ class OneRank:
     """A whole training step at a call."""
 
     def __init__(self, plan: RunPlan) -> None:
+        # on a CPU the caller sets threads
+        is_gpu = plan.job.cluster.device == "cuda"
+        device = prepare_process(plan, device="cuda", local_rank=0) if is_gpu else CPU
         groups = build_groups(plan.grid, 0, timeout_s=60.0)
-        self.parts: TrainingComponents = build_parts(plan, rank=0, groups=groups, device=CPU)
+        self.parts: TrainingComponents = build_parts(plan, rank=0, groups=groups, device=device)
         self.state: TrainState = first_state(plan.job.precision)
 
     def __call__(self) -> float:

@@ -62,9 +62,9 @@ tracking: {{mlflow_uri: "off"}}
 cluster: {{device: cpu}}
 """
 LORA = (
-    "  lora: {r: 4, lora_alpha: 8.0, use_rslora: true, target_modules: ['attention.*', 'mlp.*']%s}"
+    "  lora: {r: 4, lora_alpha: 8.0, use_rslora: true, target_modules: ['attention.*', 'mlp.*'], base_dtype: %s}"
 )
-RATES = {"all weights": 1e-4, "LoRA": 2e-3}
+RATES = {"all weights": 2e-4, "LoRA": 2e-3}
 
 
 def main():
@@ -72,7 +72,7 @@ def main():
     parser.add_argument("faq", type=Path, help="folder that the package was extracted to")
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--base-dtype", choices=["fp8", "nf4"], action="append", default=[])
     options = parser.parse_args()
