@@ -32,13 +32,15 @@ AIMS = 8
 TRIES = 3
 """Number of degree choices on which a wanted option value is tried, before it counts as impossible."""
 WEIGHTS = {
-    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12, "degree": 4, "cp_method": 40,
+    "axis": 100, "pair": 5, "uneven": 30, "schedule": 5, "micro": 4, "kernels": 12, "degree": 4, "cp_method": 10,
     "overlap_moe_expert_parallel_comm": 60, "ep": 20, "etp": 20, "microbatch_group_size_per_vp_stage": 4, "max_in_flight_microbatches": 4, "wgrad_activation_fraction": 4,
 }  # fmt: skip
 """Gain of covering a feature for the first time; 1 where none is given. A new axis outweighs any number of
 new options. Weights in between favour features that few layouts can have, such as compiled kernels."""
 PAIR_GAIN, OWN_PAIR_GAIN, OWN_GAIN = 0.05, 0.5, 20
 """Gain of a new pair of features, of one of two that the job's own features bear on, and of such a feature."""
+OWN_METHOD_GAIN = 50
+"""Gain of a cp method where a part of the job has code for each: MLA with experts otherwise leaves one out of eight layouts."""
 BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
     (lambda job: job.model.attention_dropout, frozenset({"cp", "cp_method", "tp", "recompute"})),
     (lambda job: job.model.hidden_dropout, frozenset({"cp", "sequence_parallel", "recompute", "pp"})),
@@ -232,7 +234,9 @@ class _Coverage:
     def _weight(self, feature: Feature) -> float:
         weight = WEIGHTS.get(str(feature[0]), 1)
         is_option = feature[0] not in ("axis", "pair", "degree", "uneven")
-        return weight + OWN_GAIN * (is_option and self.is_own(feature))
+        if not (is_option and self.is_own(feature)):
+            return weight
+        return weight + (OWN_METHOD_GAIN if feature[0] == "cp_method" else OWN_GAIN)
 
 
 class _CandidateMaker:
