@@ -6,7 +6,8 @@ A URI names a place, and other weights may be written there. `pinned_source.py` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 from zlib import crc32
 
 from raymega.checkpoint.format.manifest import Manifest
@@ -20,6 +21,8 @@ BASE, TEACHER = "checkpoint.init_from", "distillation.teacher_checkpoint"
 """Fields that name such checkpoints."""
 WEIGHTS = "model/"
 """Begin of the saved names of weights; moments and averages of the run that made a base are no part of it."""
+FINGERPRINT = "fingerprint"
+"""Key of a teacher's fingerprint in what tells of its stored logits."""
 SOURCES = "sources"
 """Key of the fingerprints by field, among the values of a job in a manifest."""
 
@@ -95,3 +98,26 @@ def overwritten_start_faults(adapters: Manifest, base: str) -> Iterator[Fault]:
             f"set {BASE} to a copy of the weights of before, or leave checkpoint.init_adapter out"
         )
         yield from overwritten_faults(adapters, base, field=BASE, remedy=remedy)
+
+
+def origin_faults(path: str, how: Mapping[str, Any], uri: str) -> Iterator[Fault]:
+    """Yield the fault of a dataset whose stored logits are of another teacher than the job names.
+
+    Args:
+        path: The dataset.
+        how: What its logits are of; those of older releases lack the fingerprint, and are taken.
+        uri: The job's teacher, or ``none``; one that cannot be read is not compared, as a run does not read it.
+    """
+    if uri == "none" or FINGERPRINT not in how:
+        return
+    try:
+        now = fingerprint_of(open_root(uri).manifest)
+    except RaymegaError:
+        return
+    if now != how[FINGERPRINT]:
+        began = how.get("checkpoint")
+        yield Fault(
+            fact=f"{TEACHER}={uri!r}, and the logits beside {path} are of {began}",
+            rule="a run with distillation.teacher=stored learns from the logits that lie there, whatever teacher it names",
+            remedy=f"set {TEACHER}={began}, or store this one's: raymega data teacher JOB.yaml",
+        )
