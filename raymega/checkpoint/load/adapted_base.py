@@ -72,18 +72,14 @@ def open_base(
     try:
         store, manifest = open_checkpoint(section.init_from)
     except RaymegaError as error:
-        raise_faults(
-            ConfigError,
-            [
-                Fault(fact=f"the base of {source}: {each.fact}", rule=each.rule, remedy=remedy)
-                for each in error.faults
-            ],
-        )
+        faults = [
+            Fault(fact=f"the base of {source}: {each.fact}", rule=each.rule, remedy=remedy)
+            for each in error.faults
+        ]
+        raise_faults(ConfigError, faults)
         raise
-    raise_faults(
-        ConfigError,
-        [*overwritten_faults(adapters.manifest, section.init_from, field=FIELD, remedy=remedy)],
-    )
+    told = overwritten_faults(adapters.manifest, section.init_from, field=FIELD, remedy=remedy)
+    raise_faults(ConfigError, [*told])
     renamed = starting_manifest(manifest, section, model)
     begin = f"{WEIGHTS}/"
     held = {
