@@ -214,7 +214,7 @@ ROWS = (
     Row(
         title="Learning",
         panels=(
-            curve("Loss", "train/loss", "eval/loss", width=12),
+            curve("Loss", "train/loss", "eval/loss", "eval/ema_loss", width=12),
             curve("Gradient norm", "train/grad_norm", width=6, is_log=True),
             curve("Learning rate", "train/lr", width=6),
         ),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import valid_checkpoints
+from raymega.checkpoint.load.fingerprint import origin_faults
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
 from raymega.checkpoint.load.pinned_source import (
     BASE,
@@ -27,6 +28,7 @@ from raymega.config.fields import Section
 from raymega.config.load import ParsedJob, parse_job
 from raymega.config.schema import (
     CheckpointSection,
+    DataSection,
     DistillationSection,
     Job,
     ModelSection,
@@ -34,6 +36,7 @@ from raymega.config.schema import (
 )
 from raymega.data.blends.epochs import budget_steps
 from raymega.data.checks import training_faults
+from raymega.data.distillation.stored_logits import stored_how
 from raymega.data.samples import first_rows
 from raymega.data.text_codec import sample_prompt_faults
 from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
@@ -357,13 +360,20 @@ def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _teacher_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of a live teacher's checkpoint, which each attempt reads."""
+    """Return the faults of a live teacher's checkpoint, which each attempt reads, or of stored logits of another one."""
     section, model = (
         _section(values, "distillation", DistillationSection),
         _section(values, "model", ModelSection),
     )
-    if section is None or model is None or not section.is_live:
+    if section is None or model is None or not section.is_on:
         return []
+    if not section.is_live:
+        data = _section(values, "data", DataSection)
+        return [
+            fault
+            for path in (data.datasets if data else ())
+            for fault in origin_faults(path, stored_how(path), section.teacher_checkpoint)
+        ]
     teacher = section.model_of_teacher(model).model_copy(update=dict(UNTRAINED))
     return teacher_faults(section.teacher_checkpoint, teacher)
 

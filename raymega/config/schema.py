@@ -82,6 +82,9 @@ class RunSection(Section):
     eval_samples: NonNegative = 64
     """Number of sequences of the validation split that one evaluation reads, at most all of them; 0
     turns evaluation off."""
+    eval_ema: bool = False
+    """Evaluate the moving average of the weights (optimizer.ema_decay) too, beside the weights, as
+    eval/ema_loss. An evaluation takes twice as long; training itself is not changed."""
     # Samples of text.
     samples_every: NonNegative = 0
     """Steps between samples of text, which the model continues from sample_prompts; 0 is never. Each

@@ -7,6 +7,7 @@ updates. Learning rate and step number are arguments, so that neither is stored 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -27,6 +28,9 @@ from raymega.parallel.data_parallel.state_tensors import (
 )
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.memory.optimizer_state import PORTION_ELEMENTS, format_of, update_of
+
+SWAPPED = 2**20
+"""Elements of masters and average that are exchanged at once."""
 
 
 class Optimizer:
@@ -166,6 +170,35 @@ class Optimizer:
                     bucket_state.follow_average(0.0)
         self._weights.mark_updated()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the weights be their moving average in the body, and afterwards what they were, bit for bit.
+
+        All ranks call it together. Meanwhile the blocks of a checkpoint may hold the average in place of the masters.
+        """
+        # a gather of the last update still reads what changes here
+        self._weights.wait_for_all()
+        self._exchange()
+        self._weights.mark_updated()
+        try:
+            yield
+            self._weights.wait_for_all()
+        finally:  # of a body that failed too: what this rank holds may go on in memory
+            self._exchange()
+            self._round(self._bucket_state)
+        self._weights.mark_updated()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange masters and average where the weights are the masters; else let the weights be the average."""
+        for bucket_state in self._bucket_state:
+            assert bucket_state.average is not None, "the job keeps an average"
+            average = self._host.on_host(bucket_state.average)
+            if bucket_state.weights.dtype == bucket_state.master.dtype:
+                _swap(bucket_state.master, average)
+            else:
+                bucket_state.weights.copy_(average)
+
     @torch.no_grad()
     def _round(self, some: Sequence[BucketState]) -> None:
         for bucket_state in some:
@@ -174,6 +207,14 @@ class Optimizer:
                 bucket_state.weights.copy_(
                     bucket_state.master if is_here else self._host.on_host(bucket_state.master)
                 )
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange the values of two flat tensors, which may lie on different devices, with little memory of its own."""
+    for first, second in zip(one.split(SWAPPED), other.split(SWAPPED), strict=True):
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
 
 
 def _never(_bucket: Bucket) -> bool:

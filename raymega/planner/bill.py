@@ -125,6 +125,7 @@ def _evaluation_s(job: Job, step_s: float, first_step: int) -> float:
     """Return the seconds of the evaluations on held-out text that are left."""
     run = job.run
     one_s = step_s * FORWARD_SHARE * run.eval_samples / job.data.global_batch_size
+    one_s *= 1 + run.eval_ema
     return _num_evaluations(run, run.eval_every, first_step) * one_s
 
 

@@ -55,6 +55,7 @@ EVALUATION_COLUMNS = (
     ("eval/loss", "loss {:.4f}", 1.0),
     ("eval/perplexity", "perplexity {:.2f}", 1.0),
     ("eval/accuracy", "accuracy {:.4f}", 1.0),
+    ("eval/ema_loss", "loss of the average {:.4f}", 1.0),
 )
 Trouble = SaveFailed | AttemptFailed | BadStep | StragglerDetected | RoutingCollapsed
 

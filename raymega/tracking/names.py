@@ -148,6 +148,12 @@ METRICS = (
     _gauge("eval/accuracy", "1", "Share of validation documents, questions, tokens or pairs that a head gets right."),
     _part_gauge("eval/set_accuracy", "set", "1", "eval/accuracy of a named validation set."),
     _gauge("eval/perplexity", "1", "exp of eval/loss."),
+    _gauge("eval/ema_loss", "nats", "eval/loss of the moving average of the weights; run.eval_ema only."),
+    _gauge("eval/ema_accuracy", "1", "eval/accuracy of the moving average of the weights."),
+    _gauge("eval/ema_perplexity", "1", "exp of eval/ema_loss."),
+    _part_gauge("eval/set_ema_loss", "set", "nats", "eval/set_loss of the moving average of the weights."),
+    _part_gauge("eval/set_ema_accuracy", "set", "1", "eval/set_accuracy of the moving average of the weights."),
+    _part_gauge("eval/set_ema_perplexity", "set", "1", "exp of eval/set_ema_loss."),
     _part_gauge(
         "eval/set_loss", "set", "nats", "Mean cross entropy of a named validation set's tokens."
     ),

@@ -67,7 +67,12 @@ TASK = f"{TASK_METRIC.partition('/')[2]}/"
 ACCURACY, PERPLEXITY = "Accuracy by task", "Perplexity and loss by task"
 ERRORS = "_stderr"
 """End of the names of standard errors, which have no curve."""
-DRAWN_ELSEWHERE = frozenset({"loss", "perplexity", "set_loss", "set_perplexity", TASK[:-1]})
+DRAWN_ELSEWHERE = frozenset(
+    {
+        *("loss", "perplexity", "set_loss", "set_perplexity", TASK[:-1]),
+        *("ema_loss", "ema_perplexity", "set_ema_perplexity"),
+    }
+)
 """Evaluation metrics that have a chart of their own or repeat one."""
 
 
@@ -77,7 +82,11 @@ def loss_chart(
 ) -> str:  # fmt: skip
     """Return the loss curve: training, validation, attempts, tokens, and the learning rate below."""
     steps, evaluations = history.steps, history.evaluations
-    named = (("training", steps.get("loss")), ("validation", evaluations.get("loss")))
+    named = (
+        ("training", steps.get("loss")),
+        ("validation", evaluations.get("loss")),
+        ("validation of the average", evaluations.get("ema_loss")),
+    )
     chart = Chart(
         title=title,
         curves=[_curve(label, series) for label, series in named if series is not None],

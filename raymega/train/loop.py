@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from raymega.checkpoint.load.held_state import HELD
 from raymega.config.schema import Job
@@ -26,6 +27,7 @@ from raymega.optim.param_groups import role_rates
 from raymega.parallel.comm.collectives import barrier
 from raymega.schedule.timeline import BETWEEN_CP, BETWEEN_EXPERTS, IN_UPDATE
 from raymega.train.build import TrainingComponents
+from raymega.train.evaluation.average import evaluate_average
 from raymega.train.forward_backward import evaluate
 from raymega.train.plugin_hooks import PluginHooks
 from raymega.train.replica_divergence import DivergenceCheck
@@ -68,14 +70,15 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
     job = parts.plan.job
     speed = ThroughputMeter(parts.plan, parts.device, parts.loader.source)
     sampler, hooks = RunSampler(parts, channel, rank), PluginHooks(parts.plan, parts.groups.world)
-    check, work = (
+    check, tell_evaluation, work = (
         DivergenceCheck(parts),
+        partial(_report_evaluation, channel, rank, hooks),
         BusyTimeMeter(parts.device, parts.groups.world.waited, parts.passes),
     )
     reset_peak_memory(parts.device)
     first_step, stopped = state.step + 1, False
     if is_evaluation_due:
-        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
+        _evaluate_when_due(parts, save_scheduler, state.step, tell_evaluation, evaluate_tasks)
     while state.step < job.run.steps and not stopped:
         # prepare: skip bad samples, decide what to record
         state = state.past(skipped_samples)
@@ -112,7 +115,7 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
         if state.step == first_step or _is_due(state.step, job.tracking.console_every):
             _report_rank(channel, rank, outcome, memory_metrics(parts.device) | work.pop_metrics())
         # evaluate and save
-        _evaluate_when_due(parts, channel, rank, state.step, evaluate_tasks, hooks)
+        _evaluate_when_due(parts, save_scheduler, state.step, tell_evaluation, evaluate_tasks)
         sampler.report_when_due(state.step)
         save_scheduler.save_what_is_due(outcome, is_last=is_last)
         hooks.checkpoint_begins(state.step, is_due=is_saving)
@@ -160,22 +163,29 @@ def _do_step(
 
 def _evaluate_when_due(
     parts: TrainingComponents,
-    channel: Channel,
-    rank: int,
+    save_scheduler: SaveScheduler,
     step: int,
+    tell: Callable[[int, dict[str, float]], None],
     evaluate_tasks: Callable[[int], None] | None,
-    hooks: PluginHooks,
 ) -> None:
     """Evaluate on held-out text and on the run's tasks, each at its steps and at the last one."""
     run = parts.plan.job.run
     is_last = step == run.steps
     if is_last or _is_due(step, run.eval_every):
-        held_out = evaluate(parts)
-        _report_evaluation(channel, rank, step, held_out)
-        if held_out:
-            hooks.evaluation_ends(step, held_out)
+        tell(step, _evaluate(parts, save_scheduler))
     if evaluate_tasks and (is_last or _is_due(step, run.eval_tasks_every)):
         evaluate_tasks(step)
+
+
+def _evaluate(parts: TrainingComponents, save_scheduler: SaveScheduler) -> dict[str, float]:
+    """Return the metrics of held-out text, of the weights and of their average if the job asks for it."""
+    metrics = evaluate(parts)
+    if metrics and parts.plan.job.run.eval_ema:
+        # saves copy the masters, and a next attempt continues with them: the average takes their place for a while
+        save_scheduler.fence()
+        with HELD.borrowed():
+            metrics |= evaluate_average(parts)
+    return metrics
 
 
 def _sent_bytes(parts: TrainingComponents) -> dict[str, float]:
@@ -301,6 +311,11 @@ def _rates(lr: float, job: Job) -> dict[str, float]:
     return {f"train/role_lr/{role}": lr * scale for role, scale in scales.items()}
 
 
-def _report_evaluation(channel: Channel, rank: int, step: int, metrics: dict[str, float]) -> None:
+def _report_evaluation(
+    channel: Channel, rank: int, hooks: PluginHooks, step: int, metrics: dict[str, float]
+) -> None:
+    """Report the metrics of held-out text, and tell plug-ins; nothing where the job evaluates none."""
     if rank == 0 and metrics:
         channel.report(EvaluationFinished(step=step, metrics=metrics))
+    if metrics:
+        hooks.evaluation_ends(step, metrics)

@@ -24,6 +24,8 @@ MAIN_SCALARS = ("loss", "grad_norm")
 """Scalars of a step that the report has a column for; the others share one."""
 EVAL_LOSS = "eval_loss"
 """Name of the run's held-out loss; that of a named validation set is followed by `/` and its name."""
+EVAL_EMA_LOSS = "eval_ema_loss"
+"""Name of the held-out loss of the weights' moving average, as of EVAL_LOSS."""
 SIZELESS_KINDS = frozenset({"lion.exp_avg", "adam.exp_avg"})
 """Kinds of state whose size an update divides away, so that rounding noise moves a weight too."""
 NOISE = 1e-12

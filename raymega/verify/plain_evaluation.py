@@ -36,7 +36,8 @@ from raymega.parallel.context_parallel.images import Images
 from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.layers.family_parts import parts_of, score_pooling
 from raymega.train.build import TrainingComponents
-from raymega.verify.compare import EVAL_LOSS
+from raymega.train.evaluation.average import averaged_weights
+from raymega.verify.compare import EVAL_EMA_LOSS, EVAL_LOSS
 from raymega.verify.tasks import TASK_SCORES, Floats, compared_number, drawn_requests
 
 
@@ -46,20 +47,28 @@ def plain_eval_losses(parts: TrainingComponents) -> dict[str, float]:
     Empty where the job evaluates nothing, and where a token's loss depends on the other tokens of its micro-batch
     (`depends_on_micro_batch_size`): there a document by itself has another loss.
     """
-    job, found = parts.plan.job, {}
+    job, found = parts.plan.job, dict[str, float]()
     if depends_on_micro_batch_size(job):
         return {}
     (module,) = parts.modules
     if job.run.eval_samples:
-        mean = _pair_loss if job.preference.is_on else _loss
-        mean = _score_loss if job.model.head.is_on else mean
-        losses = {name: mean(module, samples, job) for name, samples in _sets(job)}
-        found[EVAL_LOSS] = next(iter(losses.values()))
-        found |= {f"{EVAL_LOSS}/{name}": loss for name, loss in losses.items() if name}
+        found |= _held_out_losses(module, job, EVAL_LOSS)
+    if job.run.eval_ema:
+        with averaged_weights(parts):
+            found |= _held_out_losses(module, job, EVAL_EMA_LOSS)
     if job.run.eval_tasks:
         requests = drawn_requests(seq_len=job.data.seq_len, vocab_size=job.model.vocab_size)
         found[TASK_SCORES] = compared_number([_log_probs(module, each) for each in requests])
     return found
+
+
+def _held_out_losses(module: StageModule, job: Job, title: str) -> dict[str, float]:
+    """Return the mean loss of the first validation set under ``title``, and of each named set under that and its name."""
+    mean = _pair_loss if job.preference.is_on else _loss
+    mean = _score_loss if job.model.head.is_on else mean
+    losses = {name: mean(module, samples, job) for name, samples in _sets(job)}
+    named = {f"{title}/{name}": loss for name, loss in losses.items() if name}
+    return {title: next(iter(losses.values()))} | named
 
 
 def _log_probs(module: StageModule, request: Request) -> Floats:

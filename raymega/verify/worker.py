@@ -33,15 +33,20 @@ from raymega.storage.registry import open_store
 from raymega.train.build import TrainingComponents, build_parts
 from raymega.train.build_scorer import build_scorer, load_weights, scorer_of
 from raymega.train.environment import prepare_process
+from raymega.train.evaluation.average import evaluate_average
 from raymega.train.forward_backward import evaluate
 from raymega.train.state import TrainState, first_state, state_from
 from raymega.train.step import StepOutcome, train_step
-from raymega.verify.compare import EVAL_LOSS, StepValues
+from raymega.verify.compare import EVAL_EMA_LOSS, EVAL_LOSS, StepValues
 from raymega.verify.plain_evaluation import plain_eval_losses
 from raymega.verify.results import result_path
 from raymega.verify.tasks import TASK_SCORES, compared_number, drawn_requests, is_beside
 
 CPU = "cpu"
+COMPARED = {
+    "loss": EVAL_LOSS, "set_loss": EVAL_LOSS, "ema_loss": EVAL_EMA_LOSS, "set_ema_loss": EVAL_EMA_LOSS,
+}  # fmt: skip
+"""Names in a comparison of the metrics of an evaluation, by short name."""
 
 
 def train_rank(  # noqa: PLR0913  # the fork server is the one place that calls it
@@ -175,13 +180,11 @@ def _values(outcome: StepOutcome) -> StepValues:
 
 def _eval_losses(parts: TrainingComponents) -> dict[str, float]:
     """Return the held-out losses by their names in a comparison."""
-    metrics, prefix = evaluate(parts), "eval/set_loss/"
-    losses = {EVAL_LOSS: metrics["eval/loss"]} if metrics else {}
-    losses |= {
-        f"{EVAL_LOSS}/{name.removeprefix(prefix)}": loss
-        for name, loss in metrics.items()
-        if name.startswith(prefix)
-    }
+    losses: dict[str, float] = {}
+    for name, loss in (evaluate(parts) | evaluate_average(parts)).items():
+        _, short, *of_set = name.split("/", 2)
+        if compared := COMPARED.get(short):
+            losses["/".join((compared, *of_set))] = loss
     # tasks on this grid; those beside a run are scored by `score_rank`
     if parts.plan.job.run.eval_tasks and not is_beside(parts.plan.job):
         scorer, requests = scorer_of(parts, lambda: None), _requests(parts.plan)

@@ -44,4 +44,21 @@ ADAPTER_PROOFS = (
         new="blocks = []",
         tests=(f"{ADAPTED}::test_live_adapters_score_as_their_merge",),
     ),
+    ProofMutation(
+        name="a base is known by the shapes of its weights",
+        file="checkpoint/load/fingerprint.py",
+        old=" {box.box.shape} {box.crc32:08x}",
+        new=" {box.box.shape}",
+        tests=(f"{ADAPTED}::test_a_base_that_was_overwritten_is_refused_and_a_copy_is_not",),
+    ),
+    ProofMutation(
+        name="a run's checkpoints do not remember their base",
+        file="orchestrate/driver/checkpoint_committer.py",
+        old='.model_dump(mode="json") | self._sources',
+        new='.model_dump(mode="json")',
+        tests=(
+            "tests/unit/orchestrate/driver/test_checkpoint_committer.py::"
+            "test_checkpoints_remember_what_the_run_reads_in_each_restart",
+        ),
+    ),
 )

@@ -23,6 +23,10 @@ STAGE_TIMES = (
 LISTS = (
     "tests/unit/checkpoint/load/test_init_from.py::test_lists_by_layer_are_compared_layer_by_layer"
 )
+AVERAGE = (
+    "tests/dist/runs/test_average_evaluation.py::"
+    "test_loss_of_the_average_is_that_of_the_formula_and_changes_nothing"
+)
 DELTA_RULE = "model/linear_attention/delta_rule.py"
 DELTA_NET = "model/linear_attention/gated_delta_net.py"
 MAMBA = "model/linear_attention/mamba2.py"
@@ -224,5 +228,20 @@ STATES: tuple[ProofMutation, ...] = (
         old="lists[0][n % len(lists[0])] == lists[1][n % len(lists[1])]",
         new="lists[0] == lists[1]",
         tests=(LISTS,),
+    ),
+    ProofMutation(
+        name="a run goes on with the average of its weights",
+        file="optim/optimizer.py",
+        old="        finally:  # of a body that failed too: what this rank holds may go on in memory\n"
+        "            self._exchange()\n",
+        new="        finally:\n",
+        tests=(AVERAGE,),
+    ),
+    ProofMutation(
+        name="an average that waits on the host is exchanged with a copy",
+        file="optim/optimizer.py",
+        old="average = self._host.on_host(bucket_state.average)",
+        new="average = self._host.on_host(bucket_state.average).clone()",
+        tests=(AVERAGE,),
     ),
 )

@@ -5,7 +5,16 @@ from __future__ import annotations
 from raymega.verify.layout import Layout
 from tests.mutations.mutation import EIGHT_BITS, FOCAL, GPT2, LION, MUON, Mutation
 
+AVERAGED = ("optimizer.ema_decay=0.8", "run.eval_ema=true", "optimizer.lr=0.05")
 UPDATES: tuple[Mutation, ...] = (
+    Mutation(
+        name="the average of other ranks' weights is not gathered",
+        file="optim/optimizer.py",
+        old="        self._exchange()\n        self._weights.mark_updated()\n        try:",
+        new="        self._exchange()\n        try:",
+        layout=Layout(dp=2, sharding="optimizer"),
+        job=AVERAGED,
+    ),
     Mutation(
         name="Newton and Schulz iterate on a rank's shard of a matrix",
         file="parallel/data_parallel/muon_gather.py",

@@ -29,7 +29,8 @@ pytestmark = [
 # data in an object store.
 NOT_OF_THIS_RUN = (
     "train_mfu", "train_loss_scale", "train_skipped_steps", "data_source_tokens", "data_source_epochs",
-    "eval_set_loss", "eval_set_perplexity", "eval_task",
+    "eval_set_loss", "eval_set_perplexity", "eval_task", "eval_ema_loss", "eval_ema_accuracy", "eval_ema_perplexity",
+    "eval_set_ema_loss", "eval_set_ema_accuracy", "eval_set_ema_perplexity",
     "data_wait_s", "data_fetched_bytes", "data_cache_hits", "data_cache_misses",
 )  # fmt: skip
 RUN, PACKED = "watched", "packed"

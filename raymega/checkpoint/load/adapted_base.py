@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymega.checkpoint.format.manifest import Manifest
+from raymega.checkpoint.load.fingerprint import overwritten_faults
 from raymega.checkpoint.load.init_from import WEIGHTS, starting_manifest, upcycling_of
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
@@ -58,7 +59,7 @@ def open_base(
         remedy: Remedy where the base is missing, or another one.
 
     Raises:
-        ConfigError: The base is missing, or of another model.
+        ConfigError: The base is missing, of another model, or holds other weights than the adapters were trained on.
     """
     section = CheckpointSection.model_validate_json(json.dumps(dict(start)))
     source = f"{adapters.store.uri}/{adapters.manifest.key}"
@@ -71,14 +72,14 @@ def open_base(
     try:
         store, manifest = open_checkpoint(section.init_from)
     except RaymegaError as error:
-        raise_faults(
-            ConfigError,
-            [
-                Fault(fact=f"the base of {source}: {each.fact}", rule=each.rule, remedy=remedy)
-                for each in error.faults
-            ],
-        )
+        faults = [
+            Fault(fact=f"the base of {source}: {each.fact}", rule=each.rule, remedy=remedy)
+            for each in error.faults
+        ]
+        raise_faults(ConfigError, faults)
         raise
+    told = overwritten_faults(adapters.manifest, section.init_from, field=FIELD, remedy=remedy)
+    raise_faults(ConfigError, [*told])
     renamed = starting_manifest(manifest, section, model)
     begin = f"{WEIGHTS}/"
     held = {

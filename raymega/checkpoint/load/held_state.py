@@ -12,7 +12,8 @@ import json
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +66,15 @@ class HeldState:
     def completed(self, report: StepFinished, scalars: Scalars) -> None:
         """Note that the blocks are those of the state ``scalars`` after a whole step."""
         self.scalars, self.report, self.is_finished = scalars, report, False
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Hold nothing while the body has other values in the blocks, which it puts back even if it fails."""
+        scalars, self.scalars = self.scalars, {}
+        try:
+            yield
+        finally:
+            self.scalars = scalars
 
     def leave_device(self) -> None:
         """Move what is held on an accelerator to the host, as the next model is built before it is read."""

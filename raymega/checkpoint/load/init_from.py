@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
+from raymega.checkpoint.load.fingerprint import overwritten_start_faults
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.fields import by_path
 from raymega.config.lora import LoraSection
@@ -48,8 +49,7 @@ UNSEEN_IN_SHAPES = {
     "vision.num_heads": ("vision.layers.*",),
     "vocab_size": ("embedding.tokens.*", "head.*"),
 }
-"""Fields of the model that give tensors of one shape another meaning, with patterns of these tensors:
-features can be split into another number of heads, and padded rows of a token table (zeros) be taken for tokens."""
+"""Fields that give tensors of one shape another meaning, with their patterns: heads split features, padded rows are no tokens."""
 
 Shape = tuple[int, ...]
 
@@ -82,11 +82,11 @@ def unlike_faults(
         faults += upcycling_faults(upcycling, _given(section, saved), wanted)
     faults += _tensor_faults(section, saved, wanted, upcycling, has_head=model.head.is_on)
     if section.init_adapter != "none":
-        faults += _adapter_faults(section.init_adapter, model)
+        faults += _adapter_faults(section.init_adapter, section.init_from, model)
     return faults or _field_faults(section, manifest, model)
 
 
-def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
+def _adapter_faults(uri: str, base: str, model: ModelSection) -> Iterator[Fault]:
     """Return the faults of ``checkpoint.init_adapter``: it has the factors of this model's adapters."""
     try:
         manifest = open_root(uri).manifest
@@ -95,6 +95,7 @@ def _adapter_faults(uri: str, model: ModelSection) -> Iterator[Fault]:
         return
     saved = _weight_shapes(manifest)
     yield from _function_faults(manifest, model, *SCALES)
+    yield from overwritten_start_faults(manifest, base)
     own = {t.name: t.shape for t in model_tensors(model) if is_adapter(t.name)}
     unlike = _unlike({name: saved[name] for name in saved if is_adapter(name)}, own)
     if unlike:
@@ -389,11 +390,8 @@ def _other_head(section: CheckpointSection, new: Sequence[str], left: Sequence[s
 
 def _other_model(uri: str, fact: str) -> Fault:
     rule = "its weights must be those of the job's model section, except where the job's rules say otherwise"
-    remedy = (
-        "use the model section that it was made with, which `raymega checkpoint show` tells, or "
-        f"say by {RENAME}, {REINIT} and {IGNORE} what belongs where"
-    )
-    return _fault(uri, fact, rule, remedy)
+    remedy = "use the model section that it was made with, which `raymega checkpoint show` tells, or say by "
+    return _fault(uri, fact, rule, f"{remedy}{RENAME}, {REINIT} and {IGNORE} what belongs where")
 
 
 def _fault(uri: str, fact: str, rule: str, remedy: str) -> Fault:

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raymega.checkpoint.format.keys import ROOT, is_manifest
-from raymega.checkpoint.format.manifest import find_restore
+from raymega.checkpoint.format.manifest import Manifest, find_restore
+from raymega.checkpoint.load.fingerprint import BASE, TEACHER, overwritten_faults
 from raymega.checkpoint.load.init_from import open_whole, unlike_faults
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.schema import CheckpointSection, ModelSection
 from raymega.errors import Fault, RaymegaError
 from raymega.storage.store import Store
 
-BASE, TEACHER = "checkpoint.init_from", "distillation.teacher_checkpoint"
-"""Fields that name such checkpoints."""
 RULES = {
     BASE: "its checkpoints have the adapters alone, which fit the weights that they were trained on",
     TEACHER: "with another teacher the run would have another loss from here on",
@@ -47,6 +46,7 @@ def pinned(asked: str, own: Store, *, field: str) -> str:
 
 def pin_faults(now: str, own: Store, *, field: str) -> Iterator[Fault]:
     """Yield the fault of a run that would resume with other weights of ``field`` than it began with: those of ``now``."""
+    manifest = _newest(own)
     began = _at_start(own, field)
     is_same = now == began or _is_copy(now, began)
     if (began == "none" or _is_exact(began)) and not is_same:
@@ -55,6 +55,9 @@ def pin_faults(now: str, own: Store, *, field: str) -> Iterator[Fault]:
             rule=RULES[field],
             remedy=f"set {field}={began}, or begin another run with --set run.name=NAME",
         )
+    elif manifest is not None:
+        remedy = f"set {field} to a copy of what the run began with, or begin another run with --set run.name=NAME"
+        yield from overwritten_faults(manifest, now, field=field, remedy=remedy)
 
 
 def teacher_faults(uri: str, model: ModelSection) -> list[Fault]:
@@ -87,12 +90,17 @@ def _is_copy(now: str, began: str) -> bool:
         return True
 
 
+def _newest(own: Store) -> Manifest | None:
+    """Return the manifest of the newest whole checkpoint in a run's store; None without one."""
+    try:
+        return find_restore(own).manifest
+    except RaymegaError:  # reported by the driver
+        return None
+
+
 def _at_start(own: Store, field: str) -> str:
     """Return the value of ``field`` in the newest whole checkpoint in a run's store; empty without one."""
-    try:
-        manifest = find_restore(own).manifest
-    except RaymegaError:  # reported by the driver
-        return ""
+    manifest = _newest(own)
     section, _, name = field.partition(".")
     told = manifest.job.get(section) if manifest else None
     return str(told.get(name, "none")) if isinstance(told, dict) else ""

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymega.checkpoint.load.adapted_base import AdaptedBase, open_base, start_of
+from raymega.checkpoint.load.fingerprint import BASE, fingerprint_of
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
+from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import recast
@@ -79,7 +81,9 @@ class AdaptedWeights:
 
     def __init__(self, parts: Sequence[AdapterPart], base: str) -> None:
         raise_faults(ConfigError, [*_faults(parts, base)])
-        self._parts, self._base = parts, _open(parts[0], base)
+        self._parts = parts
+        # each of them was trained on these weights
+        self._base, *_ = (_open(part, base) for part in parts)
         self.first = self._base.checkpoint
         self.checkpoints = (*(part.checkpoint for part in parts), self.first)
         self.model = merged_model(parts[0].model)
@@ -138,7 +142,7 @@ class CombinedAdapters:
         faults = [*_faults(parts, base)] or [*_combination_faults(parts, kind)]
         raise_faults(ConfigError, faults)
         self._parts, self._kind, first = parts, kind, parts[0]
-        store, manifest = _open(first, base).checkpoint
+        (store, manifest), *_ = (_open(part, base).checkpoint for part in parts)
         ranks = [part.model.lora.r for part in parts]
         self.rank = sum(ranks) if kind == "cat" else ranks[0]
         targets = dict.fromkeys(t for part in parts for t in part.model.lora.target_modules)
@@ -150,6 +154,7 @@ class CombinedAdapters:
         self.start: dict[str, Any] = start_of(first.checkpoint.manifest)
         # this very checkpoint: a run may be trained further
         self.start["init_from"] = f"{store.uri}/{manifest.key}"
+        self.sources = {BASE: fingerprint_of(open_root(self.start["init_from"]).manifest)}
         self.first = first.checkpoint
         self.checkpoints = tuple(part.checkpoint for part in parts)
         self.dtype = self.first.dtype(f"{WEIGHTS}/{min(filter(is_adapter, first.names))}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from raymega.checkpoint.load.fingerprint import SOURCES
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
@@ -115,7 +116,7 @@ def merge(  # noqa: PLR0913  # the command is the one place that calls it
         "precision": {"dtype": target},
     }
     if isinstance(values, CombinedAdapters):
-        job["checkpoint"] = values.start
+        job |= {"checkpoint": values.start, SOURCES: values.sources}
     key = write_weights(
         store,
         tensors,

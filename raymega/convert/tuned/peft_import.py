@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from raymega.checkpoint.load.fingerprint import BASE, SOURCES, fingerprint_of
 from raymega.checkpoint.load.init_from import WEIGHTS
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
@@ -108,11 +109,13 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
         entry = ours[tensor.name]
         return recast(entry.read(), entry.dtype, dtype)
 
+    uri = f"{started.store.uri}/{started.manifest.key}"
     job = {
         "model": model.model_dump(mode="json"),
         "precision": {"dtype": dtype},
         # this very checkpoint: a run may be trained further
-        "checkpoint": {"init_from": f"{started.store.uri}/{started.manifest.key}"},
+        "checkpoint": {"init_from": uri},
+        SOURCES: {BASE: fingerprint_of(open_root(uri).manifest)},
     }
     key = write_weights(store, tensors, values, dtype=dtype, job=job, created=created)
     return PeftImport(

@@ -18,6 +18,7 @@ from raymega.checkpoint.format.epochs import newest_epoch
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, folder_of, is_manifest
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.fingerprint import SOURCES
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import CheckpointError, RaymegaError, StorageError, one_line
 from raymega.events import (
@@ -60,10 +61,21 @@ class CheckpointCommitter:
         error: Cause of the newest save's failure in a few words; empty when that save is committed.
     """
 
-    def __init__(
-        self, *, plan: RunPlan, attempt: int, store: Store, executor: Executor, clock: Clock
+    def __init__(  # the run's context is the one place that calls it
+        self,
+        *,
+        plan: RunPlan,
+        attempt: int,
+        store: Store,
+        executor: Executor,
+        clock: Clock,
+        sources: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare for the saves of ``attempt``; ``executor`` must have one thread, to keep commits in order."""
+        """Prepare for the saves of ``attempt``; ``executor`` must have one thread, to keep commits in order.
+
+        ``sources`` are the fingerprints of the checkpoints that the run reads in each restart, by field.
+        """
+        self._sources = {SOURCES: dict(sources)} if sources else {}
         self.error = ""
         self._plan, self._attempt = plan, attempt
         self._store, self._executor, self._clock = store, executor, clock
@@ -209,7 +221,7 @@ class CheckpointCommitter:
             world_size=grid.world_size,
             attempt=self._attempt,
             created=self._clock.timestamp(),
-            job=self._plan.job.model_dump(mode="json"),
+            job=self._plan.job.model_dump(mode="json") | self._sources,
             grid=grid.degrees(),
             metrics=metrics,
         )

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, manifest_key
 from raymega.checkpoint.format.manifest import Manifest, find_restore
+from raymega.checkpoint.load.fingerprint import sources_of
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
@@ -83,10 +84,11 @@ class RestorePoint:
     Attributes:
         start: State that the next attempt starts from.
         uri: URI of the newest checkpoint in the store; empty when there is none.
+        sources: Fingerprints of the checkpoints of others that each attempt reads again, by field.
     """
 
     def __init__(self, store: Store, job: Job, snapshot_manager: SnapshotManager) -> None:
-        self.uri = ""
+        self.uri, self.sources = "", sources_of(job)
         self.start = ResumePoint()
         self._store, self._job, self._snapshot_manager = store, job, snapshot_manager
         self._unreadable: dict[StateSource, set[str]] = {

@@ -215,6 +215,7 @@ class RunContext:
             store=self._store,
             executor=self._executor,
             clock=self.clock,
+            sources=self._restore.sources,
         )
         self._ranks = RankReports(plan)
         self._is_announced = False

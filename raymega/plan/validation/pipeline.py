@@ -22,6 +22,8 @@ from raymega.schedule.table import (
 PLACING = ("stages", *EVEN_ONLY)
 SCHEDULING = ("microbatch_group_size_per_vp_stage", "max_in_flight_microbatches",
               "wgrad_activation_fraction")  # fmt: skip
+BY_STAGES = ", or place layers by parallel.stages"
+"""End of a remedy for the job's own layers; a teacher's are spread evenly."""
 PIPELINE = "schedule.name, parallel.pp, schedule.chunks"
 
 
@@ -49,7 +51,7 @@ def layer_faults(pp: int, layers: int, stages: str) -> Iterator[Fault]:
         yield Fault(
             fact=f"parallel.pp={pp}",
             rule=f"every rank needs a layer, and model.num_layers={layers}",
-            remedy=f"use parallel.pp of at most {layers}, or place layers by parallel.stages",
+            remedy=f"use parallel.pp of at most {layers}{BY_STAGES}",
         )
 
 

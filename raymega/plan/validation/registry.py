@@ -177,7 +177,12 @@ def _faults_of(rules: Sequence[Rule], values: Mapping[str, Any]) -> list[Fault]:
     teacher = teacher_values(values)
     found = [fault for rule in rules for fault in rule.faults_of(teacher)]
     return own + [
-        replace(fault, fact=f"of the teacher, distillation.teacher_model: {fault.fact}")
+        replace(
+            fault,
+            fact=f"of the teacher, distillation.teacher_model: {fault.fact}",
+            # its layers are spread evenly, wherever the job's own are
+            remedy=fault.remedy.replace(pipeline.BY_STAGES, ""),
+        )
         for fault in found
         if fault not in own
     ]

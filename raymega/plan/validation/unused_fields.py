@@ -84,6 +84,11 @@ SAMPLES = _is_positive("run.samples_every")
 FLOAT16 = _is("precision.dtype", "float16")
 SNAPSHOTS = _is_positive("elastic.snapshot_every")
 DISTILLED = _is("distillation.loss_type", "forward_kl", "reverse_kl")
+EVALUATED_AVERAGE = FieldDependency(
+    reads=("optimizer.ema_decay", "run.eval_samples"),
+    holds=lambda decay, samples: decay > 0 and samples > 0,
+    words="optimizer.ema_decay above 0, 0.999 for example, and run.eval_samples above 0",
+)
 CONTEXT = FieldDependency(
     reads=("parallel.cp", "parallel.dynamic_cp"),
     holds=lambda cp, is_dynamic: cp > 1 or is_dynamic,
@@ -121,6 +126,7 @@ REPLICAS = FieldDependency(
 
 PARTNERS: Mapping[str, FieldDependency] = {
     # data, elastic, memory
+    "run.eval_ema": EVALUATED_AVERAGE,
     "run.eval_tasks_grid": _is("run.eval_tasks_on", "beside"),
     "data.packing_window": _is("data.packing", "best_fit"),
     "elastic.snapshot_during_save": SNAPSHOTS,

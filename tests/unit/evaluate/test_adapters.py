@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.load.adapted_base import FIELD
+from raymega.checkpoint.load.fingerprint import SOURCES, fingerprint_of
+from raymega.checkpoint.load.init_from import start_faults
+from raymega.checkpoint.load.pinned_source import pin_faults
+from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
 from raymega.config.lora import LoraSection
+from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.native import write_weights
 from raymega.convert.tuned.merge import merge, whole_weights
@@ -25,12 +30,12 @@ CPU = torch.device("cpu")
 LIMIT = 1e-10
 
 
-def _write(uri, lora, base, **fields):
+def _write(uri, lora, base, *, sources=None, **fields):
     model = make_model(lora=LoraSection(**lora), **fields)
     numbers = np.random.default_rng(3)
     job = {
         "model": model.model_dump(mode="json"), "checkpoint": {"init_from": base},
-        "precision": {"dtype": "float64"},
+        "precision": {"dtype": "float64"}, SOURCES: sources or {},
     }  # fmt: skip
     write_weights(
         open_store(uri), saved_tensors(model), lambda t: numbers.normal(size=t.shape),
@@ -85,6 +90,46 @@ def test_a_base_that_has_moved_is_refused_until_its_copy_is_named(places, tmp_pa
     assert "--set checkpoint.init_from=URI" in str(refused.value)
     copy = str(tmp_path / "copy")
     np.testing.assert_array_equal(_scores(adapters, f"checkpoint.init_from={copy}"), before)
+
+
+def test_a_base_that_was_overwritten_is_refused_and_a_copy_is_not(places, tmp_path):
+    base, adapters = places[0], str(tmp_path / "trained")
+    print_of_base = fingerprint_of(open_root(base).manifest)
+    _write(adapters, {"r": 2}, base, sources={FIELD: print_of_base})
+    before = _scores(adapters)
+    merge([adapters], str(tmp_path / "merged"), created=NOW)
+    shutil.copytree(base, tmp_path / "copy")
+    # other weights of the same shapes under the same key
+    shutil.rmtree(base)
+    _write(base, {}, "none")
+    other = fingerprint_of(open_root(base).manifest)
+    for use in (_scores, lambda uri: merge([uri], str(tmp_path / "again"), created=NOW)):
+        with pytest.raises(ConfigError, match=f"with fingerprint {other}.*with {print_of_base}"):
+            use(adapters)
+    copy = str(tmp_path / "copy")
+    np.testing.assert_array_equal(_scores(adapters, f"{FIELD}={copy}"), before)
+    # of a run that starts with them
+    model = make_model(lora=LoraSection(r=2))
+    section = CheckpointSection(init_from=base, init_adapter=adapters)
+    (fault,) = start_faults(section, model)
+    assert other in fault.fact and "leave checkpoint.init_adapter out" in fault.remedy
+    assert start_faults(section.model_copy(update={"init_from": copy}), model) == []
+    # of a run that goes on, and of one that the fingerprint is not known of
+    trained = open_store(adapters)
+    (fault,) = pin_faults(base, trained, field=FIELD)
+    assert "set checkpoint.init_from to a copy" in fault.remedy
+    _write(str(tmp_path / "older"), {"r": 2}, base)
+    assert [*pin_faults(base, open_store(str(tmp_path / "older")), field=FIELD)] == []
+
+
+def test_a_combined_adapter_knows_its_base(places, tmp_path):
+    base = places[0]
+    _write(str(tmp_path / "one"), {"r": 2}, base)
+    done = merge(
+        [str(tmp_path / "one")], str(tmp_path / "out"), created=NOW, combination_type="cat"
+    )
+    told = open_checkpoint(done.uri).manifest.job[SOURCES]
+    assert told == {FIELD: fingerprint_of(open_root(base).manifest)}
 
 
 def test_adapters_without_a_base_or_over_another_model_are_refused(places, tmp_path):

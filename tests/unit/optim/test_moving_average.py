@@ -6,16 +6,19 @@ import torch
 
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
+from raymega.checkpoint.load.held_state import HELD, NONE
 from raymega.checkpoint.load.init_from import start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection
 from raymega.convert.tuned.merge import merge
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, RaymegaError
 from raymega.messages import Requests
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.save_cost import save_cost
 from raymega.storage.registry import open_store
+from raymega.tracking.names import check_names
 from raymega.train.build import build_parts
+from raymega.train.evaluation.average import name_of_average
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -78,6 +81,41 @@ def test_an_average_begins_with_the_weights_that_a_run_starts_from():
     assert any((_values(parts, "ema")[n] != w).any() for n, w in _values(parts, "model").items())
     parts.optimizer.sync_weights(is_start=True)
     torch.testing.assert_close(_values(parts, "ema"), _values(parts, "model"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [(), ("precision.dtype=bfloat16",)])
+def test_weights_come_back_after_an_evaluation_of_the_average_that_fails(options):
+    parts = _parts(*options)
+    state = TrainState()
+    for _ in range(STEPS):
+        state = train_step(parts, state, Requests(), is_recording=False).state
+    before = _values(parts, "model"), _values(parts, "ema")
+    HELD.begin(parts.optimizer.blocks(), state.scalars())
+    with pytest.raises(ZeroDivisionError), HELD.borrowed(), parts.optimizer.averaged():
+        assert HELD.step == NONE, "a process that ends here has another state"
+        raise ZeroDivisionError
+    assert HELD.step == STEPS
+    HELD.drop()
+    torch.testing.assert_close(
+        (_values(parts, "model"), _values(parts, "ema")), before, rtol=0, atol=0
+    )
+    again = train_step(parts, state, Requests(), is_recording=False)
+    assert again.loss > 0
+
+
+@pytest.mark.parametrize("setting", ["optimizer.ema_decay=0", "run.eval_samples=0"])
+def test_an_average_that_is_not_there_cannot_be_evaluated(setting):
+    on = "run.eval_ema=true", "optimizer.ema_decay=0.9", "run.eval_samples=4"
+    with pytest.raises(RaymegaError, match=r"run\.eval_ema=true.*optimizer\.ema_decay above 0"):
+        make_test_plan(*on, setting)
+
+
+def test_metrics_of_the_average_are_declared():
+    names = [
+        name_of_average(each) for each in ("eval/loss", "eval/accuracy", "eval/set_loss/held/out")
+    ]
+    assert names == ["eval/ema_loss", "eval/ema_accuracy", "eval/set_ema_loss/held/out"]
+    check_names(names)
 
 
 def test_a_checkpoint_of_the_average_is_a_model(tmp_path):

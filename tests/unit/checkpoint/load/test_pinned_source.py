@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from raymega.api import load_job
+from raymega.checkpoint.load.fingerprint import FINGERPRINT, SOURCES, origin_faults, sources_of
 from raymega.checkpoint.load.pinned_source import TEACHER, pin_faults, pinned, teacher_faults
 from raymega.convert.native import write_weights
+from raymega.data.distillation.stored_logits import logit_files
+from raymega.errors import ConfigError
 from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY, make_test_plan
@@ -18,12 +23,19 @@ DISTILLED = ("distillation.loss_type=forward_kl", "model.moe={}", "parallel.ep=1
 EARLY, LATE = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
 
 
-def _write(uri: Path, *, created: str = EARLY, teacher: str = "none") -> str:
-    """Write zeros as weights, of a run whose teacher is ``teacher``; return the manifest's URI."""
+def _write(
+    uri: Path,
+    *,
+    created: str = EARLY,
+    teacher: str = "none",
+    value: float = 0.0,
+    sources: dict[str, str] | None = None,
+) -> str:
+    """Write ``value`` as all weights, of a run whose teacher is ``teacher``; return the manifest's URI."""
     job = make_test_plan(*DISTILLED, f"{TEACHER}={teacher}").job
     key = write_weights(
-        open_store(str(uri)), saved_tensors(job.model), lambda tensor: np.zeros(tensor.shape, np.float32),
-        dtype="float32", job=job.model_dump(mode="json"), created=created,
+        open_store(str(uri)), saved_tensors(job.model), lambda tensor: np.full(tensor.shape, value, np.float32),
+        dtype="float32", job=job.model_dump(mode="json") | {SOURCES: sources or {}}, created=created,
     )  # fmt: skip
     return f"{uri}/{key}"
 
@@ -68,3 +80,41 @@ def test_a_teacher_that_is_not_there_has_another_remedy_than_one_of_another_mode
     wider = model.model_copy(update={"hidden_size": 2 * model.hidden_size})
     assert all("set distillation.teacher_model" in fault.remedy
                for fault in teacher_faults(str(tmp_path / "teacher"), wider))  # fmt: skip
+
+
+def test_an_overwritten_teacher_and_logits_of_another_one_are_refused(tmp_path: Path) -> None:
+    began = _write(tmp_path / "teacher")
+    job = make_test_plan(*DISTILLED, f"{TEACHER}={began}").job
+    how = {"checkpoint": began, FINGERPRINT: sources_of(job)[TEACHER]}
+    _write(tmp_path / "run", teacher=began, sources=sources_of(job))
+    own = open_store(str(tmp_path / "run"))
+    shutil.copytree(tmp_path / "teacher", tmp_path / "copy")
+    assert [*pin_faults(began, own, field=TEACHER)] == []
+    assert [*origin_faults("corpus", how, began)] == []
+    # other weights in its place
+    shutil.rmtree(tmp_path / "teacher")
+    _write(tmp_path / "teacher", value=1.0)
+    (fault,) = pin_faults(began, own, field=TEACHER)
+    assert "holds weights with fingerprint" in fault.fact
+    (fault,) = origin_faults("corpus", how, str(tmp_path / "teacher"))
+    assert fault.remedy.startswith(f"set {TEACHER}={began}, or store this one's")
+    # a copy of the first one, no teacher, one that is gone, and logits of an older release
+    for uri in (str(tmp_path / "copy"), "none", str(tmp_path / "gone")):
+        assert [*origin_faults("corpus", how, uri)] == []
+    assert [*origin_faults("corpus", {"checkpoint": began}, str(tmp_path / "teacher"))] == []
+
+
+def test_a_job_is_told_that_its_stored_logits_are_of_another_teacher(tmp_path: Path) -> None:
+    _write(tmp_path / "teacher")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    how = {"checkpoint": "runs/other", FINGERPRINT: "0"}
+    logit_files(str(corpus)).how.write_text(json.dumps(how))
+    options = (
+        *DISTILLED,
+        "distillation.teacher=stored",
+        f"{TEACHER}={tmp_path}/teacher",
+        f"data.path={corpus}",
+    )
+    with pytest.raises(ConfigError, match=r"the logits beside .*corpus are of runs/other"):
+        load_job(VERIFY, options, is_for_training=True)

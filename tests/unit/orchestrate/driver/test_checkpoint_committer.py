@@ -15,7 +15,7 @@ from tests.support.jobs import make_test_plan
 from tests.support.memory_store import MemoryStore
 
 
-def make_saves(store, executor=None, keep_last=3, steps=40):
+def make_saves(store, executor=None, keep_last=3, steps=40, **others):
     plan = make_test_plan(
         "parallel.dp=2", "parallel.pp=1", f"checkpoint.keep_last={keep_last}", f"run.steps={steps}"
     )
@@ -25,6 +25,7 @@ def make_saves(store, executor=None, keep_last=3, steps=40):
         store=store,
         executor=executor or InlineExecutor(),
         clock=FakeClock(),
+        **others,
     )
 
 
@@ -58,6 +59,13 @@ def test_add_commits_when_every_rank_has_written(store):
     manifest = read_manifest(store, key)
     assert (manifest.step, manifest.grid["dp"], manifest.job["run"]["name"]) == (10, 2, "verify")
     assert saves.pop_outcomes() == []
+
+
+def test_checkpoints_remember_what_the_run_reads_in_each_restart(store):
+    sources = {"checkpoint.init_from": "0123abcd"}
+    save(make_saves(store, sources=sources), store, 10)
+    (key,) = list_manifests(store)
+    assert read_manifest(store, key).job["sources"] == sources
 
 
 def test_add_refuses_a_save_that_one_rank_could_not_write(store):

@@ -9,6 +9,7 @@ import pytest
 from raymega.config.load import parse_job
 from raymega.plan.validation.registry import job_faults
 
+DISTILL = Path(__file__).parents[4] / "jobs" / "distill.yaml"
 LLAVA = Path(__file__).parents[4] / "jobs" / "llava.yaml"
 TEXT = (
     "family: llama, num_layers: 2, hidden_size: 32, num_heads: 8, ffn_hidden_size: 64, vocab_size: 256, "
@@ -56,3 +57,12 @@ def test_a_teacher_with_a_tower_of_its_own_sees_the_same_images() -> None:
 )
 def test_a_teacher_that_sees_other_images_is_refused(overrides: list[str], words: str) -> None:
     assert any(words in fact for fact in _facts(*overrides))
+
+
+def test_a_short_teacher_is_not_told_to_place_its_layers() -> None:
+    parsed = parse_job(
+        DISTILL, ["parallel.pp=2", "parallel.tp=1", "distillation.teacher_model.num_layers=1"]
+    )
+    (fault,) = job_faults(parsed.values)
+    assert fault.fact.startswith("of the teacher, distillation.teacher_model: parallel.pp=2")
+    assert fault.remedy == "use parallel.pp of at most 1"

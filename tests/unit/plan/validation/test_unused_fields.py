@@ -9,6 +9,7 @@ from raymega.plan.validation.unused_fields import PARTNERS, default_of, settled,
 from tests.support.jobs import VERIFY
 
 UNREAD = {
+    "run.eval_ema": ("true", ["optimizer.ema_decay=0.9"]),
     "run.eval_tasks_grid": ("tp=2", ["run.eval_tasks_on=beside"]),
     "data.packing_window": (64, ["data.packing=best_fit"]),
     "elastic.snapshot_timeout_s": (5.0, ["elastic.snapshot_every=1"]),
