@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from html import escape
 from pathlib import Path
 from time import process_time
 
@@ -32,7 +33,7 @@ from raymega.curate import pipeline
 from raymega.curate.assets import read_tasks
 from raymega.curate.checks import CurateOptions
 from raymega.curate.document import CuratedDocument, read_curated
-from raymega.curate.duplicates.near import jaccard, shingle_set
+from raymega.curate.duplicates.shingle_sets import jaccard, shingle_set
 from raymega.curate.options import Decontaminate, Language, Near, Quality
 from raymega.curate.steps.decontaminate import DecontaminateStep, task_texts
 from raymega.curate.steps.language import LanguageStep
@@ -54,6 +55,7 @@ def main():
     parser.add_argument("--english", type=Path)
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--large-mb", type=int, default=200)
+    parser.add_argument("--steps", nargs="*", default=[], help="steps of the part memory; else all")
     parser.add_argument("--alone", type=json.loads, help="a step to measure on the file BOOKS")
     options = parser.parse_args()
     pipeline.on_cluster = lambda items, run: map(run, items)
@@ -230,25 +232,36 @@ def memory(texts, options):
     """Peak memory and CPU seconds of each step for one document, every line of which is another."""
     found = {"document_mb": options.large_mb}
     with tempfile.TemporaryDirectory() as place:
-        file, size, number = Path(place, "large.txt"), 0, 0
-        with file.open("wb") as stream:
+        file, page, size, number = Path(place, "large.txt"), Path(place, "large.html"), 0, 0
+        with file.open("wb") as stream, page.open("wb") as tagged:
+            tagged.write(b"<html><body><main>\n")
             while size < options.large_mb * 1_000_000:
                 for text in texts.values():
+                    if size >= options.large_mb * 1_000_000:
+                        break
                     lines = [f"{line} {number}" for line in text.split("\n")]
                     number += 1
                     size += stream.write("\n".join([*lines, ""]).encode())
+                    tagged.write("".join(f"<p>{escape(line)}</p>\n" for line in lines).encode())
+            tagged.write(b"</main></body></html>\n")
         model = Path(place, "model.npz")
         weights = np.zeros(1 << FEATURE_BITS, dtype=np.float32)
         model.write_bytes(LinearModel(weights=weights, bias=0.0).encode())
         tasks = {"decontaminate": {"tasks": list(map(str, options.tasks)), "max_pieces": 1 << 30}}
         steps = ["near", "lines", *(tasks for _ in options.tasks[:1]), "exact", "quality", "personal", "language",
-                 {"quality_model": {"model": str(model)}}, "mend"]  # fmt: skip
+                 {"quality_model": {"model": str(model)}}, "mend", "extract"]  # fmt: skip
+        steps = [step for step in steps if not options.steps or _name(step) in options.steps]
         for step in steps:
-            command = [sys.executable, __file__, str(file), "--alone", json.dumps(step)]
+            read = page if step == "extract" else file
+            command = [sys.executable, __file__, str(read), "--alone", json.dumps(step)]
             told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            found[step if isinstance(step, str) else next(iter(step))] = json.loads(told)
+            found[_name(step)] = json.loads(told)
             print(step, told, file=sys.stderr, flush=True)
     return found
+
+
+def _name(step):
+    return step if isinstance(step, str) else next(iter(step))
 
 
 def alone(file, step):

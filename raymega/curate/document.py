@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raymega.prepare.readers.long_text import LONG_BYTES, LongText, Text, long_or_short, utf8_bytes
+
 BATCH_BYTES = 8 << 20
 """Text of a row group; it holds whole documents of this size or a little more."""
-READ_ROWS = 64
 
 SCHEMA = pa.schema(
     [
@@ -39,7 +41,7 @@ class CuratedDocument:
 
     Attributes:
         id: Digest of the file's name and the document's place in it, 32 hexadecimal digits.
-        text: Text.
+        text: Text; a large one is a :class:`LongText`, which is indexed like a string.
         source: Path of its file and, after ``@``, its place there: a byte or a row number.
         url: Address of the page, if the archive names one.
         language: ISO 639 code, once the step ``language`` has found it.
@@ -48,17 +50,12 @@ class CuratedDocument:
     """
 
     id: str
-    text: str
+    text: Text
     source: str
     url: str = ""
     language: str = ""
     scores: dict[str, float] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
-
-
-def text_bytes(text: str) -> int:
-    """Return the size of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class DocumentWriter:
@@ -77,7 +74,7 @@ class DocumentWriter:
     def add(self, document: CuratedDocument) -> None:
         """Append a document."""
         self._waiting.append(document)
-        self._num_bytes += text_bytes(document.text)
+        self._num_bytes += utf8_bytes(document.text)
         if self._num_bytes >= BATCH_BYTES:
             self._flush()
 
@@ -90,15 +87,31 @@ class DocumentWriter:
     def _flush(self) -> None:
         if self._waiting:
             self._writer.write_table(_table(self._waiting))
+            _release_pages(self._num_bytes)
             self._waiting, self._num_bytes = [], 0
 
 
 def read_curated(content: bytes) -> Iterator[CuratedDocument]:
-    """Yield the documents of a file of :class:`DocumentWriter`, a few in memory at a time."""
+    """Yield the documents of a file of :class:`DocumentWriter`, those of a row group in memory at a time."""
     with pq.ParquetFile(pa.BufferReader(content)) as file:
-        for batch in file.iter_batches(READ_ROWS):
-            for row in batch.to_pylist():
-                yield CuratedDocument(**row | {"scores": dict(row["scores"])})
+        for index in range(file.num_row_groups):
+            # No name refers to a document that is given away: a large one is freed as soon as can be.
+            yield from _documents_of(file, index)
+
+
+def _documents_of(file: pq.ParquetFile, index: int) -> Iterator[CuratedDocument]:
+    """Return the documents of a row group; a long text is a part of its buffer."""
+    found = list[CuratedDocument]()
+    for batch in _read_row_group(file, index).to_batches():
+        texts = batch.column("text")
+        _, ends, content = texts.buffers()
+        ends = np.frombuffer(ends, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        rows = batch.drop_columns(["text"]).to_pylist()
+        for row, start, end in zip(rows, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            text = long_or_short(memoryview(content)[start:end]) if end > start else ""
+            found.append(CuratedDocument(**row | {"scores": dict(row["scores"]), "text": text}))
+    found.reverse()
+    return (found.pop() for _ in range(len(found)))
 
 
 def join_files(contents: Iterable[bytes]) -> bytes:
@@ -108,8 +121,22 @@ def join_files(contents: Iterable[bytes]) -> bytes:
         for content in contents:
             with pq.ParquetFile(pa.BufferReader(content)) as file:
                 for index in range(file.num_row_groups):
-                    writer.write_table(file.read_row_group(index))
+                    table = _read_row_group(file, index)
+                    writer.write_table(table)
+                    _release_pages(table.nbytes)
     return sink.getvalue()
+
+
+def _read_row_group(file: pq.ParquetFile, index: int) -> pa.Table:
+    table = file.read_row_group(index)
+    _release_pages(table.nbytes)
+    return table
+
+
+def _release_pages(num_bytes: int) -> None:
+    """Give what arrow has freed back to the system, if it has just read or written a long text."""
+    if num_bytes > LONG_BYTES:
+        pa.default_memory_pool().release_unused()
 
 
 def _open_writer(sink: BytesIO) -> pq.ParquetWriter:
@@ -123,7 +150,18 @@ def _table(documents: Sequence[CuratedDocument]) -> pa.Table:
     columns = {
         name: [getattr(document, name) for document in documents]
         for name in SCHEMA.names
-        if name != "scores"
+        if name not in ("scores", "text")
     }
     columns["scores"] = [sorted(document.scores.items()) for document in documents]
+    columns["text"] = _text_column([document.text for document in documents])
     return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def _text_column(texts: Sequence[Text]) -> Any:
+    """Return the column of texts; one long text is not copied."""
+    if not any(isinstance(text, LongText) for text in texts):
+        return texts
+    contents = [text.content if isinstance(text, LongText) else text.encode() for text in texts]
+    ends = np.cumsum([0, *map(len, contents)], dtype=np.int64)
+    content = contents[0] if len(contents) == 1 else b"".join(contents)
+    return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(content))

@@ -63,7 +63,7 @@ def _waterfall(steps: Sequence[Mapping[str, Any]]) -> str:
     for step in steps:
         removed = step["bytes_in"] - step["bytes_out"]
         rows[step["name"]] = {"kept": step["bytes_out"] / 1e6, "removed": removed / 1e6}
-    bars = Bars(title="Text that came to each step", unit="MB", rows=rows, fills=FILLS, width=700)
+    bars = Bars(title="Text that came to each step", unit="MB", rows=rows, fills=FILLS)
     return draw_bars(bars)
 
 

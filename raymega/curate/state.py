@@ -6,7 +6,7 @@ in a folder as in an object store, so a task that has written its last object is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +22,8 @@ from raymega.storage.store import Store
 Rows = npt.NDArray[Any]
 HEAD = np.dtype("<i8")
 READS_AT_ONCE = 16
+PORTION_NUMBERS, WHOLE_NUMBERS = 1 << 20, 1 << 23
+"""Numbers of a set that are read at once, and of all sets of a group that may be."""
 T = TypeVar("T")
 
 
@@ -38,7 +40,11 @@ class State:
 
     def put(self, name: str, *content: bytes | memoryview) -> None:
         """Write an object below ``_state/``, of one or several parts in order."""
-        self.store.put(f"{STATE_FOLDER}/{name}", content, overwrite=True)
+        self.put_chunks(name, content)
+
+    def put_chunks(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write an object whose parts are made while it is written."""
+        self.store.put(f"{STATE_FOLDER}/{name}", chunks, overwrite=True)
 
     def get(self, name: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """Return an object below ``_state/``, or some of its bytes."""
@@ -108,33 +114,35 @@ def get_keys(
     return np.concatenate(found)
 
 
-def put_arrays(state: State, name: str, arrays: Sequence[Rows]) -> None:
-    """Write arrays of uint64, each of which :class:`Arrays` reads alone."""
-    ends = np.cumsum([0, *map(len, arrays)], dtype=HEAD)
-    # Each array as it lies in memory: those of a large document are not copied.
-    bodies = (array.astype("<u8", copy=False).data.cast("B") for array in arrays if len(array))
-    state.put(name, np.array([len(arrays)], HEAD).tobytes(), ends.tobytes(), *bodies)
-
-
 class Arrays:
-    """Arrays of uint64 in one object, each read when it is asked for, or with ``is_whole`` all at once."""
+    """Sorted sets of uint64 in one object, each read when it is asked for, or with ``is_whole`` all at once.
+
+    The object has the number of sets, where each begins and the last ends, then the numbers. It is read by
+    portions all the same if it has more than 64 MiB.
+    """
 
     def __init__(self, state: State, name: str, *, is_whole: bool = False) -> None:
         self._state, self._name = state, name
-        self._content = state.get(name) if is_whole else b""
         count = int(np.frombuffer(state.get(name, num_bytes=8), dtype=HEAD)[0])
         head = state.get(name, start=8, num_bytes=8 * (count + 1))
         self._ends, self._first = np.frombuffer(head, dtype=HEAD), 8 * (count + 2)
+        is_small = int(self._ends[-1]) <= WHOLE_NUMBERS
+        self._content = state.get(name) if is_whole and is_small else b""
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.uint64]:
-        start, end = self._ends[index : index + 2].tolist()
-        if start == end:
-            return np.zeros(0, dtype=np.uint64)
-        place = self._first + 8 * start
-        if self._content:
-            return np.frombuffer(self._content, dtype=np.uint64, count=end - start, offset=place)
-        content = self._state.get(self._name, start=place, num_bytes=8 * (end - start))
-        return np.frombuffer(content, dtype=np.uint64)
+    def size(self, index: int) -> int:
+        """Return the number of numbers of a set."""
+        return int(self._ends[index + 1] - self._ends[index])
+
+    def portions(self, index: int) -> Iterator[npt.NDArray[np.uint64]]:
+        """Yield a set in portions of at most 8 MiB, in order."""
+        first, last = self._ends[index : index + 2].tolist()
+        for start in range(first, last, PORTION_NUMBERS):
+            count, place = min(PORTION_NUMBERS, last - start), self._first + 8 * start
+            if self._content:
+                yield np.frombuffer(self._content, dtype=np.uint64, count=count, offset=place)
+                continue
+            content = self._state.get(self._name, start=place, num_bytes=8 * count)
+            yield np.frombuffer(content, dtype=np.uint64)
 
 
 def _some_at_once(read: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raymega.curate.document import CuratedDocument, text_bytes
+from raymega.curate.document import CuratedDocument
+from raymega.prepare.readers.long_text import utf8_bytes
 from raymega.prepare.sources import hash_of
 
 NUM_EXAMPLES = 20
@@ -60,7 +61,7 @@ class StepTally:
         drawn = hash_of(document.id, "example")
         if len(self.examples) >= NUM_EXAMPLES and drawn >= self.examples[-1]["drawn"]:
             return
-        shown = text or document.text
+        shown = text or document.text[:SHOWN_CHARACTERS]
         self.examples.append(
             {
                 "drawn": drawn, "id": document.id, "source": document.source, "reason": reason, "of": of,
@@ -116,7 +117,7 @@ class Tally:
 
     def count_result(self, document: CuratedDocument) -> None:
         """Count a document that leaves the stage."""
-        size = text_bytes(document.text)
+        size = utf8_bytes(document.text)
         counts = self.languages.setdefault(document.language, [0, 0])
         counts[0] += 1
         counts[1] += size

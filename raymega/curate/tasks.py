@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from itertools import compress, islice
 from time import thread_time
 
 import numpy as np
 
-from raymega.curate.document import CuratedDocument, DocumentWriter, read_curated, text_bytes
-from raymega.curate.duplicates.exact import KeyCollector, join_lines, split_lines
+from raymega.curate.document import CuratedDocument, DocumentWriter, read_curated
+from raymega.curate.duplicates.exact import KeyCollector, without_lines
 from raymega.curate.duplicates.keys import REMOVAL, id_of, order_of
 from raymega.curate.duplicates.near import BandCollector
 from raymega.curate.options import Lines
@@ -27,10 +26,8 @@ from raymega.curate.steps.step import Outcome, Step
 from raymega.curate.steps.table import make_step
 from raymega.curate.tally import Tally, increase
 from raymega.prepare.documents import Document, read_documents
+from raymega.prepare.readers.long_text import LONG_BYTES, LongText, utf8_bytes
 from raymega.prepare.readers.pieces import ShardGroup
-
-SHOWN_LINES = 20
-"""Number of removed lines of a document in the report's examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +78,7 @@ def run_group(task: GroupTask, *, state: State) -> Tally:
         (spec.name, make_step(spec, content))
         for spec, content in zip(stage.steps, contents, strict=True)
     ]
-    collector = _collector(stage.next_comparison)
+    collector = _collector(stage.next_comparison, task.num_parts)
     row = 0
     with DocumentWriter() as writer:
         for document in _documents(task, state, tally):
@@ -97,7 +94,7 @@ def run_group(task: GroupTask, *, state: State) -> Tally:
         content = writer.close()
     state.put(f"{stage.folder}/documents/{task.name}", content)
     if collector:
-        collector.write(state, stage.folder, task.name, task.num_parts)
+        collector.write(state, stage.folder, task.name)
     tally.stored_bytes = len(content)
     # The record comes last: what it stands for is whole.
     state.put(f"{stage.folder}/done/{task.name}", tally.encode())
@@ -117,17 +114,21 @@ def _documents(task: GroupTask, state: State, tally: Tally) -> Iterator[CuratedD
 
 def _read_files(task: GroupTask, tally: Tally) -> Iterator[CuratedDocument]:
     counts, started = tally.step("read"), thread_time()
-    documents = read_documents(task.group, max_bad_lines=task.max_bad_lines)
-    for found in documents:
-        document = CuratedDocument(
-            id=_id(found, task),
-            text=found.text,
-            source=found.name.encode("utf-8", "replace").decode(),
-            url=found.url,
-        )
+    documents = read_documents(task.group, max_bad_lines=task.max_bad_lines, may_be_long=True)
+
+    def taken(found: Document) -> CuratedDocument:
+        nonlocal started
         counts.count(found.num_bytes, found.num_bytes, reason="", is_removed=False)
         increase(tally.lengths_read, {str(found.num_bytes.bit_length()): 1})
+        text = found.long_text or found.text
+        if found.num_bytes > LONG_BYTES and isinstance(text, str):
+            text = LongText(text.encode())
+        source = found.name.encode("utf-8", "replace").decode()
         counts.cpu_s += thread_time() - started
+        return CuratedDocument(id=_id(found, task), text=text, source=source, url=found.url)
+
+    # No name refers to a document that is given away: a large one is freed as soon as can be.
+    for document in map(taken, documents):
         yield document
         started = thread_time()
     counts.cpu_s += thread_time() - started
@@ -156,11 +157,11 @@ def remove(
     rows, start = np.ascontiguousarray(removals["row"]), 0
     counts = tally.step(spec.name)
     for row, document in enumerate(documents):
-        started, before = thread_time(), text_bytes(document.text)
+        started, before = thread_time(), utf8_bytes(document.text)
         end = int(np.searchsorted(rows, row, side="right"))
         found, start = removals[start:end], end
         outcome = _take(document, found, spec) if len(found) else Outcome()
-        after = text_bytes(document.text)
+        after = utf8_bytes(document.text)
         counts.count(before, after, reason=outcome.reason, is_removed=outcome.is_removed)
         if outcome.reason:
             of = id_of(int(found["high"][0]), int(found["low"][0]))
@@ -179,26 +180,23 @@ def _take(document: CuratedDocument, found: Rows, spec: StepSpec) -> Outcome:
         return Outcome(
             similar, is_removed=True, shown=f"[{score:.4f} of {of}] {document.text[:400]}"
         )
-    lines = split_lines(document.text, spec.options)
-    is_taken = np.zeros(len(lines), dtype=bool)
-    is_taken[found["line"]] = True
-    kept = list(compress(lines, ~is_taken))
-    shown = "\n".join(islice(compress(lines, is_taken), SHOWN_LINES))[:400]
-    if not any(map(str.strip, kept)):
+    kept, lines = without_lines(document.text, np.unique(found["line"]).tolist(), spec.options)
+    shown = "\n".join(lines)[:400]
+    if not kept:
         return Outcome("all lines", is_removed=True, shown=shown)
-    document.text = join_lines(kept, spec.options)
+    document.text = kept
     document.reasons.append(f"lines: {len(found)} removed")
     return Outcome("some lines", shown=shown)
 
 
 def _apply(steps: Sequence[tuple[str, Step]], document: CuratedDocument, tally: Tally) -> bool:
     """Send a document through the steps; return False if one removes it."""
-    size = text_bytes(document.text) if steps else 0
+    size = utf8_bytes(document.text) if steps else 0
     for name, step in steps:
         counts, started, text = tally.step(name), thread_time(), document.text
         outcome = step.apply(document)
         counts.cpu_s += thread_time() - started
-        after = size if document.text is text else text_bytes(document.text)
+        after = size if document.text is text else utf8_bytes(document.text)
         counts.count(size, after, reason=outcome.reason, is_removed=outcome.is_removed)
         if outcome.reason:
             counts.show(document, reason=outcome.reason, text=outcome.shown)
@@ -208,10 +206,11 @@ def _apply(steps: Sequence[tuple[str, Step]], document: CuratedDocument, tally: 
     return True
 
 
-def _collector(spec: StepSpec | None) -> KeyCollector | BandCollector | None:
+def _collector(spec: StepSpec | None, num_parts: int) -> KeyCollector | BandCollector | None:
     if spec is None:
         return None
-    return BandCollector(spec) if spec.name == "near" else KeyCollector(spec)
+    collector = BandCollector if spec.name == "near" else KeyCollector
+    return collector(spec, num_parts)
 
 
 @cache

@@ -14,6 +14,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from raymega.prepare.readers.long_text import Text
+
 Hashes = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
@@ -54,12 +56,12 @@ class Tokens:
         )
 
 
-def tokenize(text: str) -> Tokens:
+def tokenize(text: Text) -> Tokens:
     """Return the words of a text; memory beside the text is bounded by the number of words."""
     return _joined([tokens for tokens, _ in token_blocks(text)])
 
 
-def token_blocks(text: str, *, kept: int = 0) -> Iterator[tuple[Tokens, int]]:
+def token_blocks(text: Text, *, kept: int = 0) -> Iterator[tuple[Tokens, int]]:
     """Yield the words of a text a block at a time, so that memory is bounded by a block.
 
     Each block begins with the last ``kept`` words of those before it, whose number comes second. Runs of
@@ -67,11 +69,11 @@ def token_blocks(text: str, *, kept: int = 0) -> Iterator[tuple[Tokens, int]]:
     """
     last, at = _joined([]), 0
     while at < len(text):
-        end = _cut(text, at)
-        tokens = _joined([last, _tokenize(_lower(text[at:end]), at)])
+        block = _block(text, at)
+        tokens = _joined([last, _tokenize(_lower(block), at)])
         yield tokens, len(last.hashes)
         last = tokens.since(max(len(tokens.hashes) - kept, 0))
-        at = end
+        at += len(block)
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
@@ -106,13 +108,13 @@ def mix(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
-def _cut(text: str, at: int) -> int:
-    """Return the end of a block: behind a space in its last half, or anywhere if there is none."""
-    end = min(at + BLOCK_CHARACTERS, len(text))
-    if end == len(text):
-        return end
-    space = max(text.rfind(" ", at + BLOCK_CHARACTERS // 2, end), text.rfind("\n", at + 1, end))
-    return space + 1 if space > 0 else end
+def _block(text: Text, at: int) -> str:
+    """Return the block from ``at``: up to behind a space in its last half, or any character if there is none."""
+    block = text[at : at + BLOCK_CHARACTERS]
+    if at + len(block) == len(text):
+        return block
+    space = max(block.rfind(" ", BLOCK_CHARACTERS // 2), block.rfind("\n", 1))
+    return block[: space + 1] if space > 0 else block
 
 
 def _lower(text: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.mutations.saves import SaveMutation as CurationMutation
 
 NEAR, EXACT = "curate/duplicates/near.py", "curate/duplicates/exact.py"
+SETS, SPOOL = "curate/duplicates/shingle_sets.py", "curate/spool.py"
 TASKS, CUT = "curate/tasks.py", "curate/steps/decontaminate.py"
 CURATION_MUTATIONS = (
     CurationMutation(
@@ -33,9 +34,9 @@ CURATION_MUTATIONS = (
     ),
     CurationMutation(
         name="the similarity is the share of the larger set",
-        file=NEAR,
-        old="common / (len(first) + len(second) - common)",
-        new="common / len(large)",
+        file=SETS,
+        old="common / (first.size + second.size - common)",
+        new="common / max(first.size, second.size)",
         caught="near: removed without a similar document",
     ),
     CurationMutation(
@@ -62,8 +63,8 @@ CURATION_MUTATIONS = (
     CurationMutation(
         name="bands share no parts between groups",
         file=NEAR,
-        old='part_of(rows["band"], num_parts)',
-        new='part_of(rows["low"], num_parts)',
+        old='part_of(rows["band"], self._num_parts)',
+        new='part_of(rows["low"], self._num_parts)',
         caught="near: missed",
     ),
     CurationMutation(
@@ -95,11 +96,39 @@ CURATION_MUTATIONS = (
         caught="exact: other texts",
     ),
     CurationMutation(
-        name="what is kept of lines is removed",
-        file=TASKS,
-        old="compress(lines, ~is_taken)",
-        new="compress(lines, is_taken)",
+        name="the line behind a copy is removed",
+        file=EXACT,
+        old="if number == first:",
+        new="if number == first + 1:",
         caught="lines: other texts",
+    ),
+    CurationMutation(
+        name="portions of two sets are compared up to the larger end",
+        file=SETS,
+        old="last = min(first[-1], second[-1])",
+        new="last = max(first[-1], second[-1])",
+        caught="near: missed",
+    ),
+    CurationMutation(
+        name="a range of hashes has those of all behind it",
+        file=SETS,
+        old="block[places[number] : places[number + 1]]",
+        new="block[places[number] :]",
+        caught="near: missed",
+    ),
+    CurationMutation(
+        name="the shingles of the last portion alone have minima",
+        file=NEAR,
+        old="np.minimum(smallest, signature(portion, self._options), out=smallest)",
+        new="smallest[:] = signature(portion, self._options)",
+        caught="near: missed",
+    ),
+    CurationMutation(
+        name="blocks of a table have the rows of the first",
+        file=SPOOL,
+        old="borders.astype(np.int64) + self._count",
+        new="borders.astype(np.int64)",
+        caught="exact: other texts",
     ),
     CurationMutation(
         name="a hit ends with its first word",
@@ -155,13 +184,17 @@ CURATION_MUTATIONS = (
 
 def outcome(folder: Path) -> str:
     """Return ``sound``, or the first step with which something is wrong."""
-    from raymega.curate import pipeline
+    from raymega.curate import pipeline, state
+    from raymega.curate.duplicates import exact, near, shingle_sets
     from raymega.prepare import groups
     from tests.unit.curate import corpora
 
     for module, name, value in corpora.in_this_process():
         setattr(module, name, value)
     groups.MIN_GROUP_BYTES, pipeline.COMPARED_BYTES = 1 << 13, 1 << 15
+    # Sets and tables are made and read in portions, as those of large documents are.
+    near.PORTION_NUMBERS = state.PORTION_NUMBERS = 50
+    shingle_sets.PORTION_CHARACTERS, exact.PACKED_ROWS = 300, 8
     checks = (_exact, _near, _lines, _decontaminated, _language, _draw)
     return next(filter(None, (check(folder) for check in checks)), "sound")
 

@@ -34,6 +34,7 @@ from raymega.convert.huggingface.families.images.image_families import (
 )
 from raymega.convert.huggingface.families.table import architecture, hf_family, known_types
 from raymega.convert.huggingface.heads import compared_head, head_config, head_values
+from raymega.convert.huggingface.listed_sizes import listed_size_faults
 from raymega.convert.huggingface.moe_config import expert_config, expert_faults, expert_values
 from raymega.convert.huggingface.rope_config import (
     local_rope_of,
@@ -56,6 +57,7 @@ def model_from(config: Config) -> ModelSection:
     Raises:
         ConfigError: Settings cannot be expressed by a model section; all of them are named.
     """
+    raise_faults(ConfigError, list(listed_size_faults(config)))
     model = _section_of(config)
     # those for which a job file with this section would be refused on one rank
     own = job_faults({**{f"model.{name}": value for name, value in model}, "parallel.tp": 1})

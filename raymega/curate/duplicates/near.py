@@ -6,8 +6,8 @@ document whose shingles have at least the threshold's Jaccard similarity with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import chain
 from typing import cast
 
@@ -16,20 +16,22 @@ import numpy.typing as npt
 
 from raymega.curate.document import CuratedDocument
 from raymega.curate.duplicates.keys import REMOVAL, id_numbers, order_of, part_of
+from raymega.curate.duplicates.shingle_sets import SortedSet, shingle_portions, similarity
 from raymega.curate.options import Near
 from raymega.curate.plan import Stage
 from raymega.curate.recipe import StepSpec
+from raymega.curate.spool import SetSpool
 from raymega.curate.state import (
+    PORTION_NUMBERS,
     Arrays,
     Rows,
     State,
     get_keys,
     get_parts,
-    put_arrays,
     put_table,
     runs,
 )
-from raymega.curate.tokens import Hashes, mix, shingles, token_blocks
+from raymega.curate.tokens import Hashes, mix
 
 BAND = np.dtype(
     [("band", "<u8"), ("high", "<u8"), ("low", "<u8"), ("group", "<u4"), ("row", "<u4")]
@@ -43,33 +45,6 @@ NEIGHBOURS = 64
 """Number of documents of one bucket that each is compared with, and the smallest id."""
 HASHED_AT_ONCE = 1024
 PAIRS_AT_ONCE = 1 << 16
-
-
-def shingle_set(text: str, options: Near) -> Hashes:
-    """Return the hashes of the shingles of a text, each once, in order."""
-    found, hashes = list[Hashes](), np.zeros(0, dtype=np.uint64)
-    for tokens, _ in token_blocks(text, kept=options.words - 1):
-        hashes = tokens.hashes
-        if len(hashes) >= options.words:
-            found.append(np.unique(shingles(hashes, options.words)))
-    # The whole of a text of fewer words is its one shingle.
-    if len(found) < 2:
-        return found[0] if found else shingles(hashes, options.words)
-    whole = np.concatenate(found)
-    found.clear()
-    # In place, as a document may be large.
-    whole.sort()
-    return whole[np.concatenate([[True], whole[1:] != whole[:-1]])]
-
-
-def jaccard(first: Hashes, second: Hashes) -> float:
-    """Return the share of the union of two sets that lies in both; sets are sorted."""
-    if not len(first) or not len(second):
-        return 0.0
-    small, large = sorted((first, second), key=len)
-    places = np.minimum(np.searchsorted(large, small), len(large) - 1)
-    common = int(np.count_nonzero(large[places] == small))
-    return common / (len(first) + len(second) - common)
 
 
 def signature(found: Hashes, options: Near) -> npt.NDArray[np.uint32]:
@@ -94,27 +69,37 @@ def band_keys(minima: npt.NDArray[np.uint32], options: Near) -> Hashes:
 class BandCollector:
     """Bands and shingles of the documents of a group."""
 
-    def __init__(self, spec: StepSpec) -> None:
-        self._options = cast(Near, spec.options)
-        self._rows, self._sets = list[Rows](), list[Hashes]()
+    def __init__(self, spec: StepSpec, num_parts: int) -> None:
+        self._options, self._num_parts = cast(Near, spec.options), num_parts
+        self._rows, self._sets = list[Rows](), SetSpool()
 
     def add(self, document: CuratedDocument, row: int) -> None:
         """Take a document, which is the one with number ``row`` of the group; one without words has no bands."""
-        found = shingle_set(document.text, self._options)
-        self._sets.append(found)
-        if not len(found):
+        smallest = signature(np.zeros(0, dtype=np.uint64), self._options)
+        is_empty = True
+
+        def counted() -> Iterator[Hashes]:
+            nonlocal is_empty
+            for portion in shingle_portions(document.text, self._options):
+                is_empty = is_empty and not len(portion)
+                np.minimum(smallest, signature(portion, self._options), out=smallest)
+                yield portion
+
+        self._sets.add(counted())
+        if is_empty:
             return
         rows = np.zeros(self._options.bands, dtype=BAND)
-        rows["band"] = band_keys(signature(found, self._options), self._options)
+        rows["band"] = band_keys(smallest, self._options)
         rows["high"], rows["low"] = id_numbers(document)
         rows["row"] = row
         self._rows.append(rows)
 
-    def write(self, state: State, folder: str, name: str, num_parts: int) -> None:
+    def write(self, state: State, folder: str, name: str) -> None:
         """Write ``FOLDER/sets/NAME`` and the table ``FOLDER/keys/NAME``."""
-        put_arrays(state, f"{folder}/sets/{name}", self._sets)
+        self._sets.write(state, f"{folder}/sets/{name}")
         rows = np.concatenate(self._rows) if self._rows else np.zeros(0, dtype=BAND)
-        put_table(state, f"{folder}/keys/{name}", rows, part_of(rows["band"], num_parts), num_parts)
+        parts = part_of(rows["band"], self._num_parts)
+        put_table(state, f"{folder}/keys/{name}", rows, parts, self._num_parts)
 
 
 def find_pairs(rows: Rows) -> Rows:
@@ -159,15 +144,24 @@ def verify_pairs(
         name = f"{stage.folder}/sets/{names[number]}"
         return Arrays(state, name, is_whole=number == group)
 
-    # Each other document is read once; those of this group are few.
+    # Each other document is read once, unless it is large; those of this group are few.
     pairs, other, before = pairs[order_of(pairs, "other_group", "other_row")], None, None
     for pair in pairs:
         place = int(pair["other_group"]), int(pair["other_row"])
         if other is None or place != before:
-            other, before = arrays(place[0])[place[1]], place
-        pair["score"] = jaccard(arrays(group)[int(pair["row"])], other)
+            other, before = _sorted_set(arrays(place[0]), place[1]), place
+        own = _sorted_set(arrays(group), int(pair["row"]))
+        pair["score"] = similarity(own, other)
     verified = pairs[pairs["score"] >= options.threshold]
     state.put(f"{stage.whole_folder}/verified/{names[group]}", verified.tobytes())
+
+
+def _sorted_set(arrays: Arrays, row: int) -> SortedSet:
+    """Return a document's set; one of few numbers is read now, another a portion at a time."""
+    size = arrays.size(row)
+    found = list(arrays.portions(row)) if size <= PORTION_NUMBERS else None
+    portions = partial(arrays.portions, row) if found is None else partial(iter, found)
+    return SortedSet(size=size, portions=portions)
 
 
 def choose_removals(pairs: Rows) -> tuple[Rows, Rows]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from raymega.curate.options import Quality
+from raymega.prepare.readers.long_text import Text, TextBuilder, split_lines, stripped
 
 END_MARKS = (".", "?", "!", '"', "'")
 LONGEST_WORD = 1000
@@ -19,10 +20,10 @@ _ABBREVIATION = re.compile(
 )
 
 
-def clean_page(text: str, options: Quality) -> tuple[str, str]:
+def clean_page(text: Text, options: Quality) -> tuple[Text, str]:
     """Return the lines that are kept, and the rule for which the whole page is removed, or empty."""
-    kept, num_sentences = list[str](), 0
-    for line in text.splitlines():
+    kept, num_kept, num_sentences = TextBuilder(), 0, 0
+    for line in split_lines(text):
         line = line.strip()
         if _has_long_word(line):
             continue
@@ -42,10 +43,11 @@ def clean_page(text: str, options: Quality) -> tuple[str, str]:
         # Sentences cost the most, and only the first few decide.
         if num_sentences < options.min_sentences:
             num_sentences += count_sentences(line)
-        kept.append(line)
+        kept.add(f"\n{line}" if num_kept else line)
+        num_kept += 1
     if num_sentences < options.min_sentences:
         return "", "c4 few sentences"
-    return "\n".join(kept).strip(), ""
+    return stripped(kept.build()), ""
 
 
 def _has_long_word(line: str) -> bool:

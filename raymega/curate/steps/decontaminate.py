@@ -17,9 +17,13 @@ from raymega.curate.document import CuratedDocument
 from raymega.curate.options import Decontaminate
 from raymega.curate.steps.step import KEPT, Outcome
 from raymega.curate.tokens import Hashes, Positions, shingles, token_blocks, tokenize
+from raymega.prepare.readers.long_text import Text, TextBuilder
 
 LEAST_WORDS = 8
 """Least number of words of a task that is looked for as a whole (GPT-3)."""
+
+LOOKED_AT = 256
+"""Number of characters in which the end of white space is looked for at once."""
 
 
 def hash_tasks(texts: Iterable[str], num_words: int) -> bytes:
@@ -81,16 +85,22 @@ class DecontaminateStep:
         options, text = self._options, document.text
         # What lies between the hits with their surroundings.
         borders = [0, *_merged(spans, options.window, len(text)), len(text)]
-        pieces = [text[start:end].strip() for start, end in pairwise(borders)][::2]
-        kept = [piece for piece in pieces if len(piece) >= options.min_characters and piece]
+        pieces = [_stripped(text, *piece) for piece in list(pairwise(borders))[::2]]
+        kept = [
+            (start, end) for start, end in pieces if end - start >= max(options.min_characters, 1)
+        ]
         first = slice(max(int(spans[0][0]) - 20, 0), int(spans[0][1]) + 20)
         if not kept or len(pieces) > options.max_pieces:
             return Outcome("task text, removed", is_removed=True, shown=text[first])
-        document.text = "\n\n".join(kept)
+        builder = TextBuilder()
+        for number, (start, end) in enumerate(kept):
+            builder.add("\n\n" if number else "")
+            builder.add_slice(text, start, end)
+        document.text = builder.build()
         document.reasons.append(f"decontaminate: {len(spans)} runs of words")
         return Outcome("task text, cut out", shown=text[first])
 
-    def _spans(self, text: str) -> Positions:
+    def _spans(self, text: Text) -> Positions:
         """Return the first character of each hit and the one after it, [N, 2], in order."""
         spans, kept = [np.zeros((0, 2), dtype=np.int64)], max(self._hashes, default=1) - 1
         for block, num_old in token_blocks(text, kept=kept):
@@ -106,6 +116,17 @@ class DecontaminateStep:
                 spans.append(np.stack([tokens.starts[hits], ends], axis=1))
         found = np.concatenate(spans)
         return found[np.lexsort(found.T[::-1])]
+
+
+def _stripped(text: Text, start: int, end: int) -> tuple[int, int]:
+    """Return the borders of a piece of a text without white space at its ends."""
+    while start < end and not (left := text[start : min(start + LOOKED_AT, end)].lstrip()):
+        start = min(start + LOOKED_AT, end)
+    if start < end:
+        start = min(start + LOOKED_AT, end) - len(left)
+    while start < end and not (left := text[max(end - LOOKED_AT, start) : end].rstrip()):
+        end = max(end - LOOKED_AT, start)
+    return start, max(end - LOOKED_AT, start) + len(left) if start < end else end
 
 
 def _merged(spans: Positions, window: int, length: int) -> Iterator[int]:

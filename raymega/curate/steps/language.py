@@ -15,6 +15,7 @@ from raymega.curate.options import Language
 from raymega.curate.steps.step import KEPT, Outcome
 from raymega.errors import ConfigError, Fault, first_few
 from raymega.extras import import_extra
+from raymega.prepare.readers.long_text import Text
 
 MODEL = "lid.176.ftz"
 
@@ -51,7 +52,7 @@ class LanguageStep:
             return Outcome("language score", is_removed=True)
         return KEPT
 
-    def classify(self, text: str) -> tuple[str, float]:
+    def classify(self, text: Text) -> tuple[str, float]:
         """Return the ISO 639 code of the language and fastText's score of its own choice."""
         text = " ".join(text[: self._options.characters].split())
         if not text:

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from raymega.curate.document import CuratedDocument
 from raymega.curate.options import Personal
 from raymega.curate.steps.step import KEPT, Outcome
+from raymega.prepare.readers.long_text import PORTION_BYTES, LongText, Text, TextBuilder
 
 _EMAIL = re.compile(
     r"(?<![\w.+%-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}\b",
@@ -25,6 +26,9 @@ _PHONE = re.compile(
     r"|\(\d{3}\) ?\d{3}[ .-]\d{4}|\d{3}[.-]\d{3}[.-]\d{4})(?![\w-]|\.\d)",
     re.ASCII,
 )
+
+LONGEST = 1024
+"""Number of characters that no match has, with what it looks at behind it."""
 
 
 class PersonalStep:
@@ -44,18 +48,50 @@ class PersonalStep:
         """Mask what is found."""
         masked, shown = [], ""
         for kind, pattern, sign, mask in self._kinds:
-            if sign and sign not in document.text:
+            before = document.text
+            if isinstance(before, LongText):
+                first, text = _masked(before, pattern, mask)
+            elif sign and sign not in before:
                 continue
-            first = pattern.search(document.text)
-            text = pattern.sub(mask, document.text) if first else document.text
-            if text != document.text and first:
+            else:
+                found = pattern.search(before)
+                first = found.span() if found else (0, 0)
+                text = pattern.sub(mask, before) if found else before
+            if first[1] and text != before:
                 masked.append(kind)
-                shown = shown or document.text[max(first.start() - 40, 0) : first.end() + 40]
+                shown = shown or before[max(first[0] - 40, 0) : first[1] + 40]
                 document.text = text
         if not masked:
             return KEPT
         document.reasons.append(f"personal: {', '.join(masked)}")
         return Outcome(", ".join(masked), shown=shown)
+
+
+def _masked(
+    text: LongText, pattern: re.Pattern[str], mask: Callable[[re.Match[str]], str]
+) -> tuple[tuple[int, int], Text]:
+    """Return the place of the first match and what ``pattern.sub`` makes of the text, a window at a time."""
+    builder, first, at, size = TextBuilder(), (0, 0), 0, len(text)
+    while at < size:
+        # Matches that begin before the border end in the window, and the pattern sees what stands before.
+        start, border = max(at - LONGEST, 0), min(at + PORTION_BYTES, size)
+        window = text[start : border + 2 * LONGEST]
+        done = at - start
+        while found := pattern.search(window, done):
+            if start + found.start() >= border:
+                break
+            # Up to its first match a text is not copied.
+            if not first[1]:
+                builder.add_slice(text, 0, at)
+            builder.add(window[done : found.start()])
+            builder.add(mask(found))
+            done = found.end()
+            first = first if first[1] else (start + found.start(), start + done)
+        last = max(border - start, done)
+        if first[1]:
+            builder.add(window[done:last])
+        at = start + last
+    return first, builder.build() if first[1] else text
 
 
 def _is_public(text: str) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import xxhash
+
 from raymega.curate.document import CuratedDocument
 from raymega.curate.options import Quality
 from raymega.curate.rules import c4, fineweb, gopher
 from raymega.curate.rules.words import Words
 from raymega.curate.steps.step import KEPT, Outcome
+from raymega.prepare.readers.long_text import LongText, Text, split_lines
 
 MOST_CHARACTERS = 16_000_000
 """Length of the text that rules on words look at."""
@@ -38,12 +42,11 @@ class QualityStep:
                 return Outcome(broken, is_removed=True)
         if document.text == before:
             return KEPT
-        lines = set(document.text.splitlines())
-        shown = next((each for each in before.splitlines() if each.strip() not in lines), "")
+        shown = _first_lost(before, document.text)
         document.reasons.append("quality: c4 lines")
         return Outcome("c4 lines", shown=shown)
 
-    def _broken(self, family: str, text: str) -> Iterator[str]:
+    def _broken(self, family: str, text: Text) -> Iterator[str]:
         # What is longer than any limit of a word count decides by its beginning, to bound the memory.
         words = Words(text[:MOST_CHARACTERS])
         if family == "gopher":
@@ -52,3 +55,24 @@ class QualityStep:
             yield from gopher.broken_repetition_rules(words)
         else:
             yield from fineweb.broken_rules(words)
+
+
+def _first_lost(before: Text, after: Text) -> str:
+    """Return the first line of a text that is none of those of another, or empty."""
+    lost = split_lines(before)
+    if not isinstance(after, LongText):
+        kept = set(after.splitlines())
+        return next((line for line in lost if line.strip() not in kept), "")
+    # By hashes of eight bytes, as a string of Python has ten times the size.
+    hashes = np.fromiter(map(_hash, split_lines(after)), dtype=np.uint64)
+    hashes.sort()
+    for line in lost:
+        wanted = np.uint64(_hash(line.strip()))
+        at = int(np.searchsorted(hashes, wanted))
+        if at == len(hashes) or hashes[at] != wanted:
+            return line
+    return ""
+
+
+def _hash(line: str) -> int:
+    return xxhash.xxh3_64_intdigest(line.encode("utf-8", "surrogatepass"))

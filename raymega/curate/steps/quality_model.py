@@ -18,6 +18,7 @@ from raymega.curate.options import QualityModel
 from raymega.curate.steps.sample import uniform
 from raymega.curate.steps.step import KEPT, Outcome
 from raymega.curate.tokens import BLOCK_CHARACTERS, token_blocks
+from raymega.prepare.readers.long_text import Text
 
 FEATURE_BITS = 18
 FORMAT = "raymega-quality-1"
@@ -30,7 +31,7 @@ class LinearModel:
     weights: npt.NDArray[np.float32]
     bias: float
 
-    def score(self, text: str) -> float:
+    def score(self, text: Text) -> float:
         """Return the probability that a text is one of the good ones."""
         places, values = features(text)
         return float(
@@ -62,14 +63,14 @@ def decode_model(content: bytes) -> LinearModel:
         raise ValueError(str(error)) from error
 
 
-def features(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+def features(text: Text) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Return places of the words of a text and their values, log(1 + count), of Euclidean length 1."""
     places, counts = _counts(text)
     values = np.log1p(counts)
     return places, values / max(float(np.linalg.norm(values)), 1e-12)
 
 
-def _counts(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _counts(text: Text) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the places of the words of a text, in order, and how often each is there."""
     blocks = (tokens.hashes >> np.uint64(64 - FEATURE_BITS) for tokens, _ in token_blocks(text))
     if len(text) <= BLOCK_CHARACTERS:

@@ -13,6 +13,7 @@ from typing import Self
 import pyarrow as pa
 
 from raymega.prepare.chat.rows import RowFormat
+from raymega.prepare.readers.long_text import LongText
 from raymega.prepare.readers.pieces import FilePiece
 
 BLOCK_BYTES = 1 << 18
@@ -28,6 +29,7 @@ class Entry:
         text: Text, perhaps empty.
         why: Reason why the row has no text, or empty.
         url: Address of a page, or empty.
+        long_text: Text that is too long for a string, in place of ``text``.
     """
 
     row: int
@@ -35,6 +37,7 @@ class Entry:
     text: str = ""
     why: str = ""
     url: str = ""
+    long_text: LongText | None = None
 
 
 class DamagedError(Exception):
@@ -53,10 +56,14 @@ class Opened:
         text_key: Key or column of the text.
         row_format: Form of a row: a text, or conversations.
         stream: The file's stored bytes, which table readers read at random.
+        may_be_long: Whether a long text may stay in UTF-8.
     """
 
-    def __init__(self, piece: FilePiece, text_key: str, row_format: RowFormat = "text") -> None:
+    def __init__(
+        self, piece: FilePiece, text_key: str, row_format: RowFormat = "text", *, may_be_long: bool = False,
+    ) -> None:  # fmt: skip
         self.piece, self.text_key, self.row_format = piece, text_key, row_format
+        self.may_be_long = may_be_long
         self.stream: pa.NativeFile = None
         self._num_read = 0
 
@@ -95,6 +102,13 @@ class Opened:
     def read_all(self) -> bytes:
         """Return all decompressed bytes of the piece."""
         return b"".join(self.blocks())
+
+    def gather(self) -> bytearray:
+        """Return the same, with no second copy of it on the way."""
+        content = bytearray()
+        for block in self.blocks():
+            content += block
+        return content
 
     def random_access(self) -> pa.NativeFile:
         """Return the file for reading at random; a compressed one is first read into memory."""

@@ -13,10 +13,9 @@ from raymega.curate.duplicates.near import (
     band_keys,
     choose_removals,
     find_pairs,
-    jaccard,
-    shingle_set,
     signature,
 )
+from raymega.curate.duplicates.shingle_sets import jaccard, shingle_set
 from raymega.curate.options import Decontaminate, Near
 from raymega.curate.steps.decontaminate import DecontaminateStep, hash_tasks
 from raymega.curate.steps.quality_model import features
