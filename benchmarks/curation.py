@@ -4,7 +4,7 @@
       debian-reference-{de,en,es,fr,id,it,ja,pt,pt-br,zh-cn,zh-tw} debian-faq{,-de,-fr,-it,-ja,-ko,-nl,-pt,-ru,-zh-cn} \\
       developers-reference{,-de,-fr,-it,-ja,-ru} maint-guide{,-ca,-de,-es,-fr,-it,-ja,-ru,-vi,-zh-cn,-zh-tw}
     for each in *.deb; do dpkg-deb -x $each root; done
-    python benchmarks/curation.py root/usr/share --tasks lambada_test.jsonl --tasks wikitext_test.txt
+    python -m benchmarks.curation root/usr/share --tasks lambada_test.jsonl --tasks wikitext_test.txt
 
 The steps run in this process, without Ray: seconds are CPU seconds of one core, reading included.
 The part `quality` needs the packages datatrove and spacy, which are asked about the same documents: those below
@@ -244,7 +244,14 @@ def memory(texts, options):
         steps = ["near", "lines", *(tasks for _ in options.tasks[:1]), "exact", "quality", "personal", "language",
                  {"quality_model": {"model": str(model)}}, "mend"]  # fmt: skip
         for step in steps:
-            command = [sys.executable, __file__, str(file), "--alone", json.dumps(step)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.curation",
+                str(file),
+                "--alone",
+                json.dumps(step),
+            ]
             told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             found[step if isinstance(step, str) else next(iter(step))] = json.loads(told)
             print(step, told, file=sys.stderr, flush=True)

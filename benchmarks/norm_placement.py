@@ -3,7 +3,7 @@
 Shoeybi et al. 2019 moved BERT's norms before attention and feed-forward layer, because larger models got worse with norms after
 the sums. Here the same sizes, samples, masks and steps are trained at each depth with both placements, on one core.
 
-    python benchmarks/norm_placement.py --data corpus [--depths 4 12 24] [--steps N] [--lr LR] [--runs FILE] [--draw docs/img/norm-placement.svg]
+    python -m benchmarks.norm_placement --data corpus [--depths 4 12 24] [--steps N] [--lr LR] [--runs FILE] [--draw docs/img/norm-placement.svg]
 
 ``corpus`` is a folder of ``raymega data prepare --tokenizer bpe:1024``. A line of JSON for each run, with the mean loss of
 its last steps, also appended to FILE; each step reads new text. The picture has all runs of FILE with these steps and this rate.
