@@ -1,6 +1,6 @@
 """Bytes that autograd keeps for one block of one micro-batch, counted on real ranks, beside what is published.
 
-    python benchmarks/activations.py [--seq-len S] [--batch B] [--width D] [--heads H] [--tp T] [--quick]
+    python -m benchmarks.activations [--seq-len S] [--batch B] [--width D] [--heads H] [--tp T] [--quick]
 
 In units of S*B*D, bf16. The published formulas (Korthikanti et al. 2022, equations 1, 2 and 4, table 2) are
 for GPT with residual and attention dropout and F = 4D; "published" is that of such a model, and a model

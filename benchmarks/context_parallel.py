@@ -4,7 +4,7 @@ Attention alone, causal, forward and backward, float32; each rank holds equally 
 degree, so the sequence grows with cp. Peak memory is what a fresh process of the degree and method
 needs more than before its first call.
 
-    python benchmarks/context_parallel.py [--quick] [--tokens 512] [--heads 8] [--degrees 2 4 8]
+    python -m benchmarks.context_parallel [--quick] [--tokens 512] [--heads 8] [--degrees 2 4 8]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     # of the packages of benchmarks/curation.py all but debian-policy, debian-policy-ja and debian-history
     for each in debian-{faq,handbook,reference}*.deb developers-*.deb maint-*.deb; do dpkg-deb -x $each books; done
     dpkg-deb -x debian-policy_*.deb held
-    python benchmarks/curated_model.py books/usr/share held/usr/share/doc/debian-policy [--seeds 1 2 3] [--steps N]
+    python -m benchmarks.curated_model books/usr/share held/usr/share/doc/debian-policy [--seeds 1 2 3] [--steps N]
 
 Both read the same number of tokens, bytes of text. Raw text is all pages; curated text is what ``RECIPE``
 leaves of them. A line of JSON for each run, then the mean difference and its spread over the seeds.

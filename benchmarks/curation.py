@@ -4,7 +4,7 @@
       debian-reference-{de,en,es,fr,id,it,ja,pt,pt-br,zh-cn,zh-tw} debian-faq{,-de,-fr,-it,-ja,-ko,-nl,-pt,-ru,-zh-cn} \\
       developers-reference{,-de,-fr,-it,-ja,-ru} maint-guide{,-ca,-de,-es,-fr,-it,-ja,-ru,-vi,-zh-cn,-zh-tw}
     for each in *.deb; do dpkg-deb -x $each root; done
-    python benchmarks/curation.py root/usr/share --tasks lambada_test.jsonl --tasks wikitext_test.txt
+    python -m benchmarks.curation root/usr/share --tasks lambada_test.jsonl --tasks wikitext_test.txt
 
 The steps run in this process, without Ray: seconds are CPU seconds of one core, reading included.
 The part `quality` needs the packages datatrove and spacy, which are asked about the same documents: those below
@@ -253,7 +253,14 @@ def memory(texts, options):
         steps = [step for step in steps if not options.steps or _name(step) in options.steps]
         for step in steps:
             read = page if step == "extract" else file
-            command = [sys.executable, __file__, str(read), "--alone", json.dumps(step)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.curation",
+                str(read),
+                "--alone",
+                json.dumps(step),
+            ]
             told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             found[_name(step)] = json.loads(told)
             print(step, told, file=sys.stderr, flush=True)

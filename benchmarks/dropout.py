@@ -1,6 +1,6 @@
 """Cost of keyed dropout: nanoseconds per element, and its share of a training step.
 
-python benchmarks/dropout.py [--seq-len S] [--batch B] [--width D] [--layers L] [--quick]
+python -m benchmarks.dropout [--seq-len S] [--batch B] [--width D] [--layers L] [--quick]
 """
 
 import argparse

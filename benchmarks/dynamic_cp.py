@@ -1,6 +1,6 @@
 """Dynamic against static context parallelism on ragged documents, by the cost model.
 
-`python benchmarks/dynamic_cp.py` simulates a step on 4 to 64 ranks of an H100 cluster: rows of S
+`python -m benchmarks.dynamic_cp` simulates a step on 4 to 64 ranks of an H100 cluster: rows of S
 tokens packed best fit, each on as few ranks as its memory needs (static), on one rank (packing
 only, which needs S / T times that memory), or the documents of the same rows placed by
 plan.dynamic_cp. No step time includes the optimizer or the gradients' all-reduce: equal on all sides.

@@ -1,6 +1,6 @@
 """Dynamic against static context parallelism on 4 gloo ranks: real transfers, compute slept.
 
-`python benchmarks/dynamic_cp_ranks.py`: each rank runs its packs of a step, forward and backward.
+`python -m benchmarks.dynamic_cp_ranks`: each rank runs its packs of a step, forward and backward.
 Linear layers and attention are sleeps of what the cost model says; keys and values really go round,
 behind attention's sleeps as in the ring. First the transfers of a full micro-batch are timed here, and
 the sleeps are scaled to them: compute is slower than an H100's by the factor by which gloo is slower than its network.

@@ -1,6 +1,6 @@
 """Expert dispatch overlapped with the compute of another micro-batch, against exposed dispatch, on a slow link.
 
-    python benchmarks/expert_overlap.py [--mbit 500 1000 2000] [--rounds 11] [--quick]
+    python -m benchmarks.expert_overlap [--mbit 500 1000 2000] [--rounds 11] [--quick]
 
 Two gloo ranks with a core each in a network namespace whose loopback is limited to --mbit megabits per second,
 both directions together (tc's token bucket): transfers then take time and no core, as on a cluster.

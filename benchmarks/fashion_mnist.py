@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from transformers import LlavaForConditionalGeneration
 
 NAMES = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")  # fmt: skip
 EDGE, PATCHES, END, TOKEN = 28, 16, 256, 257
@@ -73,7 +72,7 @@ def write_captions(folder: Path, out: Path) -> None:
     pq.write_table(pa.table(columns), out / "captions.parquet", row_group_size=2500)
 
 
-def right_names(model: LlavaForConditionalGeneration, folder: Path) -> float:
+def right_names(model: torch.nn.Module, folder: Path) -> float:
     """Return the share of held-out pictures whose name the model writes, greedily, from the image alone."""
     pictures, classes = read_split(folder, "t10k")
     tokens, right = torch.full((AT_ONCE, PATCHES), TOKEN), 0
@@ -122,6 +121,9 @@ def main() -> None:
     job.write_text(JOB.replace("OUT", out).replace("STEPS", str(given.steps)))
     run("train", str(job))
     run("convert", "hf-export", f"{out}/runs/fashion", "--out", f"{out}/export")
+    # here, as --help needs no transformers
+    from transformers import LlavaForConditionalGeneration
+
     model = LlavaForConditionalGeneration.from_pretrained(f"{out}/export", dtype="auto").eval()
     print(f"right names: {right_names(model, given.dataset):.1%} of {HELD_OUT:,} held-out pictures")
 

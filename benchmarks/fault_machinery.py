@@ -5,7 +5,7 @@ of the driver, progress, heartbeats, and in the second part a snapshot in memory
 steps without reports and snapshots. The driver's CPU seconds are shown too: on a cluster it has cores of its own, here it
 shares those of the ranks.
 
-    python benchmarks/fault_machinery.py [--quick] [--parts off on] [--tokens 8192]
+    python -m benchmarks.fault_machinery [--quick] [--parts off on] [--tokens 8192]
 """
 
 from __future__ import annotations

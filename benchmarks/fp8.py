@@ -3,7 +3,7 @@
 One rank, the same seed, samples and steps for each recipe; the losses of all are drawn. On a GPU it also
 prints tokens per second, of which fp8 is meant to make more; a CPU emulates fp8 and is slower with it.
 
-    python benchmarks/fp8.py --data demo-out/corpus [--steps N] [--draw docs/img/fp8-loss.svg] [--large]
+    python -m benchmarks.fp8 --data demo-out/corpus [--steps N] [--draw docs/img/fp8-loss.svg] [--large]
 """
 
 from __future__ import annotations

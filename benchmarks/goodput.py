@@ -4,8 +4,8 @@ Failures come at random with the published mean time between them. Each costs de
 docs/recovery-time.md by part, and the steps that must be done again; steady state costs snapshots and checkpoints. Every
 constant has its source beside it and is swept from 0.3 to 3 times its value, the others held.
 
-    python benchmarks/goodput.py [--draw docs/img/goodput.svg] [--hours 2000]
-    python benchmarks/goodput.py --live [--mtbf 60] [--seconds 600]     # needs a quiet machine and twice that time
+    python -m benchmarks.goodput [--draw docs/img/goodput.svg] [--hours 2000]
+    python -m benchmarks.goodput --live [--mtbf 60] [--seconds 600]     # needs a quiet machine and twice that time
 """
 
 from __future__ import annotations

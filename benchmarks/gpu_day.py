@@ -4,8 +4,8 @@ It needs one H100 or H200, torch 2.11 to 2.13 and raymega's training side; no ne
 runs in a process of its own, and its line is appended to the file as soon as it is over. Two commands of
 under ten minutes do all of them:
 
-    python benchmarks/gpu_day.py --json gpu.json --half 1
-    python benchmarks/gpu_day.py --json gpu.json --half 2
+    python -m benchmarks.gpu_day --json gpu.json --half 1
+    python -m benchmarks.gpu_day --json gpu.json --half 2
 """
 
 from __future__ import annotations
@@ -96,7 +96,16 @@ def _in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     flags = [
         f"--{flag.replace('_', '-')}" for flag in ("small", "stand_in") if getattr(options, flag)
     ]
-    words = [sys.executable, __file__, "--json", str(options.json), "--only", name, *flags]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_day",
+        "--json",
+        str(options.json),
+        "--only",
+        name,
+        *flags,
+    ]
     limit = PARTS[name] * (STAND_IN_LIMIT if options.stand_in else 1)
     began = time.monotonic()
     try:
@@ -129,5 +138,4 @@ def _run_part(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.exit(main())

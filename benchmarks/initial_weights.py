@@ -1,6 +1,6 @@
 """Time of initial weights: CPU ns an element on one thread, of a whole tensor and of its rows and columns.
 
-python benchmarks/initial_weights.py [--width 8192] [--rounds 3]
+python -m benchmarks.initial_weights [--width 8192] [--rounds 3]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Machinery is all that a layout needs and one rank does not: schedule, buckets, masters, global norm, data
 order, totals. The bare loop has the same model, tokens, micro-batches, clipping and torch's AdamW.
 
-    python benchmarks/machinery.py [--quick] [--threads 1]
+    python -m benchmarks.machinery [--quick] [--threads 1]
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Megatron-DeepSpeed took 2,000 s for 2,419 files. The bar is 0.1 s for 1,000 sources.
 
-    python benchmarks/many_sources.py [--sources 1000] [--rounds 5]
+    python -m benchmarks.many_sources [--sources 1000] [--rounds 5]
 """
 
 from __future__ import annotations

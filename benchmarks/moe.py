@@ -1,6 +1,6 @@
 """Layers of experts: grouped against looped, against transformers, and the ways of dispatch on 8 ranks.
 
-    python benchmarks/moe.py [--only grouped|transformers|ranks] [--rounds N] [--quick] [--draw FILE]
+    python -m benchmarks.moe [--only grouped|transformers|ranks] [--rounds N] [--quick] [--draw FILE]
 
 Forward and backward in float32, one thread a process. Both sides of a pair run in turn, in a process as
 it comes. Ours add their gradients to the sums that a run keeps (parallel.grad_buffer), the others leave

@@ -7,7 +7,7 @@ copy as with snapshot servers, the second sent by calls of an actor that lays pi
 Prints seconds until both copies are there and until another node has read one back, the host memory of two
 generations in turn, in shares, and what a store does in which plasma has less room than two generations.
 
-    python benchmarks/node_memory.py [--quick] [--mib 512] [--rounds 6]
+    python -m benchmarks.node_memory [--quick] [--mib 512] [--rounds 6]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The ceiling is what the same ranks get with bare boto3: multipart uploads and ra
 and threads as ours. A figure is what the slowest rank took, the median of the rounds, which take turns. It starts a
 Ceph of its own (its Debian packages must be there) unless AWS_ENDPOINT_URL_S3 and --uri name a store.
 
-    python benchmarks/object_checkpoints.py [--quick] [--uri s3://BUCKET/PREFIX] [--ranks 4] [--layers 2]
+    python -m benchmarks.object_checkpoints [--quick] [--uri s3://BUCKET/PREFIX] [--ranks 4] [--layers 2]
 """
 
 from __future__ import annotations

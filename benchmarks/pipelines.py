@@ -6,7 +6,7 @@ buffer. Losses and gradients of both are compared before the clock runs. Then co
 one whose tensors are counted (peak). Two cores hide idle time: one rank's wait is another's work. So a second
 part, pipeline_bubbles, takes sleeps for work and measures bubbles only.
 
-    python benchmarks/pipelines.py [--quick] [--only speed|bubbles] [--rounds N] [--draw docs/img/pipeline-bubbles.svg]
+    python -m benchmarks.pipelines [--quick] [--only speed|bubbles] [--rounds N] [--draw docs/img/pipeline-bubbles.svg]
 """
 
 from __future__ import annotations

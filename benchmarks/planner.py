@@ -1,9 +1,9 @@
 """Predicted against published: how wrong the planner is on sources that its constants were not fitted to.
 
-    python benchmarks/planner.py                # errors by source, with the constants as shipped
-    python benchmarks/planner.py --rows         # each run as well
-    python benchmarks/planner.py --leave-out    # fit anew, and once more without each source; bands
-    python benchmarks/planner.py --speed        # layouts that a search looks at in a minute
+    python -m benchmarks.planner                # errors by source, with the constants as shipped
+    python -m benchmarks.planner --rows         # each run as well
+    python -m benchmarks.planner --leave-out    # fit anew, and once more without each source; bands
+    python -m benchmarks.planner --speed        # layouts that a search looks at in a minute
 
 Tables are all benchmarks/published_*.csv, or those given. A source is its publisher: all tables of one
 publisher are left out at once.

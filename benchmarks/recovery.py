@@ -6,7 +6,7 @@ Where a node is lost, and in waiting-kill, ranks wait for each micro-batch in pl
 mock), so that the cores have time for the control plane, as those of hosts with accelerators have.
 Ray Train's TorchTrainer with a FailureConfig trains the same model and meets the same kill (recovery_ray_train.py).
 
-    python benchmarks/recovery.py [--quick] [--parts kill replica waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
+    python -m benchmarks.recovery [--quick] [--parts kill replica waiting-kill stop node frozen-node ray-train] [--ranks 2 4 8 16] [--kills 3]
         [--corpus s3]
 """
 

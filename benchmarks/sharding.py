@@ -5,7 +5,7 @@ With reshard_after_forward it matches level parameters; without it, it keeps wei
 as level gradients does. Losses of both are compared first. Then come interleaved pairs of steps, then one step of
 each whose tensors and messages are counted.
 
-    python benchmarks/sharding.py [--quick] [--rounds N] [--only parameters]
+    python -m benchmarks.sharding [--quick] [--rounds N] [--only parameters]
 """
 
 from __future__ import annotations

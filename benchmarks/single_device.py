@@ -4,7 +4,7 @@ Both read the same tokens in the same micro-batches, clip to a global norm of 1,
 and keep no dropout. bfloat16 is three pairings: we keep bfloat16 weights with float32 masters; they run
 float32 weights under autocast, or bfloat16 weights, moments and all, which rounds small updates away.
 
-    python benchmarks/single_device.py [--quick] [--threads 2] [--compile] [--only gpt2-float32]
+    python -m benchmarks.single_device [--quick] [--threads 2] [--compile] [--only gpt2-float32]
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import argparse
 from contextlib import nullcontext
 
 import torch
-from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import interleave, report, set_threads
 from benchmarks.one_rank import OneRank, make_one_rank_plan
@@ -64,7 +62,10 @@ class Theirs:
         return total
 
 
-def make_gpt2() -> GPT2LMHeadModel:
+def make_gpt2() -> torch.nn.Module:
+    # here, as --help needs no transformers
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ_LEN, vocab_size=VOCAB,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=1,
@@ -73,7 +74,9 @@ def make_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def make_llama() -> LlamaForCausalLM:
+def make_llama() -> torch.nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
         intermediate_size=8 * WIDTH // 3 // 16 * 16, max_position_embeddings=SEQ_LEN,

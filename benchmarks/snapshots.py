@@ -3,7 +3,7 @@
 A snapshot server is a process of its own, as on a cluster. A pair is some steps with a snapshot after each, and as many
 without; CPU seconds are those of ranks and snapshot servers together. Host memory is held against what the planner states.
 
-    python benchmarks/snapshots.py [--quick] [--tokens 4096]
+    python -m benchmarks.snapshots [--quick] [--tokens 4096]
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Samples are taken between deaths. The steps fall into windows of 5,000; the firs
 Of each number the median of a window may exceed that of the window before by 1 %, or by what one sample varies.
 It prints a table of the medians, and ends with exit code 1 if a number grows.
 
-    python benchmarks/soak.py [--steps 20000] [--set tracking.mlflow_uri=off]
+    python -m benchmarks.soak [--steps 20000] [--set tracking.mlflow_uri=off]
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ end. CPU seconds are of the command and all processes that it has started until 
 read from /proc. With --against FOLDER each round also runs the commands of another checkout, in alternating
 order, and the medians of the pairs' ratios are printed.
 
-    python benchmarks/start_up.py [--rounds 10] [--commands help plan ranks2 ranks8] [--against FOLDER]
+    python -m benchmarks.start_up [--rounds 10] [--commands help plan ranks2 ranks8] [--against FOLDER]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both run the same Llama block, forward and backward, cut the same way: q, k, v, gate and up by columns, out and
 down by rows. The gradients of both are compared before the clock runs.
 
-    python benchmarks/tensor_parallel.py [--quick] [--compile]
+    python -m benchmarks.tensor_parallel [--quick] [--compile]
 """
 
 from __future__ import annotations

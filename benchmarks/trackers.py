@@ -3,14 +3,16 @@
 A step's event is handed to the sinks of a run: microseconds an event, beside a step of 100 ms. Then steps of a real
 run's kind, each with work and an event, go in turns to sinks with and without the tracker that hangs: the share of
 all steps' time that its events take, measured in this one run.
+
+    python -m benchmarks.trackers [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -81,7 +83,10 @@ def seconds_of_emits(open_recorder: Callable[[], Recorder] | None, num_steps: in
 
 
 def main() -> None:
-    num_steps = 2_000 if "--quick" in sys.argv else 60_000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="2,000 events and 40 steps")
+    is_quick = parser.parse_args().quick
+    num_steps = 2_000 if is_quick else 60_000
     result = {}
     for name, open_recorder in {"none": None, "hung": Hung}.items():
         spent = seconds_of_emits(open_recorder, num_steps)
@@ -92,7 +97,7 @@ def main() -> None:
         print(
             f"{name:5} {mean * 1e6:6.2f} us an event, {share:.4f} % of a step; at most {most * 1e3:.2f} ms"
         )
-    shares = share_of_steps(40 if "--quick" in sys.argv else 400)
+    shares = share_of_steps(40 if is_quick else 400)
     told = ", ".join(f"{name} {share:.3f} %" for name, share in shares.items())
     print(f"events' share of the time of steps in turns: {told}")
     print(json.dumps({**result, "share_of_steps": shares}))

@@ -1,7 +1,7 @@
 """State how far a prediction may be off: a band around its seconds, and whether it fits at all.
 
 The bands are quantiles of errors on published runs whose sources the constants had not seen.
-``benchmarks/planner.py --leave-out`` prints them. A band is wide where no constant was measured.
+``python -m benchmarks.planner --leave-out`` prints them. A band is wide where no constant was measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BANDS = {
     "experts": TimeBand(low=0.66, high=2.29, is_measured=True, basis="models with experts"),
     "borrowed": TimeBand(low=0.65, high=2.3, is_measured=False, basis="other devices and formats"),
 }
-"""Bands of 80 %, as ``benchmarks/planner.py --leave-out`` prints them."""
+"""Bands of 80 %, as ``python -m benchmarks.planner --leave-out`` prints them."""
 
 
 def format_of_job(job: Job) -> str:

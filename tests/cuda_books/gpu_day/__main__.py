@@ -29,7 +29,8 @@ def main() -> int:
         file = Path(folder) / "gpu.json"
         words = [
             sys.executable,
-            "benchmarks/gpu_day.py",
+            "-m",
+            "benchmarks.gpu_day",
             "--json",
             str(file),
             "--small",
