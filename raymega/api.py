@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import valid_checkpoints
-from raymega.checkpoint.load.fingerprint import origin_faults
+from raymega.checkpoint.load.fingerprint import BASE, TEACHER, origin_faults
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
-from raymega.checkpoint.load.pinned_source import (
-    BASE,
-    TEACHER,
-    pin_faults,
-    pinned,
-    teacher_faults,
-)
+from raymega.checkpoint.load.pinned_source import pin_faults, pinned, teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
 from raymega.config.load import ParsedJob, parse_job
