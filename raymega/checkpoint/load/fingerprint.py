@@ -105,7 +105,7 @@ def origin_faults(path: str, how: Mapping[str, Any], uri: str) -> Iterator[Fault
 
     Args:
         path: The dataset.
-        how: What its logits are of; those of older releases lack the fingerprint, and are taken.
+        how: Origin of its logits, as the dataset states it; one without a fingerprint is accepted.
         uri: The job's teacher, or ``none``; one that cannot be read is not compared, as a run does not read it.
     """
     if uri == "none" or FINGERPRINT not in how:

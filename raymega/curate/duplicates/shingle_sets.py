@@ -17,7 +17,7 @@ from raymega.curate.tokens import Hashes, shingles, token_blocks
 from raymega.prepare.readers.long_text import Text
 
 PORTION_CHARACTERS = 1 << 22
-"""Length of the text for each range of hashes: a portion of a set has at most so many, 32 MiB."""
+"""Length of the text for each range of hashes: a portion of a set has at most this number, 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
