@@ -183,7 +183,7 @@ class Optimizer:
         try:
             yield
             self._weights.wait_for_all()
-        finally:  # of a body that failed too: what this rank holds may go on in memory
+        finally:  # of a body that failed too: what this rank holds may continue in memory
             self._exchange()
             self._round(self._bucket_state)
         self._weights.mark_updated()

@@ -72,7 +72,7 @@ def _normal(text: Text) -> Iterator[str]:
         if not words:
             between = between and " "
             continue
-        # A word may go on from the portion before.
+        # A word may continue from the portion before.
         yield ("" if between != " " and not portion[0].isspace() else between and " ") + words
         between = " " if portion[-1].isspace() else "word"
 

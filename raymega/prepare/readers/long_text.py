@@ -210,7 +210,7 @@ def split_text(text: Text, pattern: re.Pattern[str] = LINE_END) -> Iterator[str]
         buffer, start = "".join([buffer, *waiting]), 0
         waiting, size = [], 0
         for found in pattern.finditer(buffer):
-            # It may go on in the next portion.
+            # It may continue in the next portion.
             if found.end() == len(buffer):
                 break
             yield buffer[start : found.start()]
