@@ -14,10 +14,10 @@ from raymega.config.schema import Job
 # Commands that are not run, by a pattern, each with the reason. All options of raymega are parsed nevertheless.
 NOT_RUN = {
     r"^(sudo )?make ": "a target of this repository, which CI runs",
-    r"^make$|^\. |^python3 -m venv|^pip install|^sudo apt-get": "sets a machine up",
+    r"^make$|^\. |^python3 -m venv|^pip install|^(sudo )?apt-get|^for deb in ": "sets a machine up",
     r"^git clone|^docker |^kubectl |^aws |^GROUP=\$\(aws": "needs an account",
     r"^nvidia-smi|torch\.cuda|--device cuda": "needs a GPU",
-    r"tests\.cuda_books|gpu_day\.py": "needs torch's CUDA build, and a GPU or its stand-in: `make cuda-books`",
+    r"tests\.cuda_books|gpu_day": "needs torch's CUDA build, and a GPU or its stand-in: `make cuda-books`",
     r"^(sudo )?\S*python cluster/rehearse": "tests/cluster does it, as root",
     r"^export |^SETTINGS=": "sets variables for commands that are not run",
     r"^ray (up|down|dashboard|attach|start|stop|job|get-auth-token)|^raymega node-agent": "needs a cluster of nodes",
