@@ -85,6 +85,7 @@ def calm(tmp_path_factory, local_ray):
     return run(tmp_path_factory.mktemp("runs"), "calm").losses
 
 
+@pytest.mark.wide
 def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, calm, record_property):
     name = "all.slow-1-4-1.nan-1-3-1.flip-1-5-1.hang-1-7-2"
     seen = run(tmp_path, name, "elastic.straggler_ratio=100")

@@ -147,14 +147,19 @@ def test_interrupted_run_saves_exits_75_and_continues(address, store, undisturbe
     assert first.losses | again.losses == undisturbed.losses
 
 
-def test_finished_run_says_so_and_more_steps_continue_it(address, store, undisturbed):
+def test_finished_run_says_so_and_starts_nothing(address, store, undisturbed):
     done = train(*_settings(store, "undisturbed"), address=address)
     assert done.code == 0 and done.all("step") == []
     assert done.events[-1]["event"] == "finished" and done.events[-1]["step"] == STEPS
+    assert len({e["run_id"] for o in (undisturbed, done) for e in o.all("finished")}) == 1
+
+
+@pytest.mark.wide
+def test_more_steps_continue_a_finished_run(address, store, undisturbed):
     more = train(*_settings(store, "undisturbed", f"run.steps={STEPS + 2}"), address=address)
     assert more.code == 0, more.stderr
     assert [event["step"] for event in more.all("step")] == [STEPS + 1, STEPS + 2]
-    assert len({e["run_id"] for o in (undisturbed, done, more) for e in o.all("finished")}) == 1
+    assert len({e["run_id"] for o in (undisturbed, more) for e in o.all("finished")}) == 1
 
 
 @pytest.mark.wide

@@ -1,7 +1,7 @@
 """Selection of a session's tests: cases drawn by a seed, shards of the suite, and tests that passed before.
 
 `make test` runs of a function marked ``sample(n)`` only n cases, drawn by a seed that is printed (of cases marked
-``sample(n, of=kind)`` n of each kind), and no test marked ``wide`` or ``matrix``. The seed is made of the files of
+``sample(n, of=kind)`` n of each kind), a quarter of hypothesis's examples, and no test marked ``wide`` or ``matrix``. The seed is made of the files of
 the last commit: each commit draws other cases, and one commit draws the same cases on every machine. `make test-all` runs
 everything (``--everything``), in shards of equal cost (``--shard 3/8``), and with ``--resume`` leaves out what has
 passed since a file was last changed. ``-m wide`` or ``-m matrix`` asks for such tests by name.
@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
 COSTS_FILE = ROOT / "tests" / "costs.yaml"
 DEFAULT_COST_S = 0.05
+LEAST_EXAMPLES = 10
 SOURCES = (
     "raymega",
     "tests",
@@ -87,6 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not option.everything:
         left_out = [mark for mark in ONLY_IN_ALL if mark not in option.markexpr]
         kept = drawn(items, seed=option.sample_seed, left_out=left_out)
+        draw_fewer_examples(kept)
     if option.shard:
         kept = cut(kept, *read_shard(option.shard))
     if option.resume:
@@ -125,6 +128,16 @@ def drawn(items: list[pytest.Item], *, seed: int, left_out: list[str]) -> list[p
         )
     }
     return [i for i in items if not i.get_closest_marker("sample") or i.nodeid in chosen]
+
+
+def draw_fewer_examples(items: list[pytest.Item]) -> None:
+    """Let hypothesis draw a quarter of each test's examples, but as many as it has up to LEAST_EXAMPLES."""
+    # by the function, as the cases of one share their settings; hypothesis has no public name for them
+    tests = {id(test): test for item in items if (test := getattr(item, "obj", None))}
+    for test in tests.values():
+        if used := getattr(test, "_hypothesis_internal_use_settings", None):
+            number = max(min(used.max_examples, LEAST_EXAMPLES), used.max_examples // 4)
+            test._hypothesis_internal_use_settings = settings(used, max_examples=number)
 
 
 def seed_of_commit(folder: Path) -> int:

@@ -85,6 +85,7 @@ def test_nothing_calls_a_loader_that_unpickles():
     assert told == [], "numpy unpickles only when told"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "entry",
     [

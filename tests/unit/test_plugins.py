@@ -115,7 +115,7 @@ def test_callbacks_and_metrics_get_what_is_reported(folder):
     ]  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -139,7 +139,7 @@ def test_faulty_list_is_refused_before_anything_starts(folder, monkeypatch, old,
     assert told in refused()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
@@ -174,6 +174,7 @@ def test_pairs_have_no_loss_of_tokens_and_their_stored_reference_no_transforms(f
     assert "data.transforms=[acme.skip] with preference.reference=stored" in told
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -303,6 +304,7 @@ def test_wheel_is_found_by_its_entry_point_and_its_version_is_kept(folder, tmp_p
     assert done.stdout.strip() == "('acme==1.2',)", done.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -320,6 +322,7 @@ def test_options_that_no_job_file_can_write_are_refused(folder, options, told):
     assert told in refused()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -453,6 +456,7 @@ def test_documents_of_a_plug_in_are_packed_as_those_of_a_dataset(folder):
     assert len(seen) == len(set(seen)) > 200
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

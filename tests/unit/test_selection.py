@@ -1,8 +1,12 @@
 """Cases are drawn anew by each commit, and equally by everyone who has it."""
 
 import subprocess
+from types import SimpleNamespace
 
-from tests.support.selection import seed_of_commit
+import pytest
+from hypothesis import given, settings, strategies
+
+from tests.support.selection import draw_fewer_examples, seed_of_commit
 
 
 def _git(folder, *words):
@@ -23,3 +27,17 @@ def test_seed_follows_from_the_files_of_the_last_commit(tmp_path):
 
 def test_folder_without_git_has_a_random_seed(tmp_path):
     assert len({seed_of_commit(tmp_path) for _ in range(8)}) > 1
+
+
+@pytest.mark.parametrize(("examples", "fewer"), [(400, 100), (24, 10), (3, 3)])
+def test_a_quarter_of_the_examples_is_drawn_and_once_for_all_cases(examples, fewer):
+    drawn = []
+
+    @settings(max_examples=examples, database=None)
+    @given(strategies.integers())
+    def test(number):
+        drawn.append(number)
+
+    draw_fewer_examples([SimpleNamespace(obj=test), SimpleNamespace(obj=test), SimpleNamespace()])
+    test()
+    assert len(drawn) == fewer

@@ -87,7 +87,7 @@ def _load(env, model, uri, key, is_sharded):
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "saved", "loaded"),
     [

@@ -120,7 +120,7 @@ def _assert_travels(overrides, saved, loaded, folder):
                     np.testing.assert_allclose(found[other][1], step, rtol=LIMIT, err_msg=other)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_goes_on_from_every_other(level, tmp_path):
     overrides = [*layout_overrides("dp4"), "model.num_layers=2", "data.global_batch_size=8"]

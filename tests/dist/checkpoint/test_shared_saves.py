@@ -113,7 +113,7 @@ def run(plan, folder, *, manifest=None):
         return run_grid(_train, plan.grid, plan.to_json(), addresses, str(folder), manifest)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [1, 3], ids=["with-a-snapshot", "without-one"])
 @pytest.mark.parametrize(
     ("settings", "is_shared"),

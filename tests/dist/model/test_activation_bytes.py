@@ -245,7 +245,7 @@ def test_plan_predicts_stages_of_blocks_that_differ(name):
     assert len(set(kept[: len(stages)])) > 3, "stages keep different amounts"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=WIDE if n in SLOW else ()) for n in MODELS])
 def test_plan_predicts_stages(name, tp):
@@ -293,7 +293,7 @@ def _measure_middle(env, model, method, inner, memory):
     return kept.total
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)]
 )

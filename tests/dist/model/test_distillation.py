@@ -163,7 +163,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "of_teacher", "layout", "options"), CASES)
 def test_steps_are_those_of_the_formula_around_transformers(
     tmp_path, kind, of_teacher, layout, options

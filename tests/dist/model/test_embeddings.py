@@ -101,7 +101,7 @@ def _plan(uri, model, layout, *options):
     return training_plan(model, layout, f"checkpoint.init_from={uri}", *ROWS, *options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "head", "layout", "options"), CASES)
 def test_steps_are_those_of_the_published_loss(tmp_path, kind, head, layout, options):
     network, uri, model = _imported(tmp_path, kind, head)

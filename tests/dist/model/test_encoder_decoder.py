@@ -192,7 +192,7 @@ def _train_plainly(model, plan):
 PACKED = ("data.packing=best_fit",)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [(), PACKED], ids=["windows", "packed"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):

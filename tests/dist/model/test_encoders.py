@@ -269,7 +269,7 @@ NUMBERS = ("loss", "pair_loss", "grad_norm")
 PACKED = ("data.packing=best_fit", "data.document_multiple=4")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [(), PACKED], ids=["windows", "packed"])
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, rows):

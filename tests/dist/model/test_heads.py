@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout", "options"), CASES)
 def test_steps_are_those_of_transformers(tmp_path, kind, layout, options):
     theirs = hf_heads.make_model(kind)

@@ -193,7 +193,7 @@ def test_way_back_of_families_is_bit_exact(tmp_path, kind):
     _check_way_back(tmp_path, kind)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2-cp2"])
 @pytest.mark.parametrize("kind", hf_models.FAMILIES)
 def test_steps_of_families_are_those_of_a_plain_loop(tmp_path, kind, layout):
@@ -225,7 +225,7 @@ def _check_way_back(tmp_path, kind):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "back2" / name).read_bytes()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout):
     _check_steps(tmp_path, kind, layout)

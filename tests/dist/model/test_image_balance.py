@@ -28,7 +28,7 @@ def _plan(layout, *options):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_balanced_run_is_the_unbalanced_one(layout):
     found = []

@@ -100,7 +100,7 @@ def _wanted(model, name):
     return y, x.grad, {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @_layouts(*LAYOUTS)
 def test_block_and_its_parts(tp, sp):
     ranks = run_grid(_run_parts, Grid(tp=tp), sp)
@@ -178,7 +178,7 @@ def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     _check_stages(tp, sp, models, 2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2], ids=lambda pp: f"pp{pp}")
 def test_whole_stages_with_latents_and_further_tokens(pp, tp, sp):

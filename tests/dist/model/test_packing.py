@@ -148,7 +148,7 @@ def _reference(job):
     return train([*job, *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job, layout, options", CASES)
 def test_layout_trains_the_same_packed_run(job, layout, options):
     assert_same_run([*job, *layout_overrides(layout), *options], _reference(job))

@@ -59,7 +59,7 @@ STEP_CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout", "options"), STEP_CASES)
 def test_steps_are_those_of_peft_and_a_plain_loop(tmp_path, kind, layout, options):
     model, done = adapted(kind, tmp_path, use_dora=DORA in options)

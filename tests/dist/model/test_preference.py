@@ -184,7 +184,7 @@ LORA_CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout", "loss", "options"), LORA_CASES)
 def test_steps_on_adapters_are_those_of_peft_and_the_published_loss(
     tmp_path, kind, layout, loss, options

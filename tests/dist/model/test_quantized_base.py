@@ -44,7 +44,7 @@ def _quantize(model, section):
     return count
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "layout", "options"), CASES)
 def test_steps_are_those_of_peft_over_the_quantized_weights(tmp_path, kind, layout, options):
     model, done = adapted(kind, tmp_path)

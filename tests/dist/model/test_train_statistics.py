@@ -63,7 +63,7 @@ def reference():
     return _run("tp1")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [

@@ -95,6 +95,7 @@ def _whole(columns, grid):
     return found[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", [COPIES, PARTS], ids=["copies", "parts chosen by a bias"])
 def test_upcycled_model_begins_as_the_dense_one_on_any_grid(dense, experts):
     folder, wanted, loss = dense

@@ -157,6 +157,7 @@ def _their_scores(theirs, folder, vision):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_scores_of_rows_with_images_are_those_of_transformers(model, grid):
     theirs, folder = model

@@ -69,7 +69,7 @@ def _reduce_tied(env, dtype, level):
     return _owned(buffer)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def _partial_gradient(piece, rank):
     return torch.randn(piece.box.shape, generator=source, dtype=torch.float64)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("dp", [1, 2])
 def test_sums_of_partial_pieces_are_those_of_the_whole_tensors(dp, level):

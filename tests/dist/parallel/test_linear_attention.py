@@ -91,7 +91,7 @@ def _wanted(kind, rows):
     return y.detach(), x.grad, {name: values.grad for name, values in weights.items()}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("is_remade", [False, True], ids=["kept", "remade"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)

@@ -37,6 +37,8 @@ def _num_live():
 
 
 def _live_after_steps(env, plan_json):
+    # modules and what else was there before are neither walked nor counted
+    gc.freeze()
     plan = read_plan(plan_json)
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     counts = []

@@ -40,7 +40,7 @@ def _of(events, name):
     return {event.micro_batch: event for event in events if event.name == name}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 @pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-dp2-sp", "tp2-pp2-dp2-sp"])
 def test_buckets_leave_during_the_last_backward_and_only_then(layout, sharding):
@@ -97,7 +97,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_transfers_between_cp_ranks_are_recorded_and_their_bytes_are_what_the_formula_says(method):
     """Each is waited for once, inside the work of a layer."""
@@ -208,6 +208,7 @@ def _evaluated(env, plan_json):
     return losses, [flat.clone() for flat in parts.weights._flats]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["dp2", "pp2-dp3"])
 def test_evaluation_after_a_step_sees_the_updated_weights(layout):
     overrides = [*layout_overrides(layout), "run.eval_samples=6"]
@@ -233,6 +234,7 @@ def _step_with_update(env, plan_json):
     return outcome.events, sent, again.events
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sharding", "limit"), [("none", 0.03), ("optimizer", 0.1)])
 def test_what_an_update_exchanges_is_recorded_and_what_the_planner_says(sharding, limit):
     """After all work of the step; owners of matrices differ, so bytes are the mean over ranks.

@@ -58,6 +58,7 @@ def _members(env):
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "grid",
     [

@@ -58,6 +58,7 @@ def _run(env, kind, length, dtype, is_deferred):
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("tp", "length"), [(2, 8), (3, 9), (4, 32), (6, 12), (8, 48)], ids=lambda value: str(value)

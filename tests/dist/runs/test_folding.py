@@ -76,7 +76,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_folding_goes_with_schedules_recompute_and_every_level_of_sharding(way):
     layout, options = WAYS[way]
@@ -84,13 +84,14 @@ def test_folding_goes_with_schedules_recompute_and_every_level_of_sharding(way):
     assert_same_run(overrides, _reference("deepseek"))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_all_axes_at_once_on_sixteen_ranks():
     overrides = [*MODELS["balanced"], *layout_overrides("tp2-cp2-pp2-dp2-ep2")]
     assert_same_run(overrides, _reference("balanced"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "layout"), FOLDED)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_folded_layout_trains_the_same_run(model, layout, sharding):

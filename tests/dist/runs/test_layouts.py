@@ -60,13 +60,13 @@ def _reference(model: str):
     return train([*MODELS[model], *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_trains_the_same_run(model, layout):
     check_same_run([*MODELS[model], *layout_overrides(layout)], model)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-gqa-tied", "llama-gqa-untied"])
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded_optimizer_trains_the_same_run(model, layout):

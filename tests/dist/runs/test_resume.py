@@ -75,7 +75,7 @@ BLEND = (
 PACKED = "+data.packing=best_fit+data.document_multiple=4+schedule.micro_batch_size=1"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

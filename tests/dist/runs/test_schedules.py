@@ -25,7 +25,7 @@ def _options(name, chunks, micro_batch_size):
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize(("name", "chunks"), CHUNKS)
 def test_schedule_trains_the_same_run(name, chunks, pp):
@@ -36,7 +36,7 @@ def test_schedule_trains_the_same_run(name, chunks, pp):
     check_same_run(overrides, model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [16, 6, 1])
 @pytest.mark.parametrize("name", ["interleaved", "zb_v", "dualpipe_v"])
 def test_one_three_and_many_micro_batches(name, size):
@@ -46,7 +46,7 @@ def test_one_three_and_many_micro_batches(name, size):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["gpt2-tied", "gpt2-untied", "llama-gqa-tied"])
 @pytest.mark.parametrize("layout", ["pp1", "tp2-pp2-sp", "pp2-dp2"])
 def test_chunks_keep_tied_and_untied_heads_biases_and_shards_right(model, layout):
@@ -85,6 +85,7 @@ def test_layers_placed_by_hand_train_the_same_run(model, placing):
     check_same_run([*MODELS[model], *layout_overrides("pp2"), *placing], model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "memory",
     [

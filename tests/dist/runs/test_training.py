@@ -41,6 +41,7 @@ def _run(layout, *overrides, steps=6, **changes):
     return first
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["dp3", "tp2-pp2-dp2"])
 def test_ramp_trains_the_same_run_on_any_layout(layout):
     wanted, found = _run("tp1", RAMP), _run(layout, RAMP)
@@ -58,7 +59,7 @@ def test_ramp_trains_the_same_run_on_any_layout(layout):
 HALF = ("precision.dtype=float16", "data.global_batch_size=8")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2-dp2", "tp2-pp2-dp2"])
 def test_overflow_skips_the_step_on_every_rank_alike(layout):
     """A scale that overflows at the logits: the first is forgiven, each later one halves it."""
@@ -70,6 +71,7 @@ def test_overflow_skips_the_step_on_every_rank_alike(layout):
     assert len({outcome.lr for outcome in outcomes}) == 1, "the schedule went on"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2", "pp2-dp2"])
 def test_float16_trains_like_float32(layout):
     half = _run(layout, *HALF, steps=8)

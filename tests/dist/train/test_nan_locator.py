@@ -88,7 +88,7 @@ def _located(layout, plant, *overrides):
     return text
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "plant", "wanted"),
     [

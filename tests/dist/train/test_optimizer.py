@@ -122,7 +122,7 @@ def _backward(env, params, step):
             (param * gradient[piece.box.within(whole)]).sum().backward()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "grid",
     [Grid(), Grid(dp=2), Grid(dp=5), Grid(tp=2, pp=2), Grid(pp=2, dp=3), Grid(tp=2, pp=2, dp=2)],

@@ -49,7 +49,7 @@ def _plan(layout, *overrides):
     return make_test_plan(*layout_overrides(layout), *common, *overrides)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [

@@ -81,7 +81,7 @@ def _rank_correlation(times, speeds):
     return 2 * alike / len(pairs) - 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("message_ms", [_profiled_ms, _catalogue_ms])
 @pytest.mark.parametrize(("model", "pp", "chunks", "m", "measured"), MEASURED)
 def test_schedules_are_ordered_as_they_were_measured(model, pp, chunks, m, measured, message_ms):
@@ -113,7 +113,7 @@ SOLVED = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "pp", "m", "limit", "rate"),
     [(model, pp, m, 2 * pp, two) for model, pp, m, two, _ in SOLVED]

@@ -41,7 +41,7 @@ def _save_under(folder: Path, fault: str) -> int:
     return done.returncode
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("fault", "status", "step"), [
     ("fsync:error=EIO:when=1", REFUSED, 100),  # of each thread: files are tried again, the commit fails
     ("fsync:error=EIO", FAILED, 100),

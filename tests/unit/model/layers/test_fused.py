@@ -182,6 +182,7 @@ def test_norm_on_a_gpu_has_the_gradients_of_a_cpu(heads):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.wide
 @needs_compiler
 def test_bias_whose_gradient_float16_cannot_hold_adds_it_whole():
     bias = ShardedParameter(torch.zeros(8, dtype=torch.float16), None)

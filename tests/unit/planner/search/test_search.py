@@ -48,6 +48,7 @@ def test_what_is_found_is_legal_and_fits(five):
     assert len({found.plan.grid.describe() for found in result.best}) == 5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_devices", [6, 7, 8])
 def test_what_is_fastest_is_the_best_of_the_search(num_devices):
     """Layouts that are not priced could not have been among the best; a job of two kinds of blocks, with experts."""
@@ -103,6 +104,7 @@ def test_the_best_is_no_slower_than_the_shipped_layout(seven_b, five):
     assert best.time.total_s <= step_time(make_plan(seven_b), H100).total_s
 
 
+@pytest.mark.wide
 def test_what_memory_alone_ruled_out_is_what_more_memory_would_bring(seven_b):
     result = search(seven_b, H100, num_devices=16, top=1, margin=0.0)
     assert result.missed is not None
