@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.checkpoint.load.fingerprint import FINGERPRINT, fingerprint_of
+from raymega.checkpoint.load.fingerprint import FINGERPRINT, fingerprint_at
 from raymega.checkpoint.load.pinned_source import teacher_faults
-from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.grid_text import grid_overrides
 from raymega.config.load import parse_mapping
 from raymega.config.schema import Job
@@ -130,7 +129,7 @@ def _store(job: Job, path: str, plan: RunPlan, key: str, on_rows: OnRows) -> Sto
     # a teacher that failed half-way leaves files that no reader takes
     if done.fault is not None:
         raise WorkerError(done.fault)
-    origin = {"checkpoint": key, FINGERPRINT: fingerprint_of(open_root(key).manifest)}
+    origin = {"checkpoint": key, FINGERPRINT: fingerprint_at(key)}
     finish_logits(path, logits_how(job, path) | origin)
     return StoredTeacher(path=path, rows=num_rows, top_k=k, checkpoint=key)
 

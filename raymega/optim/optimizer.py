@@ -39,6 +39,9 @@ class Optimizer:
     Masters have the gradients' dtype. Weights of that dtype are their own masters: no other rank writes
     the part that a rank owns, and an all-gather only reads it. Narrower weights have a separate master,
     which is updated and then rounded into them.
+
+    Attributes:
+        holds_masters: Whether the blocks of a checkpoint hold the masters; False while the average is in their place.
     """
 
     def __init__(  # noqa: PLR0913  # build is the one place that calls it
@@ -63,6 +66,7 @@ class Optimizer:
         """
         self._table, self._weights, self._section = table, weights, section
         self._states, self._is_on_host = states, is_on_host
+        self.holds_masters = True
         # Portions of what the rank owns, equal on all ranks, as some updates communicate within one.
         owned = map(table.owned, table.buckets)
         can_cut = self._can_cut if is_on_host else _never
@@ -178,6 +182,8 @@ class Optimizer:
         """
         # a gather of the last update still reads what changes here
         self._weights.wait_for_all()
+        # an exchange that fails half-way leaves a mixture, which is the state of no step
+        self.holds_masters = False
         self._exchange()
         self._weights.mark_updated()
         try:
@@ -186,6 +192,7 @@ class Optimizer:
         finally:  # of a body that failed too: what this rank holds may continue in memory
             self._exchange()
             self._round(self._bucket_state)
+            self.holds_masters = True
         self._weights.mark_updated()
 
     @torch.no_grad()
@@ -197,16 +204,15 @@ class Optimizer:
             if bucket_state.weights.dtype == bucket_state.master.dtype:
                 _swap(bucket_state.master, average)
             else:
-                bucket_state.weights.copy_(average)
+                _copy(bucket_state.weights, average)
 
     @torch.no_grad()
     def _round(self, some: Sequence[BucketState]) -> None:
         for bucket_state in some:
             if bucket_state.weights.dtype != bucket_state.master.dtype:
                 is_here = bucket_state.master.untyped_storage().nbytes() > 0
-                bucket_state.weights.copy_(
-                    bucket_state.master if is_here else self._host.on_host(bucket_state.master)
-                )
+                master = bucket_state.master if is_here else self._host.on_host(bucket_state.master)
+                _copy(bucket_state.weights, master)
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -215,6 +221,16 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Round the values of a flat tensor into another; where they come from the host, with little memory beside."""
+    if source.device == target.device:
+        target.copy_(source)
+        return
+    # a copy that changes device and dtype has the whole of it once more
+    for to, values in zip(target.split(SWAPPED), source.split(SWAPPED), strict=True):
+        to.copy_(values)
 
 
 def _never(_bucket: Bucket) -> bool:

@@ -183,7 +183,7 @@ def _evaluate(parts: TrainingComponents, save_scheduler: SaveScheduler) -> dict[
     if metrics and parts.plan.job.run.eval_ema:
         # saves copy the masters, and a next attempt continues with them: the average takes their place for a while
         save_scheduler.fence()
-        with HELD.borrowed():
+        with HELD.borrowed(lambda: parts.optimizer.holds_masters):
             metrics |= evaluate_average(parts)
     return metrics
 

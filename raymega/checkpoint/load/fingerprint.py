@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
+import numpy as np
+
+from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.checkpoint.tools.inspection import open_root
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import Job
 from raymega.errors import Fault, RaymegaError
 
@@ -27,20 +30,33 @@ SOURCES = "sources"
 """Key of the fingerprints by field, among the values of a job in a manifest."""
 
 
-def fingerprint_of(root: Manifest) -> str:
-    """Return 8 hex digits of the weights in a checkpoint: of the checksums that its root has, without reading data.
+def fingerprint_of(manifest: Manifest) -> str:
+    """Return 8 hex digits of the weights in a checkpoint: of the checksums of its boxes, without reading data.
 
-    Copies, and weights that are written again in the same blocks, have the same.
+    Copies, and weights that are written again in the same blocks, have the same; weights in other blocks have
+    another one. The root of an index is no such manifest: files of the index tell who wrote them.
     """
-    if root.index is not None:
-        parts = [f"{part.num_boxes} {part.crc32:08x}" for part in root.index.parts]
-        return f"{crc32(' '.join(parts).encode()):08x}"
-    lines = sorted(
-        f"{box.tensor} {box.dtype} {box.box.offset} {box.box.shape} {box.crc32:08x}"
-        for box in root.boxes
-        if box.tensor.startswith(WEIGHTS)
-    )
-    return f"{crc32(chr(10).join(lines).encode()):08x}"
+    assert manifest.index is None, "the boxes are read"
+    found = dict[str, int]()
+    for tensor, rows in BoxTable.of(manifest.boxes).by_tensor():
+        if tensor.name.startswith(WEIGHTS):
+            # by place, as ranks commit in any order; the last key decides first
+            rows = rows[np.lexsort(rows["offset"].T[::-1])]
+            begin = crc32(f"{tensor.name} {tensor.dtype}".encode())
+            columns = (rows[name].tobytes() for name in ("offset", "shape", "crc32"))
+            found[tensor.name] = crc32(b"".join(columns), begin)
+    lines = "\n".join(f"{name} {number:08x}" for name, number in sorted(found.items()))
+    return f"{crc32(lines.encode()):08x}"
+
+
+def fingerprint_at(uri: str) -> str:
+    """Return the fingerprint of the newest checkpoint that a URI names.
+
+    Raises:
+        ConfigError: The URI names no checkpoint.
+        CheckpointError: The manifest or its index cannot be read.
+    """
+    return fingerprint_of(open_checkpoint(uri).manifest)
 
 
 def sources_of(job: Job) -> dict[str, str]:
@@ -55,7 +71,7 @@ def sources_of(job: Job) -> dict[str, str]:
         if uri == "none":
             continue
         try:
-            found[field] = fingerprint_of(open_root(uri).manifest)
+            found[field] = fingerprint_at(uri)
         except RaymegaError as error:  # workers report what they cannot read
             log.info("no fingerprint of %s: %s", field, error)
     return found
@@ -75,7 +91,7 @@ def overwritten_faults(of_run: Manifest, uri: str, *, field: str, remedy: str) -
     if began is None or uri == "none":
         return
     try:
-        now = fingerprint_of(open_root(uri).manifest)
+        now = fingerprint_at(uri)
     except RaymegaError:  # reported by whoever reads it
         return
     if now != began:
@@ -93,11 +109,12 @@ def overwritten_start_faults(adapters: Manifest, base: str) -> Iterator[Fault]:
     """
     section = adapters.job.get("checkpoint")
     began = section.get("init_from", "") if isinstance(section, dict) else ""
-    if f"{began}/".startswith(f"{base}/"):
+    if _is_named(began, base):
         remedy = (
             f"set {BASE} to a copy of the weights of before, or leave checkpoint.init_adapter out"
         )
-        yield from overwritten_faults(adapters, base, field=BASE, remedy=remedy)
+        # the very checkpoint: a run that is trained further has newer ones beside it
+        yield from overwritten_faults(adapters, began, field=BASE, remedy=remedy)
 
 
 def origin_faults(path: str, how: Mapping[str, Any], uri: str) -> Iterator[Fault]:
@@ -107,17 +124,23 @@ def origin_faults(path: str, how: Mapping[str, Any], uri: str) -> Iterator[Fault
         path: The dataset.
         how: Origin of its logits, as the dataset states it; one without a fingerprint is accepted.
         uri: The job's teacher, or ``none``; one that cannot be read is not compared, as a run does not read it.
+            Of a run that is trained further it is the checkpoint that made the logits, not the newest.
     """
     if uri == "none" or FINGERPRINT not in how:
         return
+    began = str(how.get("checkpoint"))
     try:
-        now = fingerprint_of(open_root(uri).manifest)
+        now = fingerprint_at(began if _is_named(began, uri) else uri)
     except RaymegaError:
         return
     if now != how[FINGERPRINT]:
-        began = how.get("checkpoint")
         yield Fault(
             fact=f"{TEACHER}={uri!r}, and the logits beside {path} are of {began}",
             rule="a run with distillation.teacher=stored learns from the logits that lie there, whatever teacher it names",
             remedy=f"set {TEACHER}={began}, or store this one's: raymega data teacher JOB.yaml",
         )
+
+
+def _is_named(manifest: str, uri: str) -> bool:
+    """Return whether a URI is that of a manifest, of its checkpoint or of its run."""
+    return f"{manifest}/".startswith(f"{uri.rstrip('/')}/")

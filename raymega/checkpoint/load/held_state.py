@@ -12,7 +12,7 @@ import json
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -68,13 +68,16 @@ class HeldState:
         self.scalars, self.report, self.is_finished = scalars, report, False
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Hold nothing while the body has other values in the blocks, which it puts back even if it fails."""
+    def borrowed(self, is_back: Callable[[], bool]) -> Iterator[None]:
+        """Hold nothing while the body has other values in the blocks, which it puts back even if it fails.
+
+        Of a body that could not, as ``is_back`` tells, nothing is held.
+        """
         scalars, self.scalars = self.scalars, {}
         try:
             yield
         finally:
-            self.scalars = scalars
+            self.scalars = scalars if is_back() else {}
 
     def leave_device(self) -> None:
         """Move what is held on an accelerator to the host, as the next model is built before it is read."""

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymega.checkpoint.load.adapted_base import AdaptedBase, open_base, start_of
-from raymega.checkpoint.load.fingerprint import BASE, fingerprint_of
+from raymega.checkpoint.load.fingerprint import BASE, fingerprint_at
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
-from raymega.checkpoint.tools.inspection import open_root
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import recast
@@ -154,7 +153,7 @@ class CombinedAdapters:
         self.start: dict[str, Any] = start_of(first.checkpoint.manifest)
         # this very checkpoint: a run may be trained further
         self.start["init_from"] = f"{store.uri}/{manifest.key}"
-        self.sources = {BASE: fingerprint_of(open_root(self.start["init_from"]).manifest)}
+        self.sources = {BASE: fingerprint_at(self.start["init_from"])}
         self.first = first.checkpoint
         self.checkpoints = tuple(part.checkpoint for part in parts)
         self.dtype = self.first.dtype(f"{WEIGHTS}/{min(filter(is_adapter, first.names))}")

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymega.checkpoint.load.fingerprint import BASE, SOURCES, fingerprint_of
+from raymega.checkpoint.load.fingerprint import BASE, SOURCES, fingerprint_at
 from raymega.checkpoint.load.init_from import WEIGHTS
-from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
@@ -115,7 +115,7 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
         "precision": {"dtype": dtype},
         # this very checkpoint: a run may be trained further
         "checkpoint": {"init_from": uri},
-        SOURCES: {BASE: fingerprint_of(open_root(uri).manifest)},
+        SOURCES: {BASE: fingerprint_at(uri)},
     }
     key = write_weights(store, tensors, values, dtype=dtype, job=job, created=created)
     return PeftImport(

@@ -95,13 +95,13 @@ class LongText:
         start, end = 0, self.num_bytes
         for portion in self.portions():
             left = portion.lstrip()
-            start += utf8_bytes(portion) - utf8_bytes(left)
+            start += _num_bytes(portion) - _num_bytes(left)
             if left:
                 break
         for first in reversed(self._starts[:-1].tolist()):
             portion = self._decoded(max(first, start), end) if end > max(first, start) else ""
             left = portion.rstrip()
-            end -= utf8_bytes(portion) - utf8_bytes(left)
+            end -= _num_bytes(portion) - _num_bytes(left)
             if left:
                 break
         return LongText(self.content[start : max(start, end)])
@@ -183,6 +183,11 @@ def utf8_bytes(text: Text) -> int:
         return len(text)
     parts = range(0, len(text), PORTION_BYTES)
     return sum(len(text[at : at + PORTION_BYTES].encode()) for at in parts)
+
+
+def _num_bytes(portion: str) -> int:
+    """Return the size of a portion in a :class:`LongText`, which may have lone surrogates."""
+    return len(portion.encode("utf-8", "surrogatepass"))
 
 
 def portions_of(text: Text) -> Iterable[str]:

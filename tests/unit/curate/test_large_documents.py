@@ -67,6 +67,9 @@ def test_long_text_is_indexed_like_its_string(portions):
 def test_ends_are_stripped_like_those_of_a_string(portions, space):
     assert long_text.stripped(_long(f"{space}{_text()}{space}"))[:] == _text().strip()
     assert not len(long_text.stripped(_long(space + " ")))
+    lone = f"{space}\ud800 a \udc00{space}"
+    content = lone.encode("utf-8", "surrogatepass")
+    assert LongText(content).stripped()[:] == lone.strip()
 
 
 @pytest.mark.parametrize("pattern", ["\n", r"\n[ \t]*\n\s*"])

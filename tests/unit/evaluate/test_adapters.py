@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from raymega.checkpoint.load.adapted_base import FIELD
-from raymega.checkpoint.load.fingerprint import SOURCES, fingerprint_of
+from raymega.checkpoint.load.fingerprint import SOURCES, fingerprint_at
 from raymega.checkpoint.load.init_from import start_faults
 from raymega.checkpoint.load.pinned_source import pin_faults
-from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
@@ -94,7 +94,7 @@ def test_a_base_that_has_moved_is_refused_until_its_copy_is_named(places, tmp_pa
 
 def test_a_base_that_was_overwritten_is_refused_and_a_copy_is_not(places, tmp_path):
     base, adapters = places[0], str(tmp_path / "trained")
-    print_of_base = fingerprint_of(open_root(base).manifest)
+    print_of_base = fingerprint_at(base)
     _write(adapters, {"r": 2}, base, sources={FIELD: print_of_base})
     before = _scores(adapters)
     merge([adapters], str(tmp_path / "merged"), created=NOW)
@@ -102,7 +102,7 @@ def test_a_base_that_was_overwritten_is_refused_and_a_copy_is_not(places, tmp_pa
     # other weights of the same shapes under the same key
     shutil.rmtree(base)
     _write(base, {}, "none")
-    other = fingerprint_of(open_root(base).manifest)
+    other = fingerprint_at(base)
     for use in (_scores, lambda uri: merge([uri], str(tmp_path / "again"), created=NOW)):
         with pytest.raises(ConfigError, match=f"with fingerprint {other}.*with {print_of_base}"):
             use(adapters)
@@ -129,7 +129,7 @@ def test_a_combined_adapter_knows_its_base(places, tmp_path):
         [str(tmp_path / "one")], str(tmp_path / "out"), created=NOW, combination_type="cat"
     )
     told = open_checkpoint(done.uri).manifest.job[SOURCES]
-    assert told == {FIELD: fingerprint_of(open_root(base).manifest)}
+    assert told == {FIELD: fingerprint_at(base)}
 
 
 def test_adapters_without_a_base_or_over_another_model_are_refused(places, tmp_path):

@@ -13,6 +13,7 @@ from raymega.config.schema import CheckpointSection
 from raymega.convert.tuned.merge import merge
 from raymega.errors import ConfigError, RaymegaError
 from raymega.messages import Requests
+from raymega.optim import optimizer
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.plan.save_cost import save_cost
 from raymega.storage.registry import open_store
@@ -83,6 +84,32 @@ def test_an_average_begins_with_the_weights_that_a_run_starts_from():
     torch.testing.assert_close(_values(parts, "ema"), _values(parts, "model"), rtol=0, atol=0)
 
 
+def _borrowed(parts):
+    return HELD.borrowed(lambda: parts.optimizer.holds_masters)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_nothing_is_held_of_an_exchange_that_failed_half_way(failing, monkeypatch):
+    parts = _parts()
+    HELD.begin(
+        parts.optimizer.blocks(),
+        train_step(parts, TrainState(), Requests(), is_recording=False).state.scalars(),
+    )
+    done, swap = [], optimizer._swap
+
+    def failing_swap(*pair):
+        done.append(pair)
+        if len(done) == (failing - 1) * len(parts.optimizer._bucket_state) + 1:
+            raise MemoryError
+        swap(*pair)
+
+    monkeypatch.setattr(optimizer, "_swap", failing_swap)
+    with pytest.raises(MemoryError), _borrowed(parts), parts.optimizer.averaged():
+        pass
+    assert HELD.step == NONE
+    HELD.drop()
+
+
 @pytest.mark.parametrize("options", [(), ("precision.dtype=bfloat16",)])
 def test_weights_come_back_after_an_evaluation_of_the_average_that_fails(options):
     parts = _parts(*options)
@@ -91,7 +118,7 @@ def test_weights_come_back_after_an_evaluation_of_the_average_that_fails(options
         state = train_step(parts, state, Requests(), is_recording=False).state
     before = _values(parts, "model"), _values(parts, "ema")
     HELD.begin(parts.optimizer.blocks(), state.scalars())
-    with pytest.raises(ZeroDivisionError), HELD.borrowed(), parts.optimizer.averaged():
+    with pytest.raises(ZeroDivisionError), _borrowed(parts), parts.optimizer.averaged():
         assert HELD.step == NONE, "a process that ends here has another state"
         raise ZeroDivisionError
     assert HELD.step == STEPS

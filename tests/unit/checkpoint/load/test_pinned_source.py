@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 
 from raymega.api import load_job
-from raymega.checkpoint.load.fingerprint import FINGERPRINT, SOURCES, origin_faults, sources_of
+from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.load.fingerprint import (
+    FINGERPRINT,
+    SOURCES,
+    fingerprint_at,
+    fingerprint_of,
+    origin_faults,
+    sources_of,
+)
 from raymega.checkpoint.load.pinned_source import TEACHER, pin_faults, pinned, teacher_faults
+from raymega.checkpoint.tools.copy import copy_checkpoint
+from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
 from raymega.convert.native import write_weights
 from raymega.data.distillation.stored_logits import logit_files
 from raymega.errors import ConfigError
@@ -102,6 +114,41 @@ def test_an_overwritten_teacher_and_logits_of_another_one_are_refused(tmp_path: 
     for uri in (str(tmp_path / "copy"), "none", str(tmp_path / "gone")):
         assert [*origin_faults("corpus", how, uri)] == []
     assert [*origin_faults("corpus", {"checkpoint": began}, str(tmp_path / "teacher"))] == []
+
+
+def test_logits_of_a_teacher_that_is_trained_further_are_still_those_of_its_run(
+    tmp_path: Path,
+) -> None:
+    began, run = _write(tmp_path / "teacher"), tmp_path / "teacher"
+    how = {"checkpoint": began, FINGERPRINT: fingerprint_at(began)}
+    later = open_checkpoint(_write(tmp_path / "later", value=1.0)).manifest
+    # the run's newest checkpoint from now on
+    commit(open_store(str(run)), replace(later, step=9))
+    assert fingerprint_at(str(run)) != how[FINGERPRINT]
+    for uri in (str(run), f"{run}/", began, began.rpartition("/")[0]):
+        assert [*origin_faults("corpus", how, uri)] == []
+    # its newest checkpoint by name is another teacher
+    (fault,) = origin_faults("corpus", how, f"{run}/checkpoints/step-00000009")
+    assert fault.remedy.startswith(f"set {TEACHER}={began}")
+
+
+def test_fingerprint_is_that_of_the_weights_wherever_their_boxes_are_listed(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    _write(tmp_path / "listed")
+    listed = open_checkpoint(str(tmp_path / "listed"))
+    monkeypatch.setattr("raymega.checkpoint.format.manifest.INLINE_BOXES", 4)
+    copy_checkpoint(*listed, open_store(str(tmp_path / "indexed")))
+    assert open_root(str(tmp_path / "indexed")).manifest.index is not None
+    found = fingerprint_at(str(tmp_path / "listed"))
+    assert fingerprint_at(str(tmp_path / "indexed")) == found
+    # in any order, and with the moments of the run that made them
+    boxes = tuple(listed.manifest.boxes)
+    moment = replace(boxes[0], tensor=f"adam.exp_avg/{boxes[0].tensor.partition('/')[2]}")
+    others = replace(listed.manifest, boxes=(moment, *reversed(boxes)))
+    assert fingerprint_of(others) == found
+    _write(tmp_path / "other", value=1.0)
+    assert fingerprint_at(str(tmp_path / "other")) != found
 
 
 def test_a_job_is_told_that_its_stored_logits_are_of_another_teacher(tmp_path: Path) -> None:
