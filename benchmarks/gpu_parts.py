@@ -60,6 +60,10 @@ WIDE = {
 ROUNDS = 8
 CPU_THREADS = 4
 """Threads of a run on the CPU: more would wait for each other at a model this small."""
+SANITIZERS = {"memcheck": (), "racecheck": ("--racecheck-report", "all")}
+"""Tools of compute-sanitizer, with their options: racecheck names each hazard and what it makes of them."""
+MOST_LINES, LAST_LINES = 200, 20
+"""Lines of findings that are kept, and of the end of the output."""
 CYCLES_A_S = 1.5e9
 """Cycles of the GPU's clock in about a second."""
 
@@ -336,11 +340,26 @@ def measure_sanitizer(setting: Setting) -> dict[str, Any]:
     script = "from benchmarks import gpu_parts; gpu_parts.errors(64, gpu_parts.GPU)"
     running = {
         kind: subprocess.Popen(
-            [tool, "--tool", kind, "--kernel-regex", "kns=triton", sys.executable, "-c", script],
+            [tool, "--tool", kind, *options, "--kernel-regex", "kns=triton", sys.executable, "-c", script],
             stdout=subprocess.PIPE, text=True,
         )
-        for kind in ("memcheck", "racecheck")
+        for kind, options in SANITIZERS.items()
     }  # fmt: skip
-    return {
-        kind: each.communicate()[0].strip().splitlines()[-20:] for kind, each in running.items()
-    }
+    return {kind: findings(each.communicate()[0]) for kind, each in running.items()}
+
+
+def findings(text: str) -> list[str]:
+    """Return what a sanitizer printed of each error and warning, whole, and the end of its output.
+
+    A finding begins with a line that says ``Error`` or ``Warning``; indented lines of it follow, of accesses,
+    kernels and source lines.
+    """
+    lines, kept, is_finding = text.strip().splitlines(), [], False
+    for line in lines:
+        words = line.removeprefix("=========")
+        if words.strip() and not words.startswith("  "):
+            is_finding = any(word in words.lower() for word in ("error", "warn", "hazard", "race"))
+        if is_finding and words.strip():
+            kept.append(line)
+    # the end says how many there were, or why the tool could not run
+    return [*kept[:MOST_LINES], "end of the output:", *lines[-LAST_LINES:]]

@@ -113,7 +113,9 @@ def test_a_run_comes_to_its_last_step(tmp_path, monkeypatch, seed):
 @pytest.mark.wide
 @pytest.mark.timeout(LONG_LIFE_S)
 @pytest.mark.parametrize("shape", [each for each in SHAPES if each != "monitors"])
-def test_ten_thousand_minutes_with_failures_keep_every_invariant(shape, tmp_path, monkeypatch, seed):
+def test_ten_thousand_minutes_with_failures_keep_every_invariant(
+    shape, tmp_path, monkeypatch, seed
+):
     fleet = live(shape, tmp_path, monkeypatch, minutes=10_000, seed=seed)
     assert fleet.witness.num_steps > 2_000
 

@@ -157,9 +157,7 @@ class RayWorkerGroup:
             lacking = error.faults[0]
         if self._slots.may_be_asked_for:
             self._ask_for_slots()  # even if nothing fits yet: an autoscaler adds nodes for pending requests
-        # Also while no slots are asked for, in the pause after a release: this call takes its time then too.
-        is_ours = self._plan is self._asked or not self._slots.are_asked_for
-        if is_ours and self._slots.wait(timeout_s):
+        if (self._plan is self._asked or not self._slots.slots) and self._slots.wait(timeout_s):
             return None
         self._fill_later()
         self._listen(timeout_s)

@@ -51,3 +51,16 @@ def test_functions_in_bfloat16_agree_with_float64():
     found = gpu_parity.errors(32, torch.device("cpu"))
     assert max(found.values()) < gpu_parts.TOLERANCE
     assert found["adamw"] < 1e-6 and len(found) == 20
+
+
+def test_a_hazard_is_kept_whole():
+    text = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at triton_red_0+0x120
+=========     and Read access at triton_red_0+0x1a0 [16 hazards]
+=========
+some line of the program
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"""
+    lines = text.splitlines()
+    kept = gpu_parts.findings("\n".join([*lines[:4], *["noise"] * 50, *lines[4:]]))
+    assert kept[:2] == lines[1:3] and kept[-1] == lines[-1]
+    assert len(kept) < gpu_parts.LAST_LINES + 10

@@ -53,7 +53,10 @@ def test_every_event_is_one_sentence_on_one_line():
     assert lines[2] == "2 workers started on 1 node."
     assert lines[3] == "Nodes checked in 0.2 s: versions are right on 1 node."
     assert lines[5] == "Bad step 2: loss=nan; recomputed, used the second pass"
-    assert lines[7] == "Validation at step 2: held loss 5.2500, perplexity 190.57, accuracy 0.6000."
+    assert (
+        lines[7]
+        == "Validation at step 2: held loss 5.2500, perplexity 190.57, accuracy 0.6000, loss of the average 5.0000."
+    )
     assert lines[8] == (
         "Tasks at step 2: lambada accuracy 0.25, target_perplexity 88.5; race accuracy 0.5."
     )

@@ -56,9 +56,11 @@ def test_metrics_that_the_run_lacks_or_that_stay_constant_have_no_chart(history)
 def test_every_evaluation_metric_has_a_chart(tmp_path):
     history = history_of(tmp_path)
     history.evaluations["further/metric"] = history.evaluations["loss"]
-    accuracy, perplexity, of_head, of_sets, further = evaluation_charts(history)
+    accuracy, perplexity, *of_heads, further = evaluation_charts(history)
     assert "Accuracy by task" in accuracy and "race/accuracy" in accuracy
-    assert "Accuracy" in of_head and "Set accuracy" in of_sets
+    titles = ("Accuracy", "Set accuracy", "Ema accuracy", "Set ema accuracy", "Set ema loss")
+    assert len(of_heads) == len(titles)
+    assert all(any(title in chart for chart in of_heads) for title in titles)
     assert "Perplexity and loss by task" in perplexity and "lambada" in perplexity
     assert "Further" in further
 
