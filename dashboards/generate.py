@@ -248,6 +248,13 @@ ROWS = (
             part_curve("Loss of each validation set", "eval/set_loss"),
             part_curve("Perplexity of each validation set", "eval/set_perplexity", is_log=True),
             part_curve("Right answers of a head on each validation set", "eval/set_accuracy"),
+            part_curve("Loss of the average on each validation set", "eval/set_ema_loss"),
+            part_curve(
+                "Perplexity of the average on each validation set",
+                "eval/set_ema_perplexity",
+                is_log=True,
+            ),
+            part_curve("Right answers of the average on each set", "eval/set_ema_accuracy"),
             curve("Loss scale", "train/loss_scale", "train/skipped_steps", is_log=True),
         ),
     ),
