@@ -327,7 +327,8 @@ OPENELM = {
         ({"num_kv_heads": [4, None]}, "num_kv_heads=[4, None]"),
         ({"num_kv_heads": []}, "num_kv_heads of 0 layers"),
         ({"ffn_multipliers": [1.0]}, "ffn_multipliers of 1 layers"),
-        ({"num_transformer_layers": 10**18}, "num_query_heads of 2 layers"),
+        ({"num_transformer_layers": 3}, "num_query_heads of 2 layers"),
+        ({"num_transformer_layers": 10**18}, "num_transformer_layers=1000000000000000000"),
     ],
     ids=str,
 )
