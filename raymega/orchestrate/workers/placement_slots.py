@@ -154,10 +154,7 @@ class WorkerSlots:
         self._reserve(num_spares, block, is_spare=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds at most; return whether the grid's slots are held, on nodes that stay.
-
-        Without slots, as in the pause after a release, it waits the whole time: else ticks would take none.
-        """
+        """Wait ``timeout_s`` seconds at most, all of them without slots; return whether the grid's are held, on nodes that stay."""
         # polls, because PlacementGroup.wait takes whole seconds only
         end_s, lacking = time.monotonic() + timeout_s, self._main
         while not self.slots or (lacking := _without_room(lacking)):

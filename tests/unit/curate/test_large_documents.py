@@ -232,8 +232,9 @@ def test_memory_beside_a_text_does_not_grow_with_it(name, portions, monkeypatch)
         return _peak(runs[name]), text.num_bytes
 
     (small, small_bytes), (large, large_bytes) = peak(2000), peak(10_000)
-    # A step that writes a text has it twice; strings of its lines would be three times it.
-    allowed = {"c4": 1.4, "near": 0.3}.get(name, 0.15)
+    # A step that writes a text has it twice; strings of its lines would be three times it. Others would have one copy
+    # or more. Between are the allocations of other threads of the process.
+    allowed = 2.0 if name == "c4" else 0.5
     assert large - small < allowed * (large_bytes - small_bytes)
 
 
