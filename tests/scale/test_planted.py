@@ -60,6 +60,12 @@ ROWS = {
         "if old < epoch",
         LEASE,
     ),
+    "a driver that waits for room deletes the log of the epoch before, and gives its own epoch back": (
+        "orchestrate/run_store/lease.py",
+        "if self._has_begun and self._tidied_epoch",
+        "if self._tidied_epoch",
+        LOG,
+    ),
     "a range of checkpoints takes in one that is not on it": (
         "checkpoint/format/epochs.py",
         "if last.first == last.last or every == last.every:",

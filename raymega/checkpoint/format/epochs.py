@@ -247,10 +247,10 @@ def _is_valid(grant: LeaseGrant, before: Collection[CheckpointId], manifest: str
 
 
 def superseded_grants(store: Store, epoch: int) -> list[str]:
-    """Return the keys of grants, and of their logs, that no driver needs once ``epoch`` is granted.
+    """Return the keys of grants, and of their logs, that no driver needs once an attempt of ``epoch`` has begun.
 
     A damaged grant is replaced by the one before it, so the newest KEPT_GRANTS stay. A log is read with the
-    newest grant alone.
+    newest grant alone; an epoch that is given back before an attempt makes the one before the newest again.
     """
     grants = numbers_below(store, LEASES)
     keys = [grant_key(old) for old in grants if old <= epoch - KEPT_GRANTS]

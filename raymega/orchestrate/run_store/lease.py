@@ -188,7 +188,8 @@ class Lease:
 
     def _delete_superseded(self) -> None:
         """Delete old grants, once in each epoch: a listing of them is read at every renewal."""
-        if self._tidied_epoch != self.epoch:
+        # an epoch without an attempt may be given back: then the log of the one before names its commits
+        if self._has_begun and self._tidied_epoch != self.epoch:
             self._tidied_epoch = self.epoch
             delete_all(self.store, superseded_grants(self.store, self.epoch))
 

@@ -126,3 +126,22 @@ def test_logs_of_older_epochs_are_deleted():
     run_of(50, lease=lease, world=world)
     lease.renew()
     assert list(world.store.list(LOGS)) == [log_key(2)]
+
+
+def test_an_epoch_that_is_given_back_leaves_the_log_of_the_one_before():
+    world, first, _ = run_of(10, 20, 30, 40)
+    run_of(50, 60, lease=first, world=world)
+    expected = listed(world.store)
+    # a driver that renews its lease while it waits for room, and ends before an attempt
+    second = world.taken("b", gone=("a",))
+    second.renew()
+    second.release()
+    assert newest_grant(world.store).epoch == 2
+    assert known_checkpoints(world.store) == expected
+    # the next one, whose grant decides for good which checkpoints count
+    third = world.taken("c", gone=("a",))
+    assert third.begin_attempt() == 3
+    assert valid_checkpoints(world.store) == listed(world.store) == expected
+    # from its attempt on the log of the epoch before is not needed
+    third.renew()
+    assert not list(world.store.list(LOGS))
