@@ -218,12 +218,14 @@ class WorkerSlots:
                     slot.is_spare = False
 
     def ask_anew(self, slots: Sequence[WorkerSlot]) -> None:
-        """Replace the groups of ``slots``, which have no process, by new groups of the same size."""
+        """Replace the groups of ``slots``, which have no process, by their substitutes or by new ones of the same size."""
         others: dict[PlacementGroup, PlacementGroup] = {}
+        have_others = {slot.group for slot in self._replaced}
+        self.give_back([slot for slot in slots if slot.group in have_others])
+        slots = [slot for slot in slots if slot.group not in have_others]
         for group in _groups(slots):
             remove_placement_group(group)
-            (bundle,) = group.bundle_specs
-            others[group] = placement_group([bundle], strategy="STRICT_PACK")
+            others[group] = placement_group(group.bundle_specs, strategy="STRICT_PACK")
         for slot in slots:
             slot.group = others[slot.group]
 
@@ -273,8 +275,7 @@ class WorkerSlots:
         if not seconds:
             return None
         going = [slot for slot in self.slots if slot.assigned and self.is_leaving(slot)]
-        new = set(going) - self._replaced
-        if new:
+        if new := set(going) - self._replaced:
             self._replaced |= new
             self._reserve(-(-len(new) // block) * block, block, is_spare=True)
         left = [seconds[slot.location.node_id] for slot in going if slot.location]

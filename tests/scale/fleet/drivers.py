@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
-from raymega.checkpoint.format.epochs import LEASES, LeaseHolder
+from raymega.checkpoint.format.epochs import LEASES, LeaseHolder, grant_key, newest_epoch
 from raymega.checkpoint.format.keys import is_manifest
 from raymega.errors import RaymegaError, StorageError
 from raymega.orchestrate.driver.controller import Controller
@@ -33,6 +33,8 @@ class Objects(MemoryStore):
         super().put(key, chunks, overwrite=overwrite)
         if is_manifest(key):
             self._fleet.witness.see_commit(key)
+        elif not overwrite and (epoch := newest_epoch(self)) and key == grant_key(epoch):
+            self._fleet.witness.see_grant(epoch)
 
     def delete(self, key):
         super().delete(key)

@@ -46,6 +46,7 @@ class Witness:
         self.num_held = 0  # attempts that continued from the workers' memory
         self._newest_attempt, self._stepped_s = 0, self.timeline.now_s
         self._looked_s, self._stepping_since_s = self.timeline.now_s, None
+        self._taken_s = {}  # time at which each epoch was taken
         self._num_threads, self.most_recovery_s = threading.active_count(), 0.0
 
     @property
@@ -79,11 +80,19 @@ class Witness:
                 self.fleet.accuse(f"{both} have epoch {driver.lease.epoch}")
         if newest_epoch(self.fleet.objects) <= driver.lease.epoch or self.fleet.store.fails:
             driver.lost_s = now_s
-        elif now_s - driver.lost_s > DRIVERS_OVERLAP_S:
+        elif now_s - max(driver.lost_s, self._lost_s(driver)) > DRIVERS_OVERLAP_S:
             self.fleet.accuse(f"driver {driver.number} goes on beside another that has the run")
         if now_s - self._looked_s > LOOK_EVERY_S and state.state is State.RUNNING:
             self._looked_s = now_s
             self._see_what_it_holds(driver)
+
+    def see_grant(self, epoch):
+        """An epoch is taken, again if it was given back."""
+        self._taken_s[epoch] = self.timeline.now_s
+
+    def _lost_s(self, driver):
+        """Return when another took the run; the driver's last tick is older where the taker's start held up the fleet."""
+        return min(at_s for epoch, at_s in self._taken_s.items() if epoch > driver.lease.epoch)
 
     # Each sample once.
 

@@ -65,6 +65,27 @@ def test_slots_of_a_later_request_get_spares_too(slots, monkeypatch):
     assert slots.asked == [1, 1]
 
 
+def test_a_lost_slot_whose_substitute_was_asked_for_is_given_back_and_not_asked_for_again(
+    slots, monkeypatch
+):
+    removed, asked = [], []
+    module = "raymega.orchestrate.workers.placement_slots"
+    monkeypatch.setattr(f"{module}.remove_placement_group", removed.append)
+    monkeypatch.setattr(f"{module}.placement_group", lambda *_, **__: asked.append("new") or "new")
+    left, stays, lost = slot(0, rank=0, node="leaves"), slot(1, rank=1), slot(2, rank=2)
+    substitute = slot(3)
+    left.group, stays.group, substitute.group = "left", "stays", "substitute"
+    lost.group, substitute.is_spare = type("Group", (), {"bundle_specs": [{}]}), True
+    slots.slots = [left, stays, lost]
+    slots.drain(1)
+    slots.slots.append(substitute)
+    old = lost.group
+    slots.ask_anew([left, lost])
+    assert slots.slots == [stays, lost, substitute] and not substitute.is_spare
+    assert (removed, asked, lost.group) == (["left", old], ["new"], "new")
+    assert not slots._replaced
+
+
 def test_stuck_is_who_has_not_loaded_in_the_time_of_a_start(slots, monkeypatch):
     now = SimpleNamespace(monotonic=lambda: NOW_S)
     monkeypatch.setattr("raymega.orchestrate.workers.placement_slots.time", now)
