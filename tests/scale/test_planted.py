@@ -398,6 +398,12 @@ ROWS = {
         "return ANSWER_EVERY_S",
         "tests/unit/orchestrate/workers/test_node_monitor.py",
     ),
+    "a driver that waits for room on a smaller grid spins": (
+        "orchestrate/workers/ray_worker_group.py",
+        "if (self._plan is self._asked or not self._slots.slots) and self._slots.wait(timeout_s):",
+        "if self._plan is self._asked and self._slots.wait(timeout_s):",
+        f"{START}::test_a_wait_for_room_takes_its_time_after_a_release",
+    ),
     "a monitor that keeps a death to itself": (
         "orchestrate/workers/ray_worker_group.py",
         "reports += self._lose_worker(slot, why)",

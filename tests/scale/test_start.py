@@ -1,14 +1,16 @@
 """Starts of thousands of ranks in the real worker group: every answer costs the same, however many ranks there are."""
 
 import math
+import time
 
 import pytest
 
 from raymega.config.load import parse_job
+from raymega.errors import CapacityError, Fault
 from raymega.messages import SnapshotHolders
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.worker_group_api import AttemptSpec
-from raymega.orchestrate.workers import rank_assignment
+from raymega.orchestrate.workers import rank_assignment, ray_worker_group
 from raymega.orchestrate.workers.ray_worker_group import RayWorkerGroup
 from raymega.orchestrate.workers.snapshot_holders import SnapshotServers
 from raymega.plan.run_plan import make_plan
@@ -171,3 +173,21 @@ def test_cpu_time_of_a_start_at_16384_ranks(tmp_path, monkeypatch):
         spent_s = cpu_s(lambda n=n: start_all(n, tmp_path, monkeypatch, late_node=True)[0])
         print(n, spent_s)
         assert spent_s < most_s
+
+
+@pytest.mark.parametrize("world_size", [64, 32], ids=["own-grid", "smaller-grid"])
+def test_a_wait_for_room_takes_its_time_after_a_release(world_size, tmp_path, monkeypatch):
+    # else the driver's loop spins until the pause is over, and on a smaller grid it did
+    def without_room(cluster):
+        raise CapacityError(lacking)
+
+    lacking = Fault(fact="there is no node", rule="the grid needs one", remedy="add one")
+    fake_ray(monkeypatch, FakeCluster())
+    monkeypatch.setattr(ray_worker_group, "list_nodes", without_room)
+    group = group_of(plan_of(64), tmp_path)
+    group._slots._pause_until_s = math.inf
+    if world_size < 64:
+        group.use(plan_of(world_size))
+    began_s = time.monotonic()
+    assert group.reserve(0.1) is lacking
+    assert time.monotonic() - began_s > 0.05
