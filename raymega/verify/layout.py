@@ -35,6 +35,7 @@ class Option:
         values: Values that may be drawn, the simplest first.
         others: Function to further values, of a job and a layout with its degrees and chunks.
         matters: Function to whether the field has an effect on a layout; else the simplest is drawn.
+        is_of: Function to whether a job's model has what the field is of; else nothing is drawn.
     """
 
     name: str = ""
@@ -42,6 +43,7 @@ class Option:
     values: tuple[Any, ...]
     others: Callable[[Job, Layout], tuple[Any, ...]]
     matters: Callable[[Layout], bool]
+    is_of: Callable[[Job], bool]
 
     @property
     def simplest(self) -> Any:
@@ -54,13 +56,14 @@ def _option(
     *values: Any,
     others: Callable[[Job, Layout], tuple[Any, ...]] = lambda _job, _layout: (),
     matters: Callable[[Layout], bool] = lambda _layout: True,
+    is_of: Callable[[Job], bool] = lambda _job: True,
 ) -> Any:
     """Return a field of Layout that is an option; ``values`` only where the job's schema lists none."""
-    section, _, name = path.partition(".")
-    kind = Job.model_fields[section].annotation
-    allowed = kind.model_fields[name].annotation  # type: ignore[union-attr]  # a section's
+    allowed: Any = Job
+    for name in path.split("."):  # a section, at times a part of it, the field
+        allowed = allowed.model_fields[name].annotation
     values = values or ((False, True) if allowed is bool else get_args(allowed))
-    option = Option(path=path, values=values, others=others, matters=matters)
+    option = Option(path=path, values=values, others=others, matters=matters, is_of=is_of)
     return field(default=option.simplest, metadata={"option": option})
 
 
@@ -220,6 +223,12 @@ class Layout:
     # Every rank compiles for itself, for seconds, whatever the number of ranks: few are enough.
     kernels: str = _option(
         "run.kernels", "eager", "compile", matters=lambda at: at.world_size <= FEW_RANKS
+    )
+    # last, and of jobs with images alone: it changes no draw of others
+    cuts_vision_tower: bool = _option(
+        "model.vision.tensor_parallel",
+        matters=lambda at: at.tp > 1,
+        is_of=lambda job: job.model.vision.is_on,
     )
 
     @property

@@ -61,6 +61,7 @@ BEARS_ON: tuple[tuple[Callable[[Job], object], frozenset[str]], ...] = (
         lambda job: job.model.vision.is_on,
         frozenset({
             "tp", "cp", "cp_method", "sequence_parallel", "pp", "dp", "sharding", "schedule", "recompute", "balance_images",
+            "cuts_vision_tower",
         }),
     ),
     (
@@ -246,6 +247,7 @@ class _CandidateMaker:
         self.random, self._job = random, job
         self._count = fault_counter(job)
         self.shapes = list(legal_shapes(job, max_ranks))
+        self._options = [option for option in OPTIONS if option.is_of(job)]
         self._reached: dict[Feature, Layout | None] = {}
 
     def can_run(self, layout: Layout) -> bool:
@@ -277,7 +279,7 @@ class _CandidateMaker:
             for axis in DEGREES
             if (n := shape.degree(axis)) > 1
         }
-        for option in OPTIONS:
+        for option in self._options:
             for value in (*option.values, *option.others(self._job, wide)):
                 found.add(_met(option, replace(wide, **{option.name: value})))
         missing = sorted(found - met.features, key=str)
@@ -319,7 +321,7 @@ class _CandidateMaker:
         )
         dressed = replace(shape, micro_batch_size=size)
         dressed = dressed if self.can_run(dressed) else shape
-        for option in OPTIONS:
+        for option in self._options:
             # The draw is made even where it has no effect, so that later draws do not depend on that.
             value = self.random.choice([*option.values, *option.others(self._job, dressed)])
             if option.name != keep and option.matters(dressed) and value != dressed.value(option):

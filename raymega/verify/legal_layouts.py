@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,8 @@ BY_HAND = ("stages", "first_stage_layers", "last_stage_layers")
 """Options that place layers by hand."""
 RANKS_ONLY = ("order", "chunks", "eval_tasks_on")
 """Options that change nothing of what one rank computes."""
+PARTS = tuple(path for path in PATHS.values() if path.count(".") > 1)
+"""Paths of options that are no fields of a section but of a part of it."""
 MOST_CHANGES = 3
 """Largest number of options that are changed so that a layout with a wanted value is legal."""
 
@@ -28,7 +31,41 @@ def layout_of(job: Job) -> Layout:
     values: dict[str, Any] = dict(job_values(job))
     if values[PATHS["kernels"]] == "auto":
         values[PATHS["kernels"]] = "eager"
-    return Layout(**{name: values[path] for name, path in PATHS.items()})
+    return Layout(**{name: _value_at(values, path) for name, path in PATHS.items()})
+
+
+def _value_at(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at ``path`` of :func:`job_values`, which has parts of sections whole."""
+    field, part = _field_and_part(path)
+    return getattr(values[field], part) if part else values[path]
+
+
+def _field_and_part(path: str) -> tuple[str, str]:
+    """Cut ``model.vision.tensor_parallel`` behind its field; the second is empty where ``path`` is a field."""
+    section, field, *part = path.split(".")
+    return f"{section}.{field}", ".".join(part)
+
+
+def values_on(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return :func:`job_values` of the job on ``layout``, as far as the layout says."""
+    return _changes(job_values(job))(layout)
+
+
+def _changes(values: Mapping[str, Any]) -> Callable[[Layout], dict[str, Any]]:
+    """Return the function of a layout to its values by field, given the job's own ``values``."""
+
+    @cache
+    def changed(field: str, part: str, value: Any) -> Any:
+        return values[field].model_copy(update={part: value})
+
+    def changes(layout: Layout) -> dict[str, Any]:
+        found = layout.values()
+        for path in PARTS:
+            field, part = _field_and_part(path)
+            found[field] = changed(field, part, found.pop(path))
+        return found
+
+    return changes
 
 
 def own_layout(job: Job, small: Job) -> Layout:
@@ -80,8 +117,11 @@ def with_layout(job: Job, layout: Layout) -> Job:
     """Return the job with ``layout``, which :func:`is_legal` may refuse."""
     values = job.model_dump()
     for path, value in layout.values().items():
-        section, _, field = path.partition(".")
-        values[section][field] = value
+        *sections, field = path.split(".")
+        part = values
+        for section in sections:
+            part = part[section]
+        part[field] = value
     return Job.model_validate(values)
 
 
@@ -99,12 +139,14 @@ def legality(job: Job) -> Callable[[Layout], bool]:
 def fault_counter(job: Job) -> Callable[[Layout], int]:
     """Return a function of a layout to the number of rules that the job breaks on it."""
     size, beside = fixed_size(job), legal_grids(job)
-    broken_rules = rule_counter(job_values(job), PATHS.values())
+    values = job_values(job)
+    changes = _changes(values)
+    broken_rules = rule_counter(values, {_field_and_part(path)[0] for path in PATHS.values()})
 
     def count(layout: Layout) -> int:
         own = (layout.dp > job.data.global_batch_size) + (size not in (0, layout.micro_batch_size))
         own += layout.eval_tasks_on == "beside" and layout.eval_tasks_grid not in beside
-        return own + broken_rules(layout.values())
+        return own + broken_rules(changes(layout))
 
     return count
 

@@ -20,6 +20,7 @@ from raymega.verify.legal_layouts import (
     layout_of,
     legal_shapes,
     reference_layout,
+    values_on,
     with_layout,
 )
 from raymega.verify.shrink import shrink_job
@@ -45,6 +46,7 @@ ELSEWHERE = (
     "moe_token_dispatcher_type",
     "overlap_moe_expert_parallel_comm",
     "balance_images",
+    "cuts_vision_tower",
 )
 """Options that a few layouts of a small dense job cannot meet."""
 
@@ -74,7 +76,7 @@ def test_layouts_that_no_one_has_looked_at_have_the_faults_of_the_job_on_them(jo
         own = layout.dp > job.data.global_batch_size
         is_beside = layout.eval_tasks_on == "beside"
         own += is_beside and layout.eval_tasks_grid not in legal_grids(job)
-        faults = job_faults(job_values(job) | layout.values())
+        faults = job_faults(job_values(job) | values_on(job, layout))
         assert count(layout) == own + len(faults)
         seen.add(len(faults))
     assert len(seen) > 5
@@ -156,10 +158,20 @@ def test_dynamic_cp_is_drawn_where_documents_are_packed():
     assert {value for name, value in _pairs(met) if name == "dynamic_cp"} == {False, True}
 
 
-def test_balanced_images_are_drawn_where_a_model_reads_images():
+@pytest.mark.parametrize("option", ["balance_images", "cuts_vision_tower"])
+def test_layouts_of_images_are_drawn_where_a_model_reads_images(option):
     job = make_job(file="llava.yaml")
     met = _met(draw_layouts(job, own=layout_of(job), count=10, max_ranks=8, seed=2))
-    assert {value for name, value in _pairs(met) if name == "balance_images"} == {False, True}
+    assert {value for name, value in _pairs(met) if name == option} == {False, True}
+
+
+def test_a_cut_tower_is_in_the_job_of_its_layout():
+    job = make_job(file="llava.yaml")
+    layout = Layout(tp=2, cuts_vision_tower=True)
+    cut = with_layout(job, layout)
+    assert cut.model.vision.tensor_parallel and not job.model.vision.tensor_parallel
+    assert layout_of(cut) == layout
+    assert layout_of(make_job(*layout.overrides(), file="llava.yaml")) == layout
 
 
 def test_placements_are_drawn_even_by_cost_uneven_and_with_empty_stages():
