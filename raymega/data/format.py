@@ -26,6 +26,7 @@ from raymega.storage.json_objects import damage_at
 META_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_PATTERNS = (
     "tokenizer*", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json",
     "chat_template*", "spiece.model",

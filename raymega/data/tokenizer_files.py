@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymega.config.data import is_computed
-from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, local_folder
+from raymega.data.format import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, local_folder
 from raymega.data.megatron import is_megatron
 from raymega.data.streaming.remote_dataset import is_remote, meta_at
 from raymega.errors import RaymegaError
@@ -83,8 +83,25 @@ def special_ids(files: Mapping[str, bytes]) -> SpecialIds:
     added = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or []
     ids = {token["content"]: token["id"] for token in added}
     return SpecialIds(
-        bos=ids.get(settings.get("bos_token")), eos=ids.get(settings.get("eos_token"))
+        bos=ids.get(token_text(settings.get("bos_token"))),
+        eos=ids.get(token_text(settings.get("eos_token"))),
     )
+
+
+def token_text(token: object) -> Any:
+    """Return the text of a token in a tokenizer's settings, where older files have an object with its ``content``."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def template_of(files: Mapping[str, bytes]) -> str:
+    """Return the chat template of a tokenizer by its files; empty without one."""
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE].decode()
+    setting = json.loads(files.get(TOKENIZER_CONFIG_FILE, b"{}")).get("chat_template")
+    # one template, or several with names
+    if isinstance(setting, list):
+        setting = {each.get("name"): each.get("template") for each in setting}.get("default")
+    return setting if isinstance(setting, str) else ""
 
 
 LOADER = "PreTrainedTokenizerFast"

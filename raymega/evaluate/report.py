@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,9 @@ class EvalReport:
         """Return everything but the samples, as plain JSON values."""
         return {
             "task": self.task,
-            "metrics": dict(self.metrics),
+            "metrics": {
+                name: value if isfinite(value) else None for name, value in self.metrics.items()
+            },
             "documents": self.documents,
             "tokens": self.tokens,
             "words": self.words,

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from raymega.checkpoint.tools.handle import Checkpoint
-from raymega.convert.huggingface.extra_files import carried_config, find_carried
+from raymega.convert.huggingface.extra_files import carried_config, files_of_model
 from raymega.convert.huggingface.extra_files import find_tokenizer as find_files
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.images.files import MARK
@@ -82,19 +82,24 @@ def find_tokenizer(checkpoint: Checkpoint, file: Path | None = None) -> ModelTok
 def tokenizer_in(files: Mapping[str, bytes], source: str) -> ModelTokenizer:
     """Return the tokenizer of files of a model or a dataset, among them tokenizer.json, from ``source``."""
     loaded = _load(files[TOKENIZER_FILE].decode(), None, source)
-    eod_id = special_ids(files).eos or carried_config(files).get("eos_token_id")
+    eod_id = special_ids(files).eos
+    if eod_id is None:  # 0 is a token like any other
+        eod_id = carried_config(files).get("eos_token_id")
     return replace(loaded, eod_id=eod_id if isinstance(eod_id, int) else None)
 
 
 def model_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the files that came with a checkpoint's model, else the tokenizer of the run's dataset, by name.
+    """Return the files of a checkpoint's model, with the tokenizer that it was trained with, by name.
 
     Raises:
         ConfigError: Neither has a tokenizer.
     """
     store, manifest = checkpoint
-    carried = find_carried(store, manifest)
-    files = carried if TOKENIZER_FILE in carried else find_files(store, manifest, "")
+    files = files_of_model(store, manifest)
+    if (
+        TOKENIZER_FILE not in files
+    ):  # such as tokenizer.model alone, which the dataset's was made of
+        files = find_files(store, manifest, "")
     if TOKENIZER_FILE not in files:
         raise ConfigError(
             fact=f"{store.uri} has no tokenizer, and neither has the dataset of its run",

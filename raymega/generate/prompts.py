@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raymega.data.format import TEMPLATE_FILE
 from raymega.data.images.files import MARK
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.extras import import_extra
 
 JSON_SUFFIXES = (".jsonl", ".json")
-TEMPLATE_FILE = "chat_template.jinja"
 Chat = list[dict[str, Any]]
 
 
@@ -107,7 +107,7 @@ def render_chats(chats: Sequence[Chat], files: Mapping[str, bytes], *, source: s
         raise ConfigError(
             fact=f"--chat: the tokenizer of {source} has no chat template",
             rule="a chat becomes text by the template with which the model was trained",
-            remedy=f"use --prompt, or put the model's {TEMPLATE_FILE} into {source}/hf/",
+            remedy=f"use --prompt, or put the {TEMPLATE_FILE} that the model was trained with into {source}/tokenizer/",
         )
     rendered = []
     for number, chat in enumerate(chats, start=1):
@@ -159,7 +159,7 @@ def _images_of(chat: Chat) -> tuple[Any, ...]:
 
 def _lines(path: Path) -> Iterator[Prompt]:
     """Yield the prompts of a file: those of JSON lines, or each line that is not blank."""
-    for number, line in enumerate(_read(path, "--file").splitlines(), start=1):
+    for number, line in enumerate(_read(path, "--file").split("\n"), start=1):
         if path.suffix not in JSON_SUFFIXES:
             yield from [Prompt(line)] if line.strip() else []
         elif line.strip():
@@ -181,7 +181,7 @@ def _chats(path: Path) -> Iterator[Chat]:
     try:
         found = [(str(path), json.loads(text))]
     except json.JSONDecodeError:
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         found = [
             (f"{path}:{n}", _parsed(line, f"--chat {path}:{n}", rule=rule)) for n, line in lines
         ]

@@ -24,8 +24,7 @@ from raymega.convert.huggingface.config import config_from
 from raymega.convert.huggingface.extra_files import (
     CONFIG,
     carried_config,
-    find_carried,
-    find_tokenizer,
+    files_and_tokenizer,
     generation_files,
     has_tokenizer,
     trained_tokens,
@@ -95,20 +94,17 @@ def hf_export(
     raise_faults(ConfigError, [*dtype_faults(dtype), *folder_faults(folder)])
     store, manifest = checkpoint = open_checkpoint(uri)
     model = model_of(manifest)
-    carried = find_carried(store, manifest)
+    # A run on a dataset with other tokens than the model that it started from has the dataset's tokenizer.
+    beside, found = files_and_tokenizer(store, manifest, tokenizer)
+    raise_faults(ConfigError, _tokenizer_faults(tokenizer, found))
     # Before the weights are looked up: names of tensors exist only for a model with a config.json.
-    told = carried_config(carried) | trained_tokens(manifest)
+    told = carried_config(beside) | trained_tokens(manifest)
     config = config_from(model, dtype=dtype, carried=told)
     saved = _weights_of(manifest, model)
-    # A model that was converted has its own files; a run from scratch has its dataset's tokenizer.
-    beside = dict(carried)
-    if tokenizer or not has_tokenizer(carried):
-        found = find_tokenizer(store, manifest, tokenizer)
-        raise_faults(ConfigError, _tokenizer_faults(tokenizer, found))
-        beside |= generation_files(found, config) if found or not carried else {}
-        config |= trained_tokens(
-            manifest
-        )  # what the decoder was trained with is no choice of the tokenizer
+    if found or CONFIG not in beside:
+        beside |= generation_files(found, config)
+        # what the decoder was trained with is no choice of the tokenizer
+        config |= trained_tokens(manifest)
     # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
     if model.vision.is_on and (model.vision.has_positions or PREPROCESSOR in beside):
         beside[PREPROCESSOR] = current_preprocessor(model.vision, beside.get(PREPROCESSOR, b""))

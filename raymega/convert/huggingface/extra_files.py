@@ -1,7 +1,7 @@
 """Files that accompany a Hugging Face model: tokenizer, generation settings, config.json.
 
 Those of converted weights are kept in the folder `hf/` of the checkpoint's store; a run that started from
-them looks there. A run from scratch has the tokenizer of its dataset.
+them looks there. A run from scratch has the tokenizer of its dataset, as has one on a dataset with other tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH
 from raymega.config.encoder import NO_TOKEN
 from raymega.data import tokenizer_files
-from raymega.data.format import TOKENIZER_PATTERNS
-from raymega.data.tokenizer_files import kept_tokenizer, special_ids, tokenizer_of_dataset
+from raymega.data.format import TEMPLATE_FILE, TOKENIZER_FILE, TOKENIZER_PATTERNS
+from raymega.data.tokenizer_files import (
+    kept_tokenizer,
+    special_ids,
+    template_of,
+    tokenizer_of_dataset,
+)
 from raymega.errors import RaymegaError
 from raymega.storage.store import Store
 
@@ -74,6 +81,59 @@ def bring_along(source: Store, manifest: Manifest, target: Store) -> int:
     for key in sorted(missing):
         target.put(key, [files[key]], overwrite=True)
     return len(missing)
+
+
+def files_of_model(store: Store, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of a checkpoint's model, with the tokenizer that it was trained with, by name."""
+    files, tokenizer = files_and_tokenizer(store, manifest)
+    if not tokenizer:
+        return files
+    config = carried_config(files)
+    files |= generation_files(tokenizer, config)
+    if CONFIG in files:
+        files[CONFIG] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def files_and_tokenizer(
+    store: Store, manifest: Manifest, path: str = ""
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the files that came with a checkpoint's model, and the tokenizer that takes the place of theirs.
+
+    The second is empty where theirs stays: it has more settings than that of a dataset with the same tokens. A chat
+    template of the dataset is that of the answers that were trained, and comes first.
+
+    Args:
+        store: Store of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        path: Path of the dataset whose tokenizer is taken in any case; empty for that of the run.
+    """
+    carried, own = find_carried(store, manifest), find_tokenizer(store, manifest, path)
+    is_own = bool(path) or not has_tokenizer(carried) or _has_other_tokens(own, carried)
+    if is_own and has_tokenizer(own):
+        stays = {TEMPLATE_FILE} - own.keys()
+        return {
+            n: data for n, data in carried.items() if n in stays or not _is_of_tokenizer(n)
+        }, own
+    template = template_of(own)
+    if template and template != template_of(carried):
+        carried[TEMPLATE_FILE] = template.encode()
+    return carried, {}
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_PATTERNS)
+
+
+def _has_other_tokens(own: Mapping[str, bytes], carried: Mapping[str, bytes]) -> bool:
+    """Return True if both have a tokenizer.json, with other tokens or other ids."""
+    if TOKENIZER_FILE not in own or TOKENIZER_FILE not in carried:
+        return False
+    return _vocabulary(own[TOKENIZER_FILE]) != _vocabulary(carried[TOKENIZER_FILE])
+
+
+def _vocabulary(content: bytes) -> dict[str, int]:
+    return dict(Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True))
 
 
 def has_tokenizer(files: Mapping[str, bytes]) -> bool:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.exporter import hf_export
-from raymega.convert.huggingface.extra_files import find_carried, find_tokenizer, has_tokenizer
+from raymega.convert.huggingface.extra_files import files_of_model, has_tokenizer
 from raymega.convert.tuned.merge import whole_weights
 from raymega.errors import ConfigError, Fault
 from raymega.evaluate.plan import EvalOptions, plan_of
@@ -268,8 +268,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         ConfigError: The checkpoint has none, or none that ends a text.
     """
     store, manifest = checkpoint
-    carried = find_carried(store, manifest)
-    files = carried if has_tokenizer(carried) else find_tokenizer(store, manifest, "")
+    files = files_of_model(store, manifest)
     if not has_tokenizer(files):
         raise ConfigError(
             _tokenizer_fault(f"{store.uri} has no tokenizer, and neither has its dataset")

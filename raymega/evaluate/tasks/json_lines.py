@@ -10,13 +10,31 @@ from typing import Any
 from raymega.errors import ConfigError, Fault
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: It is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            Fault(
+                fact=f"--data {path} is no UTF-8 text: byte {error.start:,} is {error.object[error.start]:#04x}",
+                rule="a task's file is UTF-8 text",
+                remedy=f"write it anew: iconv -f latin1 -t utf-8 {path} > {path}.utf8",
+            )
+        ) from error
+
+
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place, as ``file:line``, and value of each JSON object of a file.
 
     Raises:
         ConfigError: A line is no JSON object.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
@@ -30,7 +48,8 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, item in enumerate(whole)
         )
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # other line ends than this may stand inside a text
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
             try:

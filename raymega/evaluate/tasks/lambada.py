@@ -8,12 +8,13 @@ the word's end only, so it is higher, and no measure of the task.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp
 from pathlib import Path
 
+from raymega.errors import ConfigError, Fault
 from raymega.evaluate.requests import Scores, make_request
 from raymega.evaluate.tasks.json_lines import read_texts
 from raymega.evaluate.tasks.task import Questions, Settings, TextTokenizer
+from raymega.evaluate.tasks.windows import perplexity_of
 
 
 def split_last_word(text: str) -> tuple[str, str]:
@@ -23,8 +24,22 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 
 def lambada(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questions:
-    """Return the requests of a file of JSON lines with ``text``; see the module."""
-    passages = [text for text in read_texts(path) if text.split()][: settings.limit or None]
+    """Return the requests of a file of JSON lines with ``text``; see the module.
+
+    Raises:
+        ConfigError: No text of the file has a word to predict after another one.
+    """
+    passages = [text for text in read_texts(path) if len(text.split()) > 1][
+        : settings.limit or None
+    ]
+    if not passages:
+        raise ConfigError(
+            Fault(
+                fact=f"--data {path} has no text of two words",
+                rule="the last word of a passage is predicted from the others",
+                remedy="give a file of JSON lines whose `text` is a passage",
+            )
+        )
     requests = []
     for text in passages:
         # two requests a passage: all tokens of the word; the last token of the passage
@@ -50,7 +65,7 @@ def lambada(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questio
         metrics = {
             "accuracy": sum(bool(each.is_greedy.all()) for each in strict) / len(strict),
             "accuracy_loose": sum(bool(each.is_greedy.all()) for each in loose) / len(loose),
-            "target_perplexity": exp(sum(losses) / len(losses)),
+            "target_perplexity": perplexity_of(sum(losses) / len(losses)),
         }
         return metrics, samples
 

@@ -7,14 +7,14 @@ as training predicts it; without such a token it is not scored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, log
+from math import log
 from pathlib import Path
 
 from raymega.errors import ConfigError, Fault
 from raymega.evaluate.requests import Request, Scores
-from raymega.evaluate.tasks.json_lines import read_texts
+from raymega.evaluate.tasks.json_lines import read_text, read_texts
 from raymega.evaluate.tasks.task import Questions, Settings, TextTokenizer
-from raymega.evaluate.tasks.windows import mean_loss, windows
+from raymega.evaluate.tasks.windows import mean_loss, perplexity_of, windows
 
 JSON_SUFFIXES = (".jsonl", ".json")
 
@@ -22,7 +22,7 @@ JSON_SUFFIXES = (".jsonl", ".json")
 def perplexity(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questions:
     """Return the windows over each document; see the module."""
     is_json = path.suffix in JSON_SUFFIXES
-    texts = read_texts(path) if is_json else [path.read_text(encoding="utf-8")]
+    texts = read_texts(path) if is_json else [read_text(path)]
     begin = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     requests: list[Request] = []
     kept: list[str] = []
@@ -53,8 +53,8 @@ def perplexity(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Ques
             by_document[owner] -= float(each.log_probs.sum())
         metrics = {
             "loss": loss,
-            "token_perplexity": exp(loss),
-            "word_perplexity": exp(loss * count / max(num_words, 1)),
+            "token_perplexity": perplexity_of(loss),
+            "word_perplexity": perplexity_of(loss * count / max(num_words, 1)),
             "bits_per_byte": loss * count / log(2) / max(num_bytes, 1),
         }
         return metrics, [{"document": n, "loss_sum": total} for n, total in enumerate(by_document)]

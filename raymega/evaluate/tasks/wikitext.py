@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from math import exp
 from pathlib import Path
 
 from raymega.errors import ConfigError, Fault
 from raymega.evaluate.requests import Scores
+from raymega.evaluate.tasks.json_lines import read_text
 from raymega.evaluate.tasks.task import Questions, Settings, TextTokenizer
-from raymega.evaluate.tasks.windows import mean_loss, windows
+from raymega.evaluate.tasks.windows import mean_loss, perplexity_of, windows
 
 STRIDE = 32
 UNKNOWN = "<unk>"
@@ -43,7 +43,7 @@ def detokenise(text: str) -> str:
 
 def wikitext(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questions:
     """Return the windows over a WikiText file; see the module."""
-    raw = path.read_text(encoding="utf-8")
+    raw = read_text(path)
     num_words = len(raw.strip().split(" "))
     tokens = tokenizer.ids(detokenise(raw))
     if len(tokens) < 2 or num_words < 2:
@@ -60,8 +60,8 @@ def wikitext(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Questi
     def judge(scores: Sequence[Scores]) -> tuple[Mapping[str, float], list[dict[str, object]]]:
         loss, _ = mean_loss(scores)
         metrics = {
-            "word_perplexity": exp(loss * (len(tokens) - 1) / (num_words - 1)),
-            "token_perplexity": exp(loss),
+            "word_perplexity": perplexity_of(loss * (len(tokens) - 1) / (num_words - 1)),
+            "token_perplexity": perplexity_of(loss),
             "loss": loss,
         }
         samples: list[dict[str, object]] = [

@@ -7,6 +7,7 @@ each later one begins ``stride`` tokens further and scores its last ``stride``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, inf
 
 import numpy as np
 
@@ -24,6 +25,15 @@ def windows(tokens: Sequence[int], *, seq_len: int, stride: int) -> list[Request
         begin = done + stride - seq_len
         found.append(Request(tokens=text[begin : end + 1], num_targets=end - done))
     return found
+
+
+LARGEST = 709.0
+"""Largest whole x for which exp(x) is a number in float64."""
+
+
+def perplexity_of(nats: float) -> float:
+    """Return exp(nats); infinity where no float has it, as of the words of a text without spaces."""
+    return exp(nats) if nats < LARGEST else inf
 
 
 def mean_loss(scores: Sequence[Scores]) -> tuple[float, int]:

@@ -58,13 +58,16 @@ class Labeller:
             # What was the last answer so far is an earlier one.
             targets[targets == LAST_ANSWER] = EARLIER_ANSWER
             targets[first:end] = LAST_ANSWER
-        return self._end(np.array(encoding.ids, dtype=np.int64), targets)
+        is_answered = bool(answers) and answers[-1] == len(messages) - 1
+        return self._end(np.array(encoding.ids, dtype=np.int64), targets, is_answered=is_answered)
 
-    def _end(self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.uint8]) -> Labelled:
-        """Close the document, unless the template has; a last answer without an end of its own learns it."""
+    def _end(
+        self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.uint8], *, is_answered: bool
+    ) -> Labelled:
+        """Close the document, unless the template has; an answer that closes it without an end of its own learns it."""
         if ids[-1] != self._eod_id:
             ends = np.flatnonzero(targets)
-            is_open = len(ends) > 0 and int(ids[ends[-1]]) not in self._special
+            is_open = is_answered and len(ends) > 0 and int(ids[ends[-1]]) not in self._special
             ids = np.append(ids, self._eod_id)
             targets = np.append(targets, np.uint8(LAST_ANSWER if is_open else CONTEXT))
         return Labelled(ids=ids, targets=targets)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raymega.data.format import TOKENIZER_CONFIG_FILE
+from raymega.data.format import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from raymega.data.tokenizer_files import template_of, token_text
 from raymega.errors import ConfigError, Fault
 from raymega.extras import import_extra
 
-TEMPLATE_FILE = "chat_template.jinja"
 VARIABLES = (
     "bos_token",
     "eos_token",
@@ -106,30 +106,13 @@ def find_template(files: Mapping[str, bytes], *, path: str, tokenizer: str) -> C
         ConfigError: There is no template, or the file cannot be read.
     """
     settings = json.loads(files.get(TOKENIZER_CONFIG_FILE, b"{}"))
-    if path:
-        source = _read(path)
-    elif TEMPLATE_FILE in files:
-        source = files[TEMPLATE_FILE].decode()
-    else:
-        source = _default(settings.get("chat_template"))
+    source = _read(path) if path else template_of(files)
     if not source:
         raise ConfigError(_no_template(tokenizer))
-    named = ((name, _content(settings.get(name))) for name in VARIABLES)
+    named = ((name, token_text(settings.get(name))) for name in VARIABLES)
     return ChatTemplate(
         source=source, variables=tuple((name, token) for name, token in named if token)
     )
-
-
-def _default(setting: Any) -> str:
-    # One template, or several with names.
-    if isinstance(setting, list):
-        named = {each.get("name"): each.get("template") for each in setting}
-        setting = named.get("default")
-    return setting if isinstance(setting, str) else ""
-
-
-def _content(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
 def _read(path: str) -> str:

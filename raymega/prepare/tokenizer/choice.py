@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from raymega.config.hub import hub_name
 from raymega.data.format import (
     END_OF_DOCUMENT,
+    TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     ImageMeta,
@@ -25,7 +26,7 @@ from raymega.data.images.files import MARK
 from raymega.data.tokenizer_files import encode_settings, loading_settings
 from raymega.errors import ConfigError, Fault
 from raymega.prepare.chat.rows import CHATS, RowFormat
-from raymega.prepare.chat.template import TEMPLATE_FILE, find_template
+from raymega.prepare.chat.template import find_template
 from raymega.prepare.images.rows import IMAGES_FORMAT, PATCH_TOKENS
 from raymega.prepare.tokenizer.encoder import EncodingRules, load_tokenizer, vocab_size_of
 from raymega.prepare.tokenizer.hugging_face import loadable, mark_special

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_PATTERNS
+from raymega.data.tokenizer_files import token_text
 from raymega.errors import ConfigError, Fault
 from raymega.extras import import_extra
 from raymega.prepare.tokenizer.sentencepiece_model import convert_sentencepiece, is_sentencepiece
@@ -139,12 +140,7 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
         if not isinstance(part, dict):
             raise ConfigError(_bad_settings(name, f"it is a {type(part).__name__}"))
         found |= {key: value for key, value in part.items() if value is not None}
-    return {key: _plain(value) if key in NAMED else value for key, value in found.items()}
-
-
-def _plain(token: object) -> object:
-    """Return the text of a token, which old files describe by an object."""
-    return token.get("content") if isinstance(token, dict) else token
+    return {key: token_text(value) if key in NAMED else value for key, value in found.items()}
 
 
 def _companions(path: Path) -> dict[str, bytes]:

@@ -53,3 +53,13 @@ def test_data_without_a_tokenizer_is_no_error(tmp_path):
         keep_tokenizer(run, path)
     assert kept_tokenizer(run) == {}
     assert special_ids({}).eos is None
+
+
+def test_older_settings_describe_a_token_by_an_object():
+    settings = {"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False}}
+    files = {
+        "tokenizer.json": JSON.encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+    }
+    ids = special_ids(files)
+    assert (ids.bos, ids.eos) == (None, 256)

@@ -1,7 +1,7 @@
 """Tasks: what they ask, and what the scores of their requests become."""
 
 import json
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymega.config.load import parse_job
 from raymega.errors import ConfigError
 from raymega.evaluate.requests import RequestSource, Scores, make_request, rows_on_grid
+from raymega.evaluate.tasks.json_lines import read_texts
 from raymega.evaluate.tasks.lambada import lambada, split_last_word
 from raymega.evaluate.tasks.perplexity import perplexity
 from raymega.evaluate.tasks.race import race
@@ -121,6 +122,42 @@ def test_perplexity_of_documents_begins_after_the_end_of_document(tmp_path):
     assert metrics["bits_per_byte"] == pytest.approx(1 / log(2))
     assert metrics["word_perplexity"] == pytest.approx(exp(12 / 3))
     assert [s["loss_sum"] for s in samples] == [7.0, 5.0]
+
+
+@pytest.mark.parametrize("task", [perplexity, wikitext, lambada])
+def test_a_perplexity_that_no_float_holds_is_infinite(task, tmp_path):
+    """A text without spaces is one word, whose perplexity is that of all its tokens at once."""
+    text = "\u4e2d\u6587" * 200
+    file = tmp_path / "text.jsonl"
+    file.write_text(f"one {text}" if task is wikitext else json.dumps({"text": f"a {text}"}))
+    questions = task(file, Bytes(), Settings(seq_len=2048))
+    metrics, _ = questions.judge(_scores(questions, log_prob=-1500.0))
+    assert inf in metrics.values()
+    assert task is lambada or metrics["loss"] == 1500.0
+
+
+def test_line_ends_of_other_alphabets_are_part_of_a_text(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    texts = ["one\u2028two", "three\u2029 four\u0085", "five six"]
+    file.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts))
+    assert read_texts(file) == texts
+
+
+@pytest.mark.parametrize("task", [perplexity, wikitext, lambada])
+def test_a_file_in_another_encoding_is_refused(task, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_bytes('{"text": "caf\u00e9 noir"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"texts\.jsonl is no UTF-8 text: byte 13 is 0xe9"):
+        task(file, Bytes(), SETTINGS)
+
+
+def test_a_passage_of_one_word_has_nothing_to_predict_from(tmp_path):
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"text": "alone"}\n{"text": "two words"}\n')
+    assert lambada(file, Bytes(), SETTINGS).documents == 1
+    file.write_text('{"text": "alone"}\n')
+    with pytest.raises(ConfigError, match="has no text of two words"):
+        lambada(file, Bytes(), SETTINGS)
 
 
 def test_a_request_that_is_too_long_keeps_its_end():

@@ -47,6 +47,12 @@ def test_answer_without_an_end_learns_that_of_the_document(tokenizer):
     assert _text(tokenizer, found, LAST_ANSWER) == ANSWERS[1] + "<|endoftext|>"
 
 
+def test_a_question_at_the_end_leaves_the_end_of_the_document_alone(tokenizer):
+    """The end of the document is no part of an answer before the last question."""
+    found = _label(tokenizer, templates.PLAIN, (*TURNS, "And then?"))
+    assert _text(tokenizer, found, LAST_ANSWER) == ANSWERS[1] and found.targets[-1] == 0
+
+
 def test_marks_of_the_template_are_those_of_transformers(tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(
