@@ -271,6 +271,46 @@ def test_folders_of_peft_with_something_else_are_refused(config, tensors, words,
         peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
 
 
+CONVERSION = "path_initial_model_for_weight_conversion"
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({"init_lora_weights": "pissa"}, CONVERSION),
+        ({"init_lora_weights": "pissa_niter_16"}, CONVERSION),
+        ({"init_lora_weights": "OLoRA"}, CONVERSION),
+        ({"init_lora_weights": "corda"}, CONVERSION),
+        ({"init_lora_weights": "lora_ga"}, CONVERSION),
+        ({"init_lora_weights": "loftq"}, "merge the adapter with PEFT"),
+        ({"init_lora_weights": "unheard"}, "merge the adapter with PEFT"),
+        ({"init_lora_weights": ["pissa"]}, "merge the adapter with PEFT"),
+        ({"kasa_config": {"beta": 1e-4}}, "merge the adapter with PEFT"),
+        ({"alora_invocation_tokens": [5, 6]}, "train an adapter without alora_invocation_tokens"),
+        ({"arrow_config": {"top_k": 3}}, "train an adapter without arrow_config"),
+    ],
+)
+def test_adapters_of_a_changed_base_or_of_some_tokens_are_refused(config, remedy, places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    _spoil(tmp_path / "peft", config, None)
+    (field, value) = next(iter(config.items()))
+    with pytest.raises(ConfigError) as refused:
+        peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    (fault,) = refused.value.faults
+    assert f"{field}={value}" in fault.fact and remedy in fault.remedy
+    assert not list((tmp_path / "again").glob("**/manifest*"))
+
+
+@pytest.mark.parametrize("init", [False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])
+def test_adapters_whose_factors_alone_were_drawn_are_imported(init, places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    _spoil(tmp_path / "peft", {"init_lora_weights": init}, None)
+    again = peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    assert again.model.lora == LORA
+
+
 def test_folders_without_a_file_are_refused(places, tmp_path):
     base, adapters = places
     peft_export(adapters, tmp_path / "peft")
