@@ -18,6 +18,7 @@ from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
+from raymega.convert.quantized_weights import common_dtype
 from raymega.convert.safetensors_files import WeightEntry, read_header
 from raymega.convert.tuned.adapted_weights import merged_model
 from raymega.convert.tuned.peft_names import CONFIG, WEIGHTS_FILE, adapter_tensors, linear_modules
@@ -109,7 +110,7 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
     # routers' state comes from the base
     tensors = saved_tensors(model)
     raise_faults(ConfigError, _shape_faults(folder, tensors, ours))
-    dtype = next(iter(ours.values())).dtype
+    dtype = common_dtype(ours)
 
     def values(tensor: GlobalTensor) -> Array:
         if tensor.name not in ours:
