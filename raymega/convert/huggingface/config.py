@@ -169,7 +169,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
         **(family.renamed_back(settings) if family else settings),
-        **head_config(model, known.name),
+        **head_config(model, known.name, carried),
     }
 
 
