@@ -71,6 +71,15 @@ def test_names_of_as_many_labels_are_kept(kind, carried, num_labels, wanted):
     assert config["label2id"] == {name: n for n, name in enumerate(wanted)}
 
 
+@pytest.mark.parametrize("kind", [*CLASSES, "regression", "reward"])
+@pytest.mark.parametrize("carried", ["regression", "multi_label_classification"])
+def test_the_kind_of_a_head_is_the_runs_own(kind, carried):
+    model = make_model("llama", head=HeadSection(kind=kind))
+    config = config_from(model, dtype="float32", carried={"problem_type": carried})
+    assert config.get("problem_type") == ("regression" if kind == "regression" else None)
+    assert model_from(config).head == model.head
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_next", "nemotron_h"])
 def test_further_blocks_of_an_export_are_found_again(family):
     names = [each.name for each in hf_tensors(make_model(family, num_nextn_predict_layers=2))]
