@@ -35,11 +35,11 @@ LEFT_OUT: Mapping[str, object] = {
 }  # fmt: skip
 """Fields of PEFT's config whose other values change what an adapter computes, with the value that is read."""
 BY_TOKEN = ("alora_invocation_tokens", "arrow_config")
-"""Those that decide by the tokens where an adapter acts, so that no merge holds it."""
+"""Fields of LEFT_OUT that choose by its tokens where an adapter acts, so that no merge holds it."""
 INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that draw the factors and leave the base as it is."""
 CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga")
-"""Beginnings of those whose factors start as a part that the base loses; PEFT can give it back."""
+"""Beginnings of values whose factors start as a part that the base loses; PEFT can give it back."""
 MERGE = "merge the adapter with PEFT, then use raymega convert hf-import"
 
 
