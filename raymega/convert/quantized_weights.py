@@ -46,6 +46,18 @@ class QuantizedEntry(WeightEntry):
         return self.multiply(self.codes.read(), self.scales.read())
 
 
+def common_dtype(entries: Mapping[str, WeightEntry]) -> str:
+    """Return the checkpoint format that holds all weights without rounding."""
+    # Checkpoints have no float16; float32 holds its values.
+    formats = {
+        "bfloat16" if isinstance(entry, QuantizedEntry) else entry.dtype
+        for entry in entries.values()
+    }
+    if "float64" in formats:
+        return "float64"
+    return "bfloat16" if formats == {"bfloat16"} else "float32"
+
+
 def quantization_faults(config: Config) -> Iterator[Fault]:
     """Yield the fault of a quantisation that is not known, by the settings of a config.json."""
     settings = config.get("quantization_config")

@@ -18,17 +18,7 @@ from raymega.errors import ConfigError, raise_faults
 from raymega.generate.prompts import Prompt
 from raymega.generate.run import make_task
 from raymega.generate.with_transformers import Engine
-from raymega.plan.sampling import Sampling, sampling_faults
-
-FIELDS = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "stop": tuple,
-    "seed": int,
-}
-"""Types of the fields of a request beside the prompt; those of Sampling."""
+from raymega.plan.sampling import FIELDS, sampling_faults, sampling_of
 
 
 class Model:
@@ -61,10 +51,7 @@ class Model:
                 rule=f"it is an object with prompt, a text, and any of {', '.join(sorted(FIELDS))}",
                 remedy='send {"prompt": "Once upon a time"}',
             )
-        given: dict[str, Any] = {
-            name: FIELDS[name](request[name]) for name in request if name in FIELDS
-        }
-        sampling = Sampling(**given)
+        sampling = sampling_of(request)
         raise_faults(ConfigError, list(sampling_faults(sampling)))
         most = self._engine.model.config.get_text_config().max_position_embeddings
         task = make_task(self._files, [Prompt(prompt)], sampling, most=most)

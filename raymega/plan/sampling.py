@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raymega.errors import Fault
 
@@ -39,6 +40,29 @@ class Sampling:
         if self.temperature == 0:
             return 1
         return min(self.top_k, vocab_size) or vocab_size
+
+
+def _stops_of(value: Any) -> tuple[str, ...]:
+    """Return the stop texts of a request; a text is one of them, not a list of letters."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "stop": _stops_of,
+    "seed": int,
+}
+"""Fields of Sampling in a server's request, with what makes them of JSON's values."""
+
+
+def sampling_of(request: Mapping[str, Any]) -> Sampling:
+    """Return the rules that a server's request names, and defaults for the rest."""
+    return Sampling(
+        **{name: read(request[name]) for name, read in FIELDS.items() if name in request}
+    )
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[Fault]:

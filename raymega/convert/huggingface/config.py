@@ -155,6 +155,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
     # Written anew or under another name below, where a carried value could contradict it; and code that
     # the folder does not hold.
     replaced = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "quantization_config"}
+    replaced |= {"problem_type"} if model.head.is_on else set()
     family = hf_family(kind)
     own = family_config(model, family) if family else {}
     settings = own if family and family.owns_settings else {**write(model), **own}
@@ -169,7 +170,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
         **(family.renamed_back(settings) if family else settings),
-        **head_config(model, known.name),
+        **head_config(model, known.name, carried),
     }
 
 

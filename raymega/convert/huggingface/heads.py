@@ -67,8 +67,13 @@ def head_values(config: Config) -> dict[str, Any]:
     return {"head": {"kind": kind, "num_labels": count}}
 
 
-def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
-    """Return the settings of a model with such a head; ``class_name`` is its class with a language model's.
+def head_config(model: ModelSection, class_name: str, carried: Config) -> dict[str, Any]:
+    """Return the settings of a model with such a head.
+
+    Args:
+        model: Model section to translate.
+        class_name: Name of its class with a language model's head.
+        carried: Content of the config.json that the model was imported with; as many labels keep their names.
 
     Raises:
         ConfigError: transformers has no such class.
@@ -92,10 +97,13 @@ def head_config(model: ModelSection, class_name: str) -> dict[str, Any]:
         )
     name = f"{base}{'Text' if base in BESIDE_IMAGES else ''}{end}"
     config: dict[str, Any] = {"architectures": [name]}
-    count = head.num_scores
     if end != CHOICE:
-        config["id2label"] = {str(n): f"LABEL_{n}" for n in range(count)}
-        config["label2id"] = {f"LABEL_{n}": n for n in range(count)}
+        labels = {str(n): f"LABEL_{n}" for n in range(head.num_scores)}
+        theirs = carried.get("id2label") or {}
+        if theirs.keys() == labels.keys():
+            labels = theirs
+        config["id2label"] = labels
+        config["label2id"] = {str(label): int(n) for n, label in labels.items()}
     if head.kind == "regression":
         config["problem_type"] = "regression"
     return config

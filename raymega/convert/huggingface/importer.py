@@ -38,7 +38,7 @@ from raymega.convert.huggingface.names import (
 )
 from raymega.convert.native import occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
-from raymega.convert.quantized_weights import QuantizedEntry, plain_entries
+from raymega.convert.quantized_weights import common_dtype, plain_entries
 from raymega.convert.safetensors_files import WeightEntry, open_weights
 from raymega.errors import ConfigError, Fault, first_few, raise_faults
 from raymega.plan.layers.family_parts import parts_of
@@ -123,7 +123,7 @@ def hf_import(
     raise_faults(ConfigError, occupied_faults(store))
     # Write the accompanying files, then the weights; remove both when something fails.
     carried = files_to_carry(folder)
-    dtype = _common_dtype(entries) if dtype == SAVED else dtype
+    dtype = common_dtype(entries) if dtype == SAVED else dtype
     beside = {f"{PREFIX}{path.name}": path.read_bytes() for path in carried}
     beside[MODEL_FILE] = model_yaml(model).encode()
     tensors = model_tensors(model)
@@ -331,18 +331,6 @@ def _tied_head_faults(
         rule="config.json has tie_word_embeddings=true, which makes them one",
         remedy="set tie_word_embeddings to false in config.json, or remove the tensor",
     )
-
-
-def _common_dtype(entries: Mapping[str, WeightEntry]) -> str:
-    """Return the checkpoint format that holds all weights without rounding."""
-    # Checkpoints have no float16; float32 holds its values.
-    formats = {
-        "bfloat16" if isinstance(entry, QuantizedEntry) else entry.dtype
-        for entry in entries.values()
-    }
-    if "float64" in formats:
-        return "float64"
-    return "bfloat16" if formats == {"bfloat16"} else "float32"
 
 
 def _places(model: ModelSection) -> dict[str, list[tuple[HfTensor, int]]]:

@@ -18,6 +18,7 @@ from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
 from raymega.convert.number_formats import Array, recast
+from raymega.convert.quantized_weights import common_dtype
 from raymega.convert.safetensors_files import WeightEntry, read_header
 from raymega.convert.tuned.adapted_weights import merged_model
 from raymega.convert.tuned.peft_names import CONFIG, WEIGHTS_FILE, adapter_tensors, linear_modules
@@ -30,8 +31,16 @@ from raymega.storage.registry import open_store, store_faults
 LEFT_OUT: Mapping[str, object] = {
     "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None,
     "lora_bias": False, "layer_replication": None, "target_parameters": None, "trainable_token_indices": None,
+    "kasa_config": None, "alora_invocation_tokens": None, "arrow_config": None,
 }  # fmt: skip
 """Fields of PEFT's config whose other values change what an adapter computes, with the value that is read."""
+BY_TOKEN = ("alora_invocation_tokens", "arrow_config")
+"""Fields of LEFT_OUT that choose by its tokens where an adapter acts, so that no merge holds it."""
+INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that draw the factors and leave the base as it is."""
+CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of values whose factors start as a part that the base loses; PEFT can give it back."""
+MERGE = "merge the adapter with PEFT, then use raymega convert hf-import"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +110,7 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
     # routers' state comes from the base
     tensors = saved_tensors(model)
     raise_faults(ConfigError, _shape_faults(folder, tensors, ours))
-    dtype = next(iter(ours.values())).dtype
+    dtype = common_dtype(ours)
 
     def values(tensor: GlobalTensor) -> Array:
         if tensor.name not in ours:
@@ -142,7 +151,18 @@ def _config_faults(path: Path, config: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault(
             fact=f"{path} has peft_type={config.get('peft_type')}",
             rule="adapters of type LORA are read",
-            remedy="merge the adapter with PEFT, then use raymega convert hf-import",
+            remedy=MERGE,
+        )
+    init = config.get("init_lora_weights", True)
+    name = str(init).lower()
+    if init not in INITS and name not in INITS:
+        yield Fault(
+            fact=f"{path} has init_lora_weights={init}",
+            rule=f"the base stays as it is: init_lora_weights is one of {', '.join(map(str, INITS))}",
+            remedy="save it for the unchanged base: model.save_pretrained(FOLDER, "
+            f"path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING); or {MERGE}"
+            if name.startswith(CHANGED_BASE)
+            else MERGE,
         )
     for field, plain in LEFT_OUT.items():
         value = config.get(field, plain)
@@ -150,7 +170,7 @@ def _config_faults(path: Path, config: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(
                 fact=f"{path} has {field}={value}",
                 rule=f"adapters with {field}={plain} are read",
-                remedy="merge the adapter with PEFT, then use raymega convert hf-import",
+                remedy=f"train an adapter without {field}" if field in BY_TOKEN else MERGE,
             )
 
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.load.init_from import resume_faults, start_faults
@@ -26,6 +28,7 @@ from tests.unit.convert.folders import NOW, make_model, write_folder
 LORA = LoraSection(r=2, lora_alpha=3.0, target_modules=("attention.q", "layers.1.mlp.down"))
 MODEL = make_model(lora=LORA)
 NAME = "model/layers.1.mlp.down"
+FILE = "adapter_model.safetensors"
 
 
 DORA = make_model(lora=LORA.model_copy(update={"use_dora": True}))
@@ -85,7 +88,7 @@ def test_a_merge_of_dora_gives_rows_their_magnitudes(places, tmp_path):
     # to PEFT's format and back, bit for bit
     exported = peft_export(str(tmp_path / "dora"), tmp_path / "peft")
     assert exported.num_parameters == 2 * (16 + 16) * 2 + 2 * (24 + 16) + 2 * 16 + 16
-    file = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    file = load_file(tmp_path / "peft" / FILE)
     at = "base_model.model.model.layers.1.mlp.down_proj.lora_magnitude_vector"
     np.testing.assert_array_equal(file[at], magnitudes)
     again = peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
@@ -143,7 +146,7 @@ def test_a_file_of_peft_has_its_names_and_comes_back(places, tmp_path):
     base, adapters = places
     done = peft_export(adapters, tmp_path / "peft", base="theirs")
     assert (done.num_adapters, done.num_parameters) == (3, 2 * (16 + 16) * 2 + 2 * (24 + 16))
-    file = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    file = load_file(tmp_path / "peft" / FILE)
     at = "base_model.model.model.layers.1.mlp.down_proj"
     factors = open_checkpoint(adapters)
     for theirs, ours in (("A", "a"), ("B", "b")):
@@ -248,7 +251,7 @@ def _spoil(folder, config, tensors):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     if tensors is not None:
-        save_file(tensors, folder / "adapter_model.safetensors")
+        save_file(tensors, folder / FILE)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +274,72 @@ def test_folders_of_peft_with_something_else_are_refused(config, tensors, words,
         peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
 
 
+@pytest.mark.parametrize(
+    ("factors", "magnitudes"), [("float16", "float16"), ("bfloat16", "float32")]
+)
+def test_formats_of_an_adapter_are_imported_without_rounding(factors, magnitudes, places, tmp_path):
+    _write_adapters(str(tmp_path / "dora"), DORA, places[0])
+    peft_export(str(tmp_path / "dora"), tmp_path / "peft")
+    wanted = {
+        name: torch.from_numpy(values).to(
+            getattr(torch, magnitudes if "magnitude" in name else factors)
+        )
+        for name, values in load_file(tmp_path / "peft" / FILE).items()
+    }
+    save_torch_file(wanted, tmp_path / "peft" / FILE)
+    done = peft_import(tmp_path / "peft", places[0], str(tmp_path / "again"), created=NOW)
+    assert done.dtype == "float32"
+    peft_export(done.uri, tmp_path / "back")
+    found = load_file(tmp_path / "back" / FILE)
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values.float().numpy())
+
+
+CONVERSION = "path_initial_model_for_weight_conversion"
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({"init_lora_weights": "pissa"}, CONVERSION),
+        ({"init_lora_weights": "pissa_niter_16"}, CONVERSION),
+        ({"init_lora_weights": "OLoRA"}, CONVERSION),
+        ({"init_lora_weights": "corda"}, CONVERSION),
+        ({"init_lora_weights": "lora_ga"}, CONVERSION),
+        ({"init_lora_weights": "loftq"}, "merge the adapter with PEFT"),
+        ({"init_lora_weights": "unheard"}, "merge the adapter with PEFT"),
+        ({"init_lora_weights": ["pissa"]}, "merge the adapter with PEFT"),
+        ({"kasa_config": {"beta": 1e-4}}, "merge the adapter with PEFT"),
+        ({"alora_invocation_tokens": [5, 6]}, "train an adapter without alora_invocation_tokens"),
+        ({"arrow_config": {"top_k": 3}}, "train an adapter without arrow_config"),
+    ],
+)
+def test_adapters_of_a_changed_base_or_of_some_tokens_are_refused(config, remedy, places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    _spoil(tmp_path / "peft", config, None)
+    (field, value) = next(iter(config.items()))
+    with pytest.raises(ConfigError) as refused:
+        peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    (fault,) = refused.value.faults
+    assert f"{field}={value}" in fault.fact and remedy in fault.remedy
+    assert not list((tmp_path / "again").glob("**/manifest*"))
+
+
+@pytest.mark.parametrize("init", [False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])
+def test_adapters_whose_factors_alone_were_drawn_are_imported(init, places, tmp_path):
+    base, adapters = places
+    peft_export(adapters, tmp_path / "peft")
+    _spoil(tmp_path / "peft", {"init_lora_weights": init}, None)
+    again = peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
+    assert again.model.lora == LORA
+
+
 def test_folders_without_a_file_are_refused(places, tmp_path):
     base, adapters = places
     peft_export(adapters, tmp_path / "peft")
-    (tmp_path / "peft" / "adapter_model.safetensors").unlink()
+    (tmp_path / "peft" / FILE).unlink()
     with pytest.raises(ConfigError, match="has no adapter_model"):
         peft_import(tmp_path / "peft", base, str(tmp_path / "again"), created=NOW)
     with pytest.raises(ConfigError, match="save_pretrained"):

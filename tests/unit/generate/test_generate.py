@@ -15,7 +15,7 @@ from raymega.generate.exported import exported, keep_export
 from raymega.generate.prompts import Prompts
 from raymega.generate.run import GenerateOptions, generate, prepare_generation
 from raymega.generate.serving import serving_line
-from raymega.plan.sampling import Sampling
+from raymega.plan.sampling import Sampling, sampling_of
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.support.references import hf_models
 
@@ -169,6 +169,14 @@ def test_line_serves_the_folder_that_was_written(model, tmp_path):
         serving_line(str(model / "ours"), grid="pp=2")
     with pytest.raises(ConfigError, match="pip install"):
         serving_line(str(model / "ours"), engine="sglang", starts=True, folder=tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops"), [("User:", ("User:",)), (["User:", "\n"], ("User:", "\n")), ([], ())]
+)
+def test_a_text_to_stop_at_in_a_request_is_one_text(stop, stops):
+    request = {"prompt": "a", "stop": stop, "temperature": 1, "seed": 3}
+    assert sampling_of(request) == Sampling(stop=stops, temperature=1.0, seed=3)
 
 
 @pytest.mark.wide

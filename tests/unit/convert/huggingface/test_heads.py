@@ -34,7 +34,8 @@ def test_class_of_an_export_is_there(family, model_type, kind):
     model = make_model(family, head=HeadSection(kind=kind, num_labels=3))
     known = CLASSES[kind].get(model_type)
     try:
-        (name,) = head_config(model, HF_FAMILIES[model_type].architecture.name)["architectures"]
+        name = HF_FAMILIES[model_type].architecture.name
+        (name,) = head_config(model, name, {})["architectures"]
     except ConfigError:
         assert known is None
     else:
@@ -47,6 +48,36 @@ def test_labels_of_another_kind_are_named(change):
     config = config_from(model, dtype="float32", carried={})
     with pytest.raises(ConfigError, match=f"has {next(iter(change))}="):
         model_from(config | change)
+
+
+NAMES = {"0": "NEGATIVE", "1": "POSITIVE"}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    ("carried", "num_labels", "wanted"),
+    [
+        (NAMES, 2, ["NEGATIVE", "POSITIVE"]),
+        (NAMES, 3, ["LABEL_0", "LABEL_1", "LABEL_2"]),
+        (None, 2, ["LABEL_0", "LABEL_1"]),
+        ({"1": "a", "2": "b"}, 2, ["LABEL_0", "LABEL_1"]),
+    ],
+)
+def test_names_of_as_many_labels_are_kept(kind, carried, num_labels, wanted):
+    model = make_model("llama", head=HeadSection(kind=kind, num_labels=num_labels))
+    published = {"id2label": carried, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
+    config = config_from(model, dtype="float32", carried=published)
+    assert config["id2label"] == {str(n): name for n, name in enumerate(wanted)}
+    assert config["label2id"] == {name: n for n, name in enumerate(wanted)}
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, "regression", "reward"])
+@pytest.mark.parametrize("carried", ["regression", "multi_label_classification"])
+def test_the_kind_of_a_head_is_the_runs_own(kind, carried):
+    model = make_model("llama", head=HeadSection(kind=kind))
+    config = config_from(model, dtype="float32", carried={"problem_type": carried})
+    assert config.get("problem_type") == ("regression" if kind == "regression" else None)
+    assert model_from(config).head == model.head
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_next", "nemotron_h"])
