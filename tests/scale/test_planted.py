@@ -12,7 +12,9 @@ pytestmark = pytest.mark.wide
 
 ROOT = Path(__file__).parents[2]
 START, RECORDS, WATCH = (f"tests/scale/test_{name}.py" for name in ("start", "records", "watch"))
-CAUGHT = ("AssertionError", "DID NOT RAISE", "ArrowInvalid", "FileExistsError")
+CAUGHT = (
+    "AssertionError", "DID NOT RAISE", "ArrowInvalid", "FileExistsError", "ray.exceptions.OutOfMemoryError",
+)  # fmt: skip
 """How a test ends that sees a mistake, unlike one that cannot run."""
 MANIFESTS, INDEX = "tests/scale/test_manifests.py", "tests/unit/checkpoint/format/test_box_index.py"
 PASSES = "tests/unit/pipeline/test_pass_timer.py"
@@ -403,6 +405,12 @@ ROWS = {
         "if (self._plan is self._asked or not self._slots.slots) and self._slots.wait(timeout_s):",
         "if self._plan is self._asked and self._slots.wait(timeout_s):",
         f"{START}::test_a_wait_for_room_takes_its_time_after_a_release",
+    ),
+    "a process that ends for want of memory ends the driver": (
+        "orchestrate/workers/actor_calls.py",
+        "import GetTimeoutError, RayError, RayTaskError",
+        "import GetTimeoutError, RayActorError as RayError, RayTaskError",
+        FLEET,
     ),
     "a monitor that keeps a death to itself": (
         "orchestrate/workers/ray_worker_group.py",

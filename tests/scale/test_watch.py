@@ -1,7 +1,7 @@
 """Watching thousands of ranks: what a tick of the real controller costs when every rank is heard of."""
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raymega.messages import Progress, WorkerDied
 from raymega.orchestrate.core.worker_group_api import Heartbeat
@@ -139,3 +139,24 @@ def test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_no
     assert cluster.counts["stop"] == 63
     group.release(keep_warm=False)
     assert not group._monitors._by_node
+
+
+def test_worker_that_ray_ends_for_its_nodes_memory_is_a_death_and_its_process_is_ended(
+    tmp_path, monkeypatch
+):
+    cluster, plan = FakeCluster(batch=64), plan_of(64)
+    fake_ray(monkeypatch, cluster)
+    group = group_of(plan, tmp_path)
+    reserve(group, plan)
+    group.start(spec_of(plan))
+    poll_until_started(group, cluster, 64)
+    while cluster.ready:
+        group.poll(0.0)
+    actor = group._slots.slots[3].actor
+    (ref,) = [ref for ref, call in group._calls._holds.items() if call.slot.rank == 3]
+    ref.answer = OutOfMemoryError("the node is low on memory")
+    cluster.ready[ref] = "hold"
+    (death,) = [report for report in group.poll(0.0) if isinstance(report, WorkerDied)]
+    assert death.rank == 3 and "low on memory" in death.cause
+    # Ray may have lost only the way to it: its slot is free for the next one
+    assert actor.is_dead and cluster.counts["kill"] == 1 and group._slots.slots[3].actor is None

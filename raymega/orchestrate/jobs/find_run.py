@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from raymega.errors import ConfigError, Fault
@@ -56,7 +56,7 @@ def _run_uri(worker: dict[str, str]) -> str:
     try:
         actor = ray.get_actor(worker["name"], namespace=worker["namespace"])
         return str(ray.get(actor.run_uri.remote(), timeout=ANSWER_TIMEOUT_S))
-    except (RayActorError, GetTimeoutError, ValueError):  # ValueError: no actor of that name
+    except (RayError, ValueError):  # ValueError: no actor of that name
         return ""
 
 

@@ -13,8 +13,8 @@ from threading import Condition
 from raymega.messages import Report, Requests, StartWorker
 from raymega.orchestrate.core.rank_placement import WorkerLocation
 
-MAX_CONCURRENCY = 64
-"""Number of calls that the actor runs at once; further calls wait in its queue."""
+DRIVER_CALLS = 8
+"""Calls that the actor runs at once beside one of each worker; further calls wait in its queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 
 from raymega.errors import WorkerError
 from raymega.messages import StartWorker
@@ -78,7 +79,11 @@ def _exchange(
         # read the flag before draining, so that the last reports are sent
         is_last = is_over.is_set()
         reports = queue.drain(0.0 if is_last else EXCHANGE_EVERY_S)
-        requests = _ask(mailbox.exchange.remote(rank, reports))
+        try:
+            requests = _ask(mailbox.exchange.remote(rank, reports))
+        except RayError as error:  # or it would train on unheard
+            log.warning("rank %d ends, as its mailbox does not answer: %s", rank, error)
+            requests = None
         if requests is None:  # the attempt is over: fail the collectives that the worker waits in
             entry.abort()
             return

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymega.errors import CapacityError, Fault, InternalError, one_line
 from raymega.messages import Replicas, Report, Requests, WorkerDied
@@ -38,7 +41,7 @@ from raymega.orchestrate.core.worker_group_api import (
     SnapshotManager,
     WorkerStatus,
 )
-from raymega.orchestrate.ray_train.mailbox import MAX_CONCURRENCY, RemoteWorker, WorkerRendezvous
+from raymega.orchestrate.ray_train.mailbox import DRIVER_CALLS, RemoteWorker, WorkerRendezvous
 from raymega.orchestrate.ray_train.worker import run_worker
 from raymega.plan.run_plan import RunPlan
 
@@ -71,6 +74,7 @@ class RayTrainGroup:
         self._thread = Thread()
         self._members: dict[int, WorkerLocation] = {}
         self._end: str | None = None  # the trainer's error, until poll has reported it
+        self._is_lost = False  # the mailbox has failed, which poll has reported
         self._device: Device = "cpu"
 
     @property
@@ -120,9 +124,14 @@ class RayTrainGroup:
 
     def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""
-        self._spec, self._members, self._end = spec, {}, None
-        options = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
-        # the mailbox for this attempt, and the trainer in a thread, as fit() blocks
+        self._spec, self._members, self._end, self._is_lost = spec, {}, None, False
+        # the mailbox for this attempt, which no other node's loss ends, and the trainer in a thread, as fit() blocks
+        here = ray.get_runtime_context().get_node_id()
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": self._plan.grid.world_size + DRIVER_CALLS,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=False),
+        }
         actor = ray.remote(WorkerRendezvous).options(**options).remote()
         self._mailbox = cast(ActorHandle[Any], actor)
         self._thread = Thread(target=self._fit, args=(self._mailbox, spec.attempt), daemon=True)
@@ -134,16 +143,19 @@ class RayTrainGroup:
 
     def poll(self, timeout_s: float) -> list[Report | WorkerStatus]:
         """See WorkerGroup."""
-        if self._mailbox is None:
+        if self._mailbox is None or self._is_lost:
             return []
         # read before the reports, so that the workers' last reports come before the trainer's end
         is_over = not self._thread.is_alive()
-        reports: list[Report | WorkerStatus] = self._ask(
-            self._mailbox.take_reports.remote(timeout_s), timeout_s
-        )
-        # assign ranks once all workers have registered
-        if not self._members:
-            self._assigned()
+        reports: list[Report | WorkerStatus] = []
+        try:
+            reports += self._ask(self._mailbox.take_reports.remote(timeout_s), timeout_s)
+            # assign ranks once all workers have registered
+            if not self._members:
+                self._assigned()
+        except RayError as error:
+            why, self._is_lost = one_line(error, MAX_CAUSE_LENGTH), True
+            reports.append(WorkerDied(rank=-1, cause=f"the mailbox does not answer ({why})"))
         if is_over and self._end is not None:
             cause, self._end = self._end, None
             reports.append(WorkerDied(rank=-1, cause=cause))
@@ -162,7 +174,8 @@ class RayTrainGroup:
         if self._mailbox is None:
             return
         # the closed mailbox makes workers abort, which ends the trainer
-        self._ask(self._mailbox.close.remote(), 0.0)
+        with suppress(RayError):  # without it they abort too
+            self._ask(self._mailbox.close.remote(), 0.0)
         self._thread.join(END_PATIENCE_S)
         if self._thread.is_alive():
             log.warning("Ray Train has not ended its workers in %.0f s", END_PATIENCE_S)

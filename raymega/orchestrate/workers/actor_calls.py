@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymega.errors import one_line
 from raymega.messages import Report, WorkerFailed
@@ -30,7 +30,7 @@ MAX_CAUSE_LENGTH = 300
 
 Reports = list[Report | WorkerStatus]
 Meet = Callable[[WorkerSlot, Any], Reports]  # answers differ by call
-Died = Callable[[WorkerSlot, RayActorError], list[Report]]
+Died = Callable[[WorkerSlot, RayError], list[Report]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +74,12 @@ class ActorCalls:
             return []
         try:
             answer = ray.get(ref, timeout=FETCH_TIMEOUT_S)
-        # the process ended: its other calls would fail too
-        except RayActorError as error:
-            self.forget(call.slot)
-            return [*died(call.slot, error)]
         except (RayTaskError, GetTimeoutError) as error:
             return [broken_call(call.slot.rank, error)]
+        # the process ended, of which few causes are a RayActorError: its other calls would fail too
+        except RayError as error:
+            self.forget(call.slot)
+            return [*died(call.slot, error)]
         return call.on_result(call.slot, answer)
 
     def forget(self, *slots: WorkerSlot) -> None:
@@ -183,7 +183,7 @@ def _answer_or_none(ref: ray.ObjectRef[int | None]) -> int | None:
     """Return the answer; None if the process died or the call failed."""
     try:
         return ray.get(ref, timeout=FETCH_TIMEOUT_S)
-    except (RayActorError, RayTaskError, GetTimeoutError):
+    except RayError:
         return None
 
 
@@ -193,7 +193,7 @@ def broken_call(rank: int, error: Exception) -> WorkerFailed:
     return replace(last_words(rank, 0, cause), traceback=str(error), is_secondary=False)
 
 
-def death_cause(error: RayActorError) -> str:
+def death_cause(error: RayError) -> str:
     """Return Ray's cause of an actor's death, without the ids before it and the general advice after it."""
     text = one_line(error)
     *_, detail = re.split(r"Worker exit detail: | ip: \S+ ", text)

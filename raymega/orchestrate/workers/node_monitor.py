@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymega.messages import Progress, Report, Working
@@ -124,11 +124,11 @@ def hear(workers: Mapping[int, ActorHandle[Any]], mailbox: NodeMailbox, stop: Ev
             rank = calls.pop(ref)
             try:
                 mailbox.add(rank, ray.get(ref))
-            except RayActorError as error:
-                mailbox.add_death(rank, death_cause(error))
-                continue
             except RayTaskError as error:
                 mailbox.add(rank, [broken_call(rank, error)])
+            except RayError as error:
+                mailbox.add_death(rank, death_cause(error))
+                continue
             calls[workers[rank].next_reports.remote(ANSWER_EVERY_S)] = rank
 
 

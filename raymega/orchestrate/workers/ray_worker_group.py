@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from raymega.errors import CapacityError, ConfigError, Fault, raise_faults
 from raymega.events import StepFinished
@@ -305,7 +305,7 @@ class RayWorkerGroup:
         self._start.count_answer(slot)
         return []
 
-    def _on_death(self, slot: WorkerSlot, error: RayActorError) -> list[Report]:
+    def _on_death(self, slot: WorkerSlot, error: RayError) -> list[Report]:
         if isinstance(slot, MonitorSlot):  # the driver hears its ranks itself
             log.warning("the monitor of node %s is gone: %s", slot.node_id, death_cause(error))
             for each in self._monitors.drop(slot):
@@ -317,7 +317,7 @@ class RayWorkerGroup:
         at = slot.location
         who = f"process {at.pid} on {at.address}" if at else "a process"
         cause = f"{who} is gone ({why})"
-        slot.clear()
+        kill([slot])  # Ray may have lost only the way to it
         slot.respawn_at_s = time.monotonic() + RESPAWN_S
         if self._is_awaited(slot):
             return [WorkerDied(rank=slot.rank, cause=cause)]

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymega.checkpoint.snapshots.snapshot import Snapshot, find_snapshot
@@ -104,7 +104,7 @@ class SnapshotServers:
                 self._by_node[node].address = ray.get(
                     self._by_node[node].answer, timeout=FIND_TIMEOUT_S
                 )
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 log.warning(
                     "no snapshots on node %s: its snapshot server did not start: %s", node, error
                 )

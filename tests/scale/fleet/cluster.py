@@ -1,13 +1,13 @@
 """A simulated cluster in the place of Ray: nodes that come, drain and die, placement groups, and actors.
 
 Like Ray it takes the groups of a dead node up again elsewhere once there is room, ends a driver's actors and
-groups with the driver, and places nothing on a node that drains.
+groups with the driver, and places nothing on a node that drains. Every second process ends of its node's memory.
 """
 
 from itertools import count
 from types import SimpleNamespace
 
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raymega.orchestrate.cluster import node_inventory
 from raymega.orchestrate.core.rank_placement import WorkerLocation
@@ -64,6 +64,7 @@ class Actor:
 
     def __init__(self, cluster, owner):
         self.cluster, self.owner, self.is_dead, self.pending = cluster, owner, False, []
+        self.ended_by = None  # error of its calls, once it is dead
         cluster.actors.append(self)
 
     def __getattr__(self, method):
@@ -75,7 +76,7 @@ class Actor:
         ref = Ref()
         self.pending.append(ref)
         if self.is_dead:
-            self.cluster.answer(self, ref, RayActorError())
+            self.cluster.answer(self, ref, self.ended_by)
         else:
             getattr(self, f"on_{method}")(ref, *args)
         return ref
@@ -88,10 +89,10 @@ class Actor:
 
     def die(self):
         if not self.is_dead:
-            self.is_dead = True
+            self.is_dead, self.ended_by = True, self.cluster.next_end()
             self.cluster.actors.remove(self)
             for ref in self.pending[:]:
-                self.cluster.answer(self, ref, RayActorError())
+                self.cluster.answer(self, ref, self.ended_by)
 
 
 class Monitor(Actor):
@@ -141,6 +142,7 @@ class Cluster:
         self.timeline, self.draw, self._make_worker = timeline, draw, make_worker
         self.nodes, self.groups, self.actors, self.monitors = {}, {}, [], []
         self.current, self._number, self._is_changed, self.num_calls = None, count(), False, 0
+        self._num_ends = count()
 
     # Nodes.
 
@@ -183,6 +185,11 @@ class Cluster:
                 for actor in self.actors:
                     if getattr(actor, "group", None) is group and actor.node is None:
                         actor.be_placed(node)
+
+    def next_end(self):
+        """Return the error of a process's calls at its end: by turns, as a draw would change all lives."""
+        is_odd = next(self._num_ends) % 2
+        return OutOfMemoryError("the node is low on memory") if is_odd else RayActorError()
 
     # The module ray.
 

@@ -4,7 +4,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raymega.messages import Entered, Progress, Working
 from raymega.orchestrate.workers import node_monitor
@@ -69,11 +69,13 @@ def test_hearing_ends_with_the_last_process_and_tells_each_death(monkeypatch):
     workers = {
         8: worker([Progress(rank=8, step=1)], [], RayActorError()),
         9: worker(RayActorError()),
+        10: worker(OutOfMemoryError("the node is low on memory")),
     }
     hear(workers, mailbox, Event())
     found = mailbox.take(0.0)
     assert found.heard == (8,) and found.reports == (Progress(rank=8, step=1),)
-    assert found.deaths.keys() == {8, 9}
+    assert found.deaths.keys() == {8, 9, 10}
+    assert found.deaths[10] == "the node is low on memory"
 
 
 def test_hearing_ends_when_the_attempt_is_over(monkeypatch):
