@@ -151,6 +151,8 @@ class StartWorker:
         entry_input: Input of the entry module beside its plan: requests to score.
         reported_step: Steps that the driver has heard of, where the ranks continue from the state ``restore``
             that they hold in their own memory; -1 where they load it.
+        is_holder: Whether this worker held a state at the end of the attempt before. One that had no rank
+            then may have an older state of the same step, which it drops.
     """
 
     plan_json: str
@@ -165,6 +167,7 @@ class StartWorker:
     skipped_samples: tuple[tuple[int, int], ...] = ()
     entry_input: bytes = field(default=b"", repr=False)
     reported_step: int = -1
+    is_holder: bool = False
 
     @property
     def is_held(self) -> bool:

@@ -101,6 +101,8 @@ def run_worker(
 
     ``make_evaluator`` is for entry modules that evaluate tasks as well; see `evaluate/training_entry.py`.
     """
+    if not (start.is_held and start.is_holder):  # of an earlier attempt, and of no use to this one
+        HELD.drop()
     plan = read_plan(start.plan_json)
     device = prepare_process(plan, device=start.device, local_rank=start.local_rank)
     try:
@@ -149,8 +151,6 @@ def _train(
         open_communicators(groups, device)
     phases.passed("rendezvous")
     progress = ProgressReporter(channel, start.rank)
-    if not start.is_held:  # of an attempt before, and of no use to this one
-        HELD.drop()
     # build
     parts = build_parts(
         plan,

@@ -7,13 +7,14 @@ written.
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.events import SaveSkipped
-from raymega.messages import Channel
+from raymega.messages import Channel, Working
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.save_cost import shares_snapshot
@@ -26,6 +27,8 @@ from raymega.train.step import StepOutcome
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S, REPORTS_PER_S = 2.0, 50.0
+WAIT_S = 1.0
+"""Seconds between two signs of life of ranks that wait for the save before."""
 NO_SNAPSHOTS = (0.0, 0.0, 0.0)
 """Zeros in place of a snapshot's three sums: the length of an all-reduce may decide its order of sums."""
 
@@ -134,8 +137,9 @@ class SaveScheduler:
 
     def _save_checkpoint(self, state: TrainState, copy: HostCopy | None, *, is_last: bool) -> None:
         """Write a checkpoint from the snapshot's ``copy``, else through snapshot or own memory."""
+        waited_s = self._outlast_save_before(is_last=is_last)
         writer = partial(self._writer.save, state.step, self._blocks(), state.scalars())
-        save = partial(writer, is_last=is_last)
+        save = partial(writer, is_last=is_last, waited_s=waited_s)
         if self._snapshots is None or not self._is_shared:
             save()
         elif copy is not None:
@@ -144,6 +148,20 @@ class SaveScheduler:
             save()
         else:
             save(into=self._snapshots.lend)
+
+    def _outlast_save_before(self, *, is_last: bool) -> float:
+        """Wait until no rank writes, except one whose store takes nothing; return the seconds.
+
+        All ranks wait together, however different their stores are: a rank that began the next step alone
+        would wait there for the slowest, and take it for lost after elastic.collective_timeout_s.
+        """
+        began_s = time.monotonic()
+        while self._is_writing:
+            advances = self._writer.advances(WAIT_S, is_last=is_last)
+            if self._rank == 0:
+                self._channel.report(Working(rank=0))
+            self._is_writing = sum_over_world(self._parts, [float(advances)])[0] > 0
+        return time.monotonic() - began_s
 
     def _blocks(self) -> list[TensorBlock]:
         return list(self._parts.optimizer.blocks())

@@ -34,9 +34,9 @@ def plan_of(world_size, *more):
     return make_plan(parse_job(VERIFY, sets).job())
 
 
-def spec_of(plan, **more):
+def spec_of(plan, *, attempt=1, **more):
     return AttemptSpec(
-        plan_json=plan.to_json(), run_uri="memory://runs/one", attempt=1, restore="", **more
+        plan_json=plan.to_json(), run_uri="memory://runs/one", attempt=attempt, restore="", **more
     )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 
 from isal.isal_zlib import crc32
 
@@ -50,7 +51,8 @@ class SaveLimits:
             training waits for all of them except the last.
         bytes_per_s: Rate of all files of a rank together.
         report_every_s: Seconds between progress reports of a save.
-        timeout_s: Longest wait in seconds for the write before; then the new save is given up.
+        timeout_s: Longest wait in seconds for a write of which the store takes nothing; then the save that
+            waits is given up. A run's last save waits longer, by the time for which it would be tried.
     """
 
     file_bytes: int = 2**30
@@ -142,6 +144,7 @@ class CheckpointWriter:
         self._pace = RateLimiter(limits.bytes_per_s)
         self._host = self._last = HostCopy()
         self._background = Background("checkpoint")
+        self._moved_s = time.monotonic()  # when a try began, or the store took bytes
         self._division = _Division()
 
     @property
@@ -167,7 +170,7 @@ class CheckpointWriter:
         for host in into or (self._host,):
             host.reserve(self._divide(blocks).buffer_bytes, is_pinned=_is_on_gpu(blocks))
 
-    def save(
+    def save(  # noqa: PLR0913  # a copy or a buffer, and what the schedule knows
         self,
         step: int,
         blocks: Sequence[TensorBlock],
@@ -176,6 +179,7 @@ class CheckpointWriter:
         into: Callable[[], HostCopy] | None = None,
         copy: HostCopy | None = None,
         is_last: bool = False,
+        waited_s: float = 0.0,
     ) -> float:
         """Copy this rank's share of ``blocks``, start its write, and return the seconds training waited.
 
@@ -191,14 +195,14 @@ class CheckpointWriter:
             copy: Copy of the share that a writer of the same limits has made already. It, and the
                 buffer of ``into``, must not change until this writer is no longer busy.
             is_last: Whether training ends with this save, so that no later one makes up for it.
+            waited_s: Seconds for which training has waited for the save before already.
         """
         save = _Save(
-            step=step, state=state, host=self._host, num_bytes=0, began_s=time.monotonic(),
-            is_last=is_last,
+            step=step, state=state, host=self._host, num_bytes=0, is_last=is_last,
+            began_s=time.monotonic() - waited_s,
         )  # fmt: skip
         # One save at a time: the buffer still holds the one before.
-        if not self.wait():
-            error = f"the save before is still being written after {self._limits.timeout_s:g} s"
+        if error := self._stuck("the save before", is_last=is_last):
             return self._give_up(save, error)
         # Choose the buffer, and make it large enough for the largest portion.
         save.host = self._last = copy or (into() if into else self._host)
@@ -217,10 +221,8 @@ class CheckpointWriter:
         for files in earlier:
             assert copy is None, "a copy holds the whole share"
             self._start(save, files, blocks, is_last=False)
-            if not self.wait():
-                save.error = f"its first part was not written in {self._limits.timeout_s:g} s"
-            if save.error:
-                return self._give_up(save, save.error)
+            if cause := self._stuck("its first part", is_last=save.is_last) or save.error:
+                return self._give_up(save, cause)
         # The last portion is written while training continues.
         self._start(save, last, () if copy else blocks, is_last=True)
         return save.stall_s
@@ -232,6 +234,25 @@ class CheckpointWriter:
     def wait(self) -> bool:
         """Wait until nothing is being written; return False on a timeout of ``limits.timeout_s``."""
         return self._background.wait(self._limits.timeout_s)
+
+    def advances(self, seconds: float, *, is_last: bool = False) -> bool:
+        """Wait ``seconds`` at most; return whether something is being written that is worth a longer wait.
+
+        ``is_last`` is for a wait before a run's last save.
+        """
+        left_s = self._patience_s(is_last=is_last) - (time.monotonic() - self._moved_s)
+        return left_s > 0 and not self._background.wait(min(seconds, left_s))
+
+    def _stuck(self, what: str, *, is_last: bool) -> str:
+        """Wait for ``what`` is being written, as long as it advances; return an error if it does not, else ""."""
+        while self.advances(inf, is_last=is_last):
+            pass
+        limit_s = self._patience_s(is_last=is_last)
+        return f"the store has taken nothing of {what} for {limit_s:g} s" if self.is_busy else ""
+
+    def _patience_s(self, *, is_last: bool) -> float:
+        """Return how long a write of which the store takes nothing is waited for, in seconds."""
+        return self._limits.timeout_s + (sum(self._last_retry.pauses_s) if is_last else 0.0)
 
     def _divide(self, blocks: Sequence[TensorBlock]) -> _Division:
         """Return the division of the rank's share, computed anew only when the blocks changed."""
@@ -274,7 +295,8 @@ class CheckpointWriter:
                     file.layout.assignments, file.layout.starts, strict=True
                 )
             )
-        save.stall_s = time.monotonic() - save.began_s
+        self._moved_s = time.monotonic()
+        save.stall_s = self._moved_s - save.began_s
         self._background.run(lambda: self._write(save, files, is_last=is_last))
 
     def _give_up(self, save: _Save, error: str) -> float:
@@ -341,11 +363,12 @@ class CheckpointWriter:
     ) -> Iterator[memoryview]:
         """Yield the bytes of a file at the job's rate, and report progress; a retry counts from 0."""
         save.written[name] = 0
+        self._moved_s = time.monotonic()
         for piece in self._pace.pass_on(chunks):
             yield piece
             save.written[name] += len(piece)
             # Files in flight share the time of the last report.
-            now = time.monotonic()
+            self._moved_s = now = time.monotonic()
             if now - max(save.reported_s, save.began_s) >= self._limits.report_every_s:
                 save.reported_s = now
                 self._report_progress(save)

@@ -135,7 +135,7 @@ class FailurePolicy:
         # the last save was tried long enough; a restart would train the same steps again
         if failure.kind is FailureKind.UNSAVED:
             return _give_up(
-                "it was tried for checkpoint.last_save_retry_s, and a restart would repeat steps"
+                "the store had checkpoint.last_save_retry_s for it, and a restart would repeat steps"
             )
         # errors that no restart can help
         if failure.exit_code in {kind.exit_code for kind in _HOPELESS}:

@@ -93,7 +93,13 @@ class AttemptSpec:
     reported_step: int = -1
 
     def start_message(
-        self, assigned: AssignedRank, *, rendezvous: str, device: str, replicas: Replicas
+        self,
+        assigned: AssignedRank,
+        *,
+        rendezvous: str,
+        device: str,
+        replicas: Replicas,
+        is_holder: bool = False,
     ) -> StartWorker:
         """Return the message that starts the worker with this rank."""
         return StartWorker(
@@ -109,6 +115,7 @@ class AttemptSpec:
             skipped_samples=self.skipped_samples,
             entry_input=self.entry_input,
             reported_step=self.reported_step,
+            is_holder=is_holder,
         )
 
 

@@ -2,7 +2,7 @@
 
 A driver takes the next epoch by a create-only put, which only one of several drivers wins, and renews its
 lease while it runs. Another driver takes the following epoch when the holder has released the lease, its
-process is gone, or it has not renewed for the lease's duration. Clocks make two drivers at once unlikely;
+process is gone, or it was seen not to renew for the lease's duration. Clocks make two drivers at once unlikely;
 epochs make them harmless without clocks: readers ignore checkpoints that an older epoch wrote too late
 (``checkpoint/format/epochs.py``).
 """
@@ -42,6 +42,8 @@ RENEWALS = 5
 """Number of renewals in the duration of a lease."""
 LOOKS = 20
 """Number of looks of a waiting driver for a renewal, in the duration of a lease."""
+OLD_RENEWALS = 2
+"""Number of renewals for which a lease that expired long ago by its dates is watched."""
 
 
 class Lease:
@@ -63,7 +65,7 @@ class Lease:
             store: Store of the run's own folder.
             holder: Process of this driver.
             duration_s: Time after the last renewal during which other drivers wait, in seconds.
-            clock: Clock; its durations decide, its dates only about leases that expired long ago.
+            clock: Clock; its durations decide, its dates only how long a lease is watched.
             sleep: Function that waits for a number of seconds.
             knows_gone: Function that returns whether a driver's process has certainly ended.
         """
@@ -100,7 +102,7 @@ class Lease:
             if damaged := damaged_epoch(self.store, found):
                 if self._is_mended(damaged):
                     continue
-            elif found is not None and not self._is_over(found):
+            elif found is not None and not self._has_ended(found):
                 self._outlast(found)
             if self._put_next(max(before, found.epoch if found else 0)):
                 log.info("this driver, %s, has epoch %d", self.holder, self.epoch)
@@ -235,8 +237,8 @@ class Lease:
         expires = datetime.fromisoformat(now) + timedelta(seconds=self.duration_s)
         return now, expires.isoformat()
 
-    def _is_over(self, grant: LeaseGrant) -> bool:
-        return _is_over(grant, now=self._clock.timestamp(), knows_gone=self._knows_gone)
+    def _has_ended(self, grant: LeaseGrant) -> bool:
+        return grant.is_released or self._knows_gone(grant.holder)
 
     def _outlast(self, grant: LeaseGrant) -> None:
         """Wait until another driver's lease is over.
@@ -244,17 +246,20 @@ class Lease:
         Raises:
             LeaseError: That driver has renewed it.
         """
+        # one that is old by its dates is watched too, but briefly: one of the two clocks may be wrong
+        is_old = _is_old(grant, now=self._clock.timestamp())
+        watch_s = grant.duration_s * (OLD_RENEWALS / RENEWALS if is_old else 1)
         log.warning(
             "the run is held by %s until %s; waiting up to %.0f s for a sign of life",
-            grant.holder, grant.expires, grant.duration_s,
+            grant.holder, grant.expires, watch_s,
         )  # fmt: skip
-        # a whole duration on this clock without a renewal
-        deadline_s = self._clock.monotonic() + grant.duration_s
+        # so long on this clock without a renewal
+        deadline_s = self._clock.monotonic() + watch_s
         while self._clock.monotonic() < deadline_s:
             self._sleep(grant.duration_s / LOOKS)
             now = newest_grant(self.store)
             # gone: the holder has given an epoch without an attempt back
-            if now is None or now.epoch < grant.epoch or self._is_over(now):
+            if now is None or now.epoch < grant.epoch or self._has_ended(now):
                 return
             if (now.epoch, now.renewals) != (grant.epoch, grant.renewals):
                 raise LeaseError(self._held_fault(now))
@@ -336,23 +341,21 @@ def hold_lease(lease: Lease) -> Iterator[Lease]:
 
 
 def driver_of(store: Store, *, now: str) -> LeaseGrant | None:
-    """Return the grant of the driver that holds the run in ``store``; None when no driver does.
+    """Return the grant of the driver that holds the run in ``store``; None when no driver does, by the clock.
 
     Raises:
         StorageError: The store fails.
     """
     found = newest_grant(store)
-    return None if found is None or _is_over(found, now=now, knows_gone=is_gone) else found
+    if found is None or found.is_released or _is_old(found, now=now) or is_gone(found.holder):
+        return None
+    return found
 
 
-def _is_over(grant: LeaseGrant, *, now: str, knows_gone: Callable[[LeaseHolder], bool]) -> bool:
-    """Return whether ``grant`` binds no longer: released, its process gone, or long expired.
-
-    Dates of two machines are compared, so the expiry must be a whole duration ago.
-    """
+def _is_old(grant: LeaseGrant, *, now: str) -> bool:
+    """Return whether ``grant`` expired a whole duration ago, by the dates of two machines."""
     late = datetime.fromisoformat(now) - datetime.fromisoformat(grant.expires)
-    is_old = late.total_seconds() > grant.duration_s
-    return grant.is_released or is_old or knows_gone(grant.holder)
+    return late.total_seconds() > grant.duration_s
 
 
 def supports_conditional_put(store: Store) -> bool:

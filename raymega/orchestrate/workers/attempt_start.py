@@ -8,7 +8,7 @@ reads answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,22 @@ class AttemptStart:
         self._snapshot_servers, self._on_started = snapshot_servers, on_started
         self._spec: AttemptSpec | None = None
         self._rendezvous = ""
+        self._holders: Collection[WorkerSlot] = ()  # with a state of the attempt before
         # of the attempt: ranks assigned, workers told to start
         self.is_assigned = self._is_let_go = False
         # answers so far, the number of them from which on a look at the slots may succeed, time of the last look
         self._num_answers, self._due_at, self._probed_s = 0, 0, 0.0
         self._num_pending = 0  # snapshot servers that had not answered at the last look
 
-    def begin(self, spec: AttemptSpec, *, are_living_enough: bool) -> None:
-        """Begin the start of an attempt; with ``are_living_enough`` on the processes that live already."""
+    def begin(
+        self, spec: AttemptSpec, *, holders: Mapping[WorkerSlot, int], are_living_enough: bool
+    ) -> None:
+        """Begin the start of an attempt; with ``are_living_enough`` on the processes that live already.
+
+        ``holders`` has the steps of the states that slots hold of the attempt before, -1 for none.
+        """
         self._spec, self.is_assigned, self._is_let_go = spec, False, False
+        self._holders = {slot for slot, step in holders.items() if step >= 0}
         self._assign(are_living_enough=are_living_enough)
 
     def end(self) -> None:
@@ -74,6 +81,16 @@ class AttemptStart:
         self.is_assigned = self._is_let_go = False
         if self._preflight is not None:
             self._preflight.cancel()
+
+    def held(self, steps: Mapping[WorkerSlot, int]) -> dict[WorkerSlot, int]:
+        """Return the ``steps`` of slots that count, by the answers to the attempt's abort.
+
+        Until workers are told to start, one that is no holder still has a state of some earlier attempt.
+        """
+        return {
+            slot: step if self._is_let_go or slot in self._holders else -1
+            for slot, step in steps.items()
+        }
 
     def count_answer(self, slot: WorkerSlot) -> None:
         """Note that a process told its location, or that it has loaded."""
@@ -188,7 +205,7 @@ class AttemptStart:
             self._spec.start_message, rendezvous=self._rendezvous, device=self._slots.device
         )
         return [
-            (slot, build(slot.assigned, replicas=own), shared)
+            (slot, build(slot.assigned, replicas=own, is_holder=slot in self._holders), shared)
             for slot, own in zip(by_rank, replicas, strict=True)
             if slot.assigned
         ]

@@ -165,12 +165,12 @@ class RayWorkerGroup:
 
     def start(self, spec: AttemptSpec) -> None:
         """See WorkerGroup."""
-        self._spec, self._is_stepping, self._held = spec, False, {}
+        self._spec, self._is_stepping, holders, self._held = spec, False, self._held, {}
         is_enough = self._assignment.living_ranks() is not None
         if not is_enough:  # start a process in each slot, named by the rank that it will have
             self._expect_ranks()
             self._fill([slot for slot in self._slots.slots if not slot.is_spare])
-        self._start.begin(spec, are_living_enough=is_enough)
+        self._start.begin(spec, holders=holders, are_living_enough=is_enough)
 
     def members(self) -> Mapping[int, WorkerLocation]:
         """See WorkerGroup."""
@@ -210,13 +210,13 @@ class RayWorkerGroup:
         self._monitors.end_attempt()
         attempt = self._spec.attempt if self._spec else 0
         self._spec, self._is_stepping = None, False
-        self._start.end()
         assigned_slots = self._assignment.assigned_slots
         if keep_warm:  # a stopped process cannot answer an abort, nor one that hangs in its start
             self._kill(self._hang_probe.pop_stopped())
-            self._held = free = abort(assigned_slots, attempt)
+            self._held = self._start.held(free := abort(assigned_slots, attempt))
             stuck = self._slots.stuck(self._plan.job.elastic.start_timeout_s)
             self._kill([*(slot for slot in assigned_slots if slot not in free), *stuck])
+        self._start.end()
         for slot in assigned_slots:
             slot.assigned = None
         if not keep_warm:

@@ -71,6 +71,8 @@ class Worker(Actor):
     def on_start(self, ref, message, log_path, *shared):
         self.reply(ref, delay_s=0.1)
         self.rank, self.mailbox, self.is_stuck = message.rank, [], False
+        if not (message.is_held and message.is_holder):
+            self.held = self.held_before = None
         self.training = self.fleet.training_of(self.owner, message)
         self.training.join(self)
 

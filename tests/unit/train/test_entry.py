@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raymega.checkpoint.load.held_state import NONE, HeldState
 from raymega.errors import CommunicationError, NumericsError
 from raymega.messages import Working
 from raymega.train import entry
@@ -47,11 +48,30 @@ def test_what_fails_after_an_abort_is_a_lost_connection(cause, error, monkeypatc
     monkeypatch.setattr(entry.world, "open_world", lambda **_: None)
     monkeypatch.setattr(entry.world._world, "cause", cause)
     start = SimpleNamespace(
-        plan_json=make_test_plan().to_json(), device="cpu", local_rank=0, rank=0, rendezvous=""
-    )
+        plan_json=make_test_plan().to_json(), device="cpu", local_rank=0, rank=0, rendezvous="",
+        is_held=False, is_holder=False,
+    )  # fmt: skip
     with pytest.raises(error) as caught:
         run_worker(start, _Channel(), None)
     assert cause in str(caught.value)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_holder", [False, True])
+def test_state_of_an_attempt_before_the_last_is_dropped_first(is_held, is_holder, monkeypatch):
+    """A process that had no rank for a while may hold the same step of another history."""
+
+    def end(*_):
+        raise NumericsError("it has begun")
+
+    held = HeldState()
+    held.begin([object()], {"step": 30})
+    monkeypatch.setattr(entry, "HELD", held)
+    monkeypatch.setattr(entry, "read_plan", end)
+    start = SimpleNamespace(is_held=is_held, is_holder=is_holder, plan_json="")
+    with pytest.raises(NumericsError):
+        run_worker(start, _Channel(), None)
+    assert held.step == (30 if is_held and is_holder else NONE)
 
 
 @pytest.mark.parametrize("restore", ["", "checkpoints/step-00000010/manifest-a0001.json"])

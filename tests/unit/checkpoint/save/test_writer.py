@@ -4,7 +4,8 @@ import mmap
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from threading import Barrier, Event
+from threading import Barrier, Event, Semaphore
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,10 +209,70 @@ def test_save_is_given_up_when_the_one_before_hangs():
     assert not writer.wait()
     writer.save(200, blocks, STATE)
     (given_up,) = shards
-    assert given_up.step == 200 and "still being written after 0.01 s" in given_up.error
+    assert given_up.step == 200
+    assert given_up.error == "the store has taken nothing of the save before for 0.01 s"
     store.may_write.set()
     assert writer._background.wait(GUARD_S)
     assert [(shard.step, shard.error) for shard in shards[1:]] == [(100, "")]
+
+
+class PieceStore(MemoryStore):
+    """Takes a piece whenever it is allowed to, and says when it asks for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_take, self.asks = Semaphore(0), Semaphore(0)
+
+    def put(self, key, chunks, *, overwrite):
+        data = []
+        for chunk in chunks:
+            self.asks.release()
+            assert self.may_take.acquire(timeout=GUARD_S)
+            data.append(bytes(chunk))
+        super().put(key, data, overwrite=overwrite)
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "is_last", "is_saved"),
+    [(0.9, False, True), (1.1, False, False), (1.1, True, True), (31.1, True, False)],
+)
+def test_save_before_is_waited_for_as_long_as_the_store_takes_something(
+    pause_s, is_last, is_saved, monkeypatch
+):
+    """However long it takes; without a byte a last save waits by its time of retries longer."""
+    clock, store, shards = FakeClock(), PieceStore(), []
+    monkeypatch.setattr(
+        "raymega.checkpoint.save.writer.time", SimpleNamespace(monotonic=clock.monotonic)
+    )
+    writer = CheckpointWriter(
+        store, rank=0, attempt=1, report=shards.append, retry=NO_WAIT,
+        last_retry=replace(RETRY, pauses_s=(10.0, 20.0)), limits=replace(QUIET, timeout_s=1.0),
+    )  # fmt: skip
+    blocks, wait = make_blocks(MODEL, ALONE, 0), writer._background.wait
+    writer.save(100, blocks, STATE)
+    assert store.asks.acquire(timeout=GUARD_S)
+
+    def take_a_piece(seconds):
+        if seconds < pause_s:
+            clock.advance(seconds)
+            return False
+        clock.advance(pause_s)
+        store.may_take.release()
+        while not store.asks.acquire(timeout=0.05):
+            if wait(0):
+                return True
+        return False
+
+    monkeypatch.setattr(writer._background, "wait", take_a_piece)
+    began_s = clock.now_s
+    writer.save(200, blocks, STATE, is_last=is_last)
+    store.may_take.release(10**6)
+    assert wait(GUARD_S)
+    saved = {shard.step: shard.error for shard in shards}
+    limit = "31 s" if is_last else "1 s"
+    told = "" if is_saved else f"the store has taken nothing of the save before for {limit}"
+    assert saved == {100: "", 200: told}
+    assert not is_saved or clock.now_s - began_s > 5.0
 
 
 @pytest.mark.parametrize(

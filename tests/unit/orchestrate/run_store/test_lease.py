@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -18,7 +19,7 @@ from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import ConfigError, LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
 from raymega.orchestrate.run_store.lease_holder import this_process
-from tests.support.fakes import FakeClock
+from tests.support.fakes import BEGIN, FakeClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_epochs import save
 
@@ -175,10 +176,37 @@ def test_silent_driver_is_waited_for_as_long_as_its_lease_lasts(world):
     assert world.waited_s == pytest.approx(DURATION_S, rel=0.1)
 
 
-def test_driver_that_was_lost_long_ago_keeps_nobody_waiting(world):
+def test_driver_that_was_lost_long_ago_is_waited_for_briefly(world):
     world.taken("a")
     world.clock.advance(2 * DURATION_S + 1)
-    assert world.taken("b").epoch == 2 and world.waited_s == 0
+    assert world.taken("b").epoch == 2
+    assert world.waited_s == pytest.approx(DURATION_S * 2 / 5, rel=0.1)
+
+
+def test_clock_that_is_ahead_takes_no_run_from_a_driver_at_work(world):
+    class Ahead:
+        monotonic = world.clock.monotonic
+
+        def timestamp(self):
+            return (BEGIN + timedelta(seconds=world.clock.now_s + 3 * DURATION_S)).isoformat()
+
+    first = world.taken("a")
+    first.begin_attempt()
+    renewed_s = world.clock.now_s
+
+    def renew():
+        nonlocal renewed_s
+        if world.clock.now_s - renewed_s >= DURATION_S / 5:
+            renewed_s = world.clock.now_s
+            first.renew()
+
+    world.meanwhile = [renew] * 100
+    second = world.lease("b")
+    second._clock = Ahead()
+    with pytest.raises(LeaseError, match="has a driver"):
+        second.acquire()
+    assert newest_epoch(world.store) == 1 and world.waited_s < DURATION_S / 2
+    first.refuse_if_lost()
 
 
 def test_second_driver_is_refused_at_the_first_sign_of_life_and_told_whose(world):
