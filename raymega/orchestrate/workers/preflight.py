@@ -23,11 +23,15 @@ from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.plugins import registry_of
 from raymega.storage.registry import local_path, open_store
+from raymega.storage.retry import RetryingStore, RetryPolicy
 from raymega.storage.store import Store
 
 FOLDER = "preflight"
 NUM_READERS = 16
-READ_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
+"""Longest wait of the driver for what nodes wrote: twice as long as its store tries a request again, in seconds."""
+RETRY_ONCE = RetryPolicy(pauses_s=(1.0,))
+"""Tries of a node: a fault that passes must not refuse a node that joins a run at work."""
 MAX_CAUSE_LENGTH = 300
 
 
@@ -71,7 +75,7 @@ def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
     sees_driver = writes = ""
     registry_of(check.modules)
     if check.store_uri:
-        store = open_store(check.store_uri)
+        store = RetryingStore(open_store(check.store_uri), retry=RETRY_ONCE)
         sees_driver = _cause_of(lambda: _find(store, _driver_key(check)))
         if not sees_driver:
             mine = _node_key(check, node_id)
