@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymega.checkpoint.format.manifest import valid_checkpoints
 from raymega.checkpoint.load.fingerprint import BASE, TEACHER, origin_faults
-from raymega.checkpoint.load.init_from import resume_faults, start_faults
+from raymega.checkpoint.load.init_from import ADAPTER, resume_faults, start_faults
 from raymega.checkpoint.load.pinned_source import pin_faults, pinned, teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
@@ -288,14 +288,18 @@ def _known_references(job: Job) -> dict[str, float]:
 
 
 def _with_pins(parsed: ParsedJob) -> ParsedJob:
-    """Return the job with the manifests that it reads again in each restart: adapters' base, and a live teacher."""
-    values, uri = parsed.values, _run_uri(parsed.values)
-    fields = [field for field in _pinned_fields(values) if values.get(field, "none") != "none"]
+    """Return the job with the manifests of others that its ranks read: all read the same one, now and in each restart."""
+    values, uri, read = parsed.values, _run_uri(parsed.values), _pinned_fields(parsed.values)
+    fields = [each for each in sorted({BASE, ADAPTER, *read}) if values.get(each, "none") != "none"]
     if parsed.faults or not fields or store_faults(uri):
         return parsed
     own = open_store(uri)
+    # a new run begins with weights and adapters as well
+    if not valid_checkpoints(own):
+        read += [BASE, ADAPTER]
     return parsed.with_overrides(
-        f"{field}={json.dumps(pinned(values[field], own, field=field))}" for field in fields
+        f"{field}={json.dumps(pinned(values[field], own, field=field, is_read=field in read))}"
+        for field in fields
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.tools.inspection import open_checkpoint, run_of
 from raymega.config.schema import EvalTask, Job
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.tokenizer_files import tokenizer_of_dataset
@@ -134,7 +134,7 @@ def _tokenizer_of_start(job: Job, path: str) -> ModelTokenizer:
     start = job.checkpoint.init_from
     try:
         if start != "none":
-            return find_tokenizer(open_checkpoint(start))
+            return find_tokenizer(open_checkpoint(run_of(start)))
     except RaymegaError as error:
         raise ConfigError(*error.faults) from error
     raise ConfigError(

@@ -1,6 +1,7 @@
 """Retries requests to a store: the policy, and a store that applies it.
 
 RetryingStore is for the driver's own objects, which are few, small and indispensable: lease, manifest, record.
+One request that fails in passing must not end a run, whether it writes, reads, lists or deletes.
 CheckpointWriter retries the workers' large files: briefly during a run, patiently at its last save.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -66,10 +67,13 @@ RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))
 
 
 class RetryingStore(DelegatingStore):
-    """A store whose writes are retried for half a minute before they count as failed."""
+    """A store whose requests are retried for half a minute before they count as failed.
+
+    That a key is missing is an answer, KeyError, which is given at once.
+    """
 
     def __init__(self, store: Store, *, retry: RetryPolicy = RETRY) -> None:
-        """Retry the writes to ``store`` by the policy ``retry``."""
+        """Retry the requests to ``store`` by the policy ``retry``."""
         super().__init__(store)
         self._retry = retry
 
@@ -90,7 +94,45 @@ class RetryingStore(DelegatingStore):
 
         self._retry.run(write)
 
+    def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
+        """See Store."""
+        return self._retry.run(lambda _: self._store.get(key, start=start, num_bytes=num_bytes))
+
+    def size(self, key: str) -> int:
+        """See Store."""
+        return self._retry.run(lambda _: self._store.size(key))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """See Store; a listing is made whole first, as one that fails midway begins again."""
+        yield from self._retry.run(lambda _: [*self._store.list(prefix)])
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        self._retry.run(lambda _: self._store.delete(key))
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See ListsSizes."""
+        yield from self._retry.run(lambda _: [*super(RetryingStore, self).sizes(prefix)])
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See ListsFolders."""
+        yield from self._retry.run(lambda _: [*super(RetryingStore, self).folders(prefix)])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See DeletesMany."""
+        self._retry.run(lambda _: super(RetryingStore, self).delete_many(keys))
+
+    @property
+    def itself(self) -> Store:
+        """The store itself, each of whose requests is made once."""
+        return self._store
+
     def _is_mine(self, key: str, whole: bytes) -> bool:
         with suppress(KeyError, StorageError):
             return self._store.get(key) == whole
         return False
+
+
+def at_once(store: Store) -> Store:
+    """Return ``store`` without retries, for a question that is asked again anyway."""
+    return store.itself if isinstance(store, RetryingStore) else store

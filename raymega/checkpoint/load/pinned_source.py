@@ -1,6 +1,7 @@
-"""Checkpoints of others that a run reads in each restart: the base of adapters, and a live teacher.
+"""Checkpoints of others that a run reads: at its start, or in each restart the base of adapters and a live teacher.
 
-The run's own checkpoints lack these weights, and keep the URI of the manifest that it began with.
+A run that is trained further has a newer one at any time, so a job names the manifest before its ranks start. The
+run's own checkpoints keep its URI, and lack the weights that each restart reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RULES = {
 }
 
 
-def pinned(asked: str, own: Store, *, field: str) -> str:
+def pinned(asked: str, own: Store, *, field: str, is_read: bool = True) -> str:
     """Return the URI of the manifest from which a run reads the weights of ``field``, now and in each restart.
 
     It is the one that the run began with, where ``asked`` still names it, else the newest that ``asked``
@@ -32,11 +33,14 @@ def pinned(asked: str, own: Store, *, field: str) -> str:
     Args:
         asked: The job's value of ``field``.
         own: Store of the run.
-        field: BASE or TEACHER.
+        field: BASE, TEACHER or ``checkpoint.init_adapter``.
+        is_read: Whether the run reads it; if not, nothing is looked up there.
     """
     began = _at_start(own, field)
     if _is_exact(began) and f"{began}/".startswith(f"{asked.rstrip('/')}/"):
         return began
+    if not is_read:
+        return asked
     try:
         store, manifest = open_root(asked)
     except RaymegaError:  # reported before anything starts

@@ -104,10 +104,15 @@ def open_root(uri: str) -> Checkpoint:
     return Checkpoint(store, read_root(store, keys[0]))
 
 
+def run_of(uri: str) -> str:
+    """Return the URI of the run that ``uri`` names, or names a part of."""
+    match = _PART_OF_RUN.fullmatch(uri)
+    return match["run"] if match else uri
+
+
 def _locate(uri: str) -> tuple[Store, list[str]]:
     """Return the run's store, and the keys of the manifests that ``uri`` names, newest first."""
-    match = _PART_OF_RUN.fullmatch(uri)
-    root = match["run"] if match else uri
+    match, root = _PART_OF_RUN.fullmatch(uri), run_of(uri)
     raise_faults(ConfigError, reading_faults(root, field="URI"))
     store = open_store(root)
     # A step's folder or one manifest; the slash keeps step-00000010 from naming step-000000100.

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.checkpoint.tools.inspection import open_checkpoint, run_of
 from raymega.config.data import NO_PATH, SYNTHETIC_PATH
 from raymega.config.encoder import NO_TOKEN
 from raymega.data import tokenizer_files
@@ -59,7 +59,8 @@ def find_carried(store: Store, manifest: Manifest) -> dict[str, bytes]:
         if origin == "none":
             break
         try:
-            store, manifest = open_checkpoint(origin)
+            # the files are its run's, whose checkpoint that was started from may be deleted by now
+            store, manifest = open_checkpoint(run_of(origin))
         except RaymegaError:  # the origin may be gone; the weights do not depend on it
             break
     return {}

@@ -237,7 +237,8 @@ class RunContext:
     def handle_failure(self, failure: Failure) -> None:
         """Record the loss of the attempt and restart, roll back, stop or give up, as the policy decides."""
         # an unreadable checkpoint is no failure of the run: the one before is tried
-        if self.state.state is State.RUNNING and self.attempt.could_not_restore(failure):
+        is_at_start = self.state.state is State.RUNNING and self.attempt.could_not_restore(failure)
+        if is_at_start and self._restore.start.key:
             self._restore.give_up_on_newest()
             self._note(failure, decided := "the checkpoint cannot be read, the one before is next")
             self.move(State.RESTARTING, decided)

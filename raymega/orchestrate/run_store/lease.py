@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from threading import Event, Lock, Thread
 from uuid import uuid4
@@ -34,6 +34,7 @@ from raymega.errors import ConfigError, Fault, LeaseError, RaymegaError
 from raymega.orchestrate.core.clock import Clock
 from raymega.orchestrate.run_store.lease_holder import is_gone
 from raymega.storage.json_objects import DamagedError
+from raymega.storage.retry import at_once
 from raymega.storage.store import Store, delete_all
 
 log = logging.getLogger(__name__)
@@ -128,21 +129,24 @@ class Lease:
             with self._lock:
                 if self._grant and not self._taken_by and not self._grant.is_released:
                     self._grant = self._sign(self._grant)
-            if self.check() is None:
+            if self.check(is_once=True) is None:
                 self._delete_superseded()
         except RaymegaError as error:
             log.warning("the lease on the run was not renewed, training continues: %s", error)
 
-    def check(self) -> LeaseGrant | None:
+    def check(self, *, is_once: bool = False) -> LeaseGrant | None:
         """Return the grant of the driver that has taken the run, as the store has it; else None.
+
+        Whoever asks at intervals asks only ``is_once`` each time: a control loop that waited for a store that is
+        down would not hear its workers.
 
         Raises:
             StorageError: The store fails.
         """
         if self._taken_by is None:
-            asked_s = self._clock.monotonic()
-            if newest_epoch(self.store) > self.epoch:
-                newest = newest_grant(self.store)
+            asked_s, store = self._clock.monotonic(), at_once(self.store) if is_once else self.store
+            if newest_epoch(store) > self.epoch:
+                newest = newest_grant(store)
                 # it may be this driver's own: another thread takes one, and self.epoch is set afterwards
                 if newest is None or newest.holder.token != self.holder.token:
                     self._taken_by = newest
@@ -164,7 +168,7 @@ class Lease:
         if now_s - self._confirmed_s > self.duration_s and now_s - self._asked_s > pause_s:
             self._asked_s = now_s
             try:
-                self.check()
+                self.check(is_once=True)
             except RaymegaError as error:
                 log.warning("the run's driver is not known, training continues: %s", error)
         if self._taken_by is not None:
@@ -364,14 +368,16 @@ def supports_conditional_put(store: Store) -> bool:
     Raises:
         StorageError: The store fails.
     """
-    # a second create must fail and leave the first content
     key = f"{LEASES}probe-{uuid4().hex}.json"
-    store.put(key, [b"first"], overwrite=False)
     try:
-        store.put(key, [b"second"], overwrite=False)
-    except FileExistsError:
-        return store.get(key) == b"first"
-    else:
+        # no other process has this key: it exists where the answer to the first try was lost
+        with suppress(FileExistsError):
+            store.put(key, [b"first"], overwrite=False)
+        # a second create must fail and leave the first content
+        try:
+            store.put(key, [b"second"], overwrite=False)
+        except FileExistsError:
+            return store.get(key) == b"first"
         return False
     finally:
         store.delete(key)

@@ -23,11 +23,15 @@ from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.plugins import registry_of
 from raymega.storage.registry import local_path, open_store
+from raymega.storage.retry import RetryingStore, RetryPolicy
 from raymega.storage.store import Store
 
 FOLDER = "preflight"
 NUM_READERS = 16
-READ_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
+"""Longest wait of the driver for what nodes wrote: twice as long as its store tries a request again, in seconds."""
+RETRY_ONCE = RetryPolicy(pauses_s=(1.0,))
+"""Tries of a node, and to read the data: a fault that passes must not refuse a node that joins a run at work."""
 MAX_CAUSE_LENGTH = 300
 
 
@@ -71,7 +75,7 @@ def answer_question(check: PreflightCheck, node_id: str) -> PreflightResult:
     sees_driver = writes = ""
     registry_of(check.modules)
     if check.store_uri:
-        store = open_store(check.store_uri)
+        store = RetryingStore(open_store(check.store_uri), retry=RETRY_ONCE)
         sees_driver = _cause_of(lambda: _find(store, _driver_key(check)))
         if not sees_driver:
             mine = _node_key(check, node_id)
@@ -173,7 +177,7 @@ class Preflight:
         return PreflightCheck(
             store_uri=self._store.uri if asks_store else "",
             folder=f"{FOLDER}/{uuid4().hex[:12]}",
-            data={path: dataset_identity(path) for path in asked},
+            data={path: _identity(path) for path in asked},
             modules=self._modules,
         )
 
@@ -260,11 +264,15 @@ def _look_at_data(path: str, identity: str) -> None:
 
     The shards of an object store are checked when they are fetched.
     """
-    found = dataset_identity(path)
+    found = _identity(path)
     if found != identity:
         raise OSError(f"{path}/{META_FILE} describes dataset {found}, not {identity}")
     if not is_remote(path) and not is_megatron(path):
         raise_faults(RaymegaError, size_faults(local_folder(path), read_meta(local_folder(path))))
+
+
+def _identity(path: str) -> str:
+    return RETRY_ONCE.run(lambda _: dataset_identity(path))
 
 
 def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) -> Iterator[Fault]:

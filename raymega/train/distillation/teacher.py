@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raymega.checkpoint.format.manifest import read_blocks
+from raymega.checkpoint.load.fingerprint import TEACHER
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.messages import Box
@@ -24,6 +25,7 @@ from raymega.plan.grid import Coords
 from raymega.plan.run_plan import RunPlan, teacher_plan
 from raymega.train.build_model import ModelWeights, build_weights, make_expert_groups, make_p2p
 from raymega.train.forward_only import ForwardOnly
+from raymega.train.start.foreign_reads import foreign_read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +131,12 @@ def load_teacher(
     """
     if uri == "none":
         return
-    # sharded weights are read in parts, without a gather
-    store, root = open_root(uri)
-    blocks, places = list(teacher.blocks()), dict[str, list[Box]]()
-    for block in blocks:
-        places.setdefault(block.name, []).append(block.box)
-    # of a large world's checkpoint only the boxes of these weights
-    manifest = read_blocks(store, root.key, places)
-    load(store, manifest, blocks, is_narrowing_allowed=True, progress=progress)
+    with foreign_read(TEACHER, uri):
+        # sharded weights are read in parts, without a gather
+        store, root = open_root(uri)
+        blocks, places = list(teacher.blocks()), dict[str, list[Box]]()
+        for block in blocks:
+            places.setdefault(block.name, []).append(block.box)
+        # of a large world's checkpoint only the boxes of these weights
+        manifest = read_blocks(store, root.key, places)
+        load(store, manifest, blocks, is_narrowing_allowed=True, progress=progress)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from raymega.checkpoint.format.manifest import Manifest, read_blocks
+from raymega.checkpoint.load.fingerprint import BASE
 from raymega.checkpoint.load.init_from import (
+    ADAPTER,
     WEIGHTS,
     source_blocks,
     starting_manifest,
@@ -27,6 +29,7 @@ from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.upcycling import Upcycling
 from raymega.storage.store import Store
 from raymega.train.build import TrainingComponents
+from raymega.train.start.foreign_reads import foreign_read
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +46,30 @@ def init_from(
     A run that ``is_resumed`` takes the base of its adapters alone; its own checkpoint has the rest. A base that is held as codes is encoded again; all ranks call it together.
     """
     if section.init_adapter != "none":
-        store, root = open_root(section.init_adapter)
-        factors = [
-            b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
-        ]
-        manifest = read_blocks(store, root.key, boxes_by_name(factors))
-        load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
-        parts.optimizer.sync_weights(is_start=True)
-    if section.init_from == "none":
-        return
+        with foreign_read(ADAPTER, section.init_adapter):
+            _load_adapters(parts, section.init_adapter, progress)
+    if section.init_from != "none":
+        with foreign_read(BASE, section.init_from):
+            _load_base(parts, section, is_resumed=is_resumed, progress=progress)
+
+
+def _load_adapters(parts: TrainingComponents, uri: str, progress: Callable[[], None]) -> None:
+    store, root = open_root(uri)
+    factors = [
+        b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
+    ]
+    manifest = read_blocks(store, root.key, boxes_by_name(factors))
+    load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
+    parts.optimizer.sync_weights(is_start=True)
+
+
+def _load_base(
+    parts: TrainingComponents,
+    section: CheckpointSection,
+    *,
+    is_resumed: bool,
+    progress: Callable[[], None],
+) -> None:
     weights = [
         block
         for block in every_block(parts)
@@ -72,7 +90,8 @@ def init_from(
 def load_codes(parts: TrainingComponents, section: CheckpointSection) -> None:
     """Load from ``checkpoint.init_from`` the weights that are held as codes, and no others; all ranks call it together."""
     if parts.weights.coded and section.init_from != "none":
-        _encode(parts, _open(parts, section, _coded_names(parts)), lambda: None)
+        with foreign_read(BASE, section.init_from):
+            _encode(parts, _open(parts, section, _coded_names(parts)), lambda: None)
 
 
 def every_block(parts: TrainingComponents) -> Iterator[TensorBlock]:

@@ -84,6 +84,18 @@ class DriverStore(DelegatingStore):
         self._fleet.store.check()
         return super().get(key, start=start, num_bytes=num_bytes)
 
+    def size(self, key):
+        self._fleet.store.check()
+        return super().size(key)
+
+    def list(self, prefix):
+        self._fleet.store.check()
+        return super().list(prefix)
+
+    def delete(self, key):
+        self._fleet.store.check()
+        super().delete(key)
+
 
 class Sink:
     """Counts events by kind."""

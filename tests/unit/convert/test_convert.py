@@ -276,11 +276,13 @@ def test_failed_export_leaves_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours"}
 
 
-def test_files_are_found_where_a_run_started_from(tmp_path):
+@pytest.mark.parametrize("part", ["", "/checkpoints/step-00000099/manifest-a0000.json"])
+def test_files_are_found_where_a_run_started_from(part, tmp_path):
+    """A manifest that it names may be deleted by now: that run has been trained further."""
     folder = write_folder(tmp_path / "theirs", make_model())
     done = _import(folder, tmp_path / "ours")
     _, manifest = open_checkpoint(done.uri)
-    job = {**manifest.job, "checkpoint": {"init_from": done.uri}}
+    job = {**manifest.job, "checkpoint": {"init_from": done.uri + part}}
     shutil.copytree(tmp_path / "ours/checkpoints", tmp_path / "run/checkpoints")
     run = LocalStore(tmp_path / "run")
     run.put(manifest.key, [replace(manifest, job=job).to_json().encode()], overwrite=True)

@@ -2,7 +2,7 @@ import pytest
 
 from raymega.errors import Fault, StorageError
 from raymega.storage.local import LocalStore
-from raymega.storage.retry import RetryingStore, RetryPolicy
+from raymega.storage.retry import RetryingStore, RetryPolicy, at_once
 from raymega.storage.store import delete_all, folders_below, sizes_below
 from tests.support.memory_store import MemoryStore
 
@@ -97,3 +97,70 @@ def test_sizes_through_a_store_that_cannot_list_them():
     driver = RetryingStore(MemoryStore())
     driver.put("x/a", [b"12"], overwrite=False)
     assert sizes_below(driver, "x/", ["x/a", "x/gone"]) == {"x/a": 2}
+
+
+class Restless(MemoryStore):
+    """Fails ``times`` times in whatever is asked; a listing fails after its first key."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+        self.put("x/a", [b"12"], overwrite=True)
+        self.put("x/b", [b"3"], overwrite=True)
+
+    def fail(self):
+        if self.times:
+            self.times -= 1
+            raise AWAY
+
+    def get(self, key, *, start=0, num_bytes=-1):
+        self.fail()
+        return super().get(key, start=start, num_bytes=num_bytes)
+
+    def size(self, key):
+        self.fail()
+        return super().size(key)
+
+    def list(self, prefix):
+        for key in super().list(prefix):
+            yield key
+            self.fail()
+
+    def delete(self, key):
+        self.fail()
+        super().delete(key)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda store: store.get("x/a", start=1), b"2"),
+        (lambda store: store.size("x/a"), 2),
+        (lambda store: [*store.list("x/")], ["x/a", "x/b"]),
+        (lambda store: store.delete("x/a"), None),
+        (lambda store: sizes_below(store, "x/", ["x/a"]), {"x/a": 2, "x/b": 1}),
+        (lambda store: [*folders_below(store, "")], ["x"]),
+        (lambda store: delete_all(store, ["x/a", "x/b"]), None),
+    ],
+    ids=["get", "size", "list", "delete", "sizes", "folders", "delete_many"],
+)
+def test_whatever_the_driver_asks_is_tried_again(ask, answer):
+    inner = Restless()
+    store, slept = patient(inner)
+    inner.times = 2
+    assert ask(store) == answer and slept == [1.0, 2.0]
+    inner.times = 3
+    with pytest.raises(StorageError):
+        ask(store)
+
+
+def test_missing_key_is_an_answer_and_a_question_may_be_asked_once():
+    inner = Restless()
+    store, slept = patient(inner)
+    for ask in (store.get, store.size):
+        with pytest.raises(KeyError):
+            ask("x/gone")
+    inner.times = 1
+    with pytest.raises(StorageError):
+        at_once(store).size("x/a")
+    assert slept == [] and at_once(inner) is inner

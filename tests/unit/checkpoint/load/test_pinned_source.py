@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 
 from raymega.api import load_job
 from raymega.checkpoint.format.manifest import commit
+from raymega.checkpoint.load import pinned_source
 from raymega.checkpoint.load.fingerprint import (
     FINGERPRINT,
     SOURCES,
@@ -21,12 +22,15 @@ from raymega.checkpoint.load.fingerprint import (
     origin_faults,
     sources_of,
 )
+from raymega.checkpoint.load.init_from import ADAPTER
 from raymega.checkpoint.load.pinned_source import TEACHER, pin_faults, pinned, teacher_faults
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
+from raymega.config.schema import CheckpointSection
 from raymega.convert.native import write_weights
 from raymega.data.distillation.stored_logits import logit_files
 from raymega.errors import ConfigError
+from raymega.evaluate import training_tasks
 from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY, make_test_plan
@@ -42,9 +46,10 @@ def _write(
     teacher: str = "none",
     value: float = 0.0,
     sources: dict[str, str] | None = None,
+    sets: tuple[str, ...] = (),
 ) -> str:
     """Write ``value`` as all weights, of a run whose teacher is ``teacher``; return the manifest's URI."""
-    job = make_test_plan(*DISTILLED, f"{TEACHER}={teacher}").job
+    job = make_test_plan(*DISTILLED, f"{TEACHER}={teacher}", *sets).job
     key = write_weights(
         open_store(str(uri)), saved_tensors(job.model), lambda tensor: np.full(tensor.shape, value, np.float32),
         dtype="float32", job=job.model_dump(mode="json") | {SOURCES: sources or {}}, created=created,
@@ -60,6 +65,61 @@ def test_a_run_names_the_manifest_of_its_teacher(tmp_path: Path) -> None:
     # where the model has a teacher of no use, nothing is looked up
     off = load_job(VERIFY, [f"checkpoint.uri={tmp_path}/runs"], is_for_training=True)
     assert off.distillation.teacher_checkpoint == "none"
+
+
+def _train_further(run: Path) -> None:
+    """Commit the run's weights again, of a later step."""
+    store, manifest = open_checkpoint(str(run))
+    commit(store, replace(manifest, step=manifest.step + 9))
+
+
+def _load(tmp_path: Path, *sets: str) -> CheckpointSection:
+    options = ("model.moe={}", "parallel.ep=1", f"checkpoint.uri={tmp_path}/runs", *sets)
+    return load_job(VERIFY, options, is_for_training=True).checkpoint
+
+
+def test_ranks_of_a_new_run_start_from_one_checkpoint_though_another_is_committed(
+    tmp_path: Path,
+) -> None:
+    """Each rank opens it by itself, and a run that still trains has another newest one at any time."""
+    began = _write(tmp_path / "base")
+    asked = f"checkpoint.init_from={tmp_path}/base"
+    lora = (asked, "model.lora={r: 4}")
+    of_adapters = _write(tmp_path / "adapters", sets=lora)
+    whole, tuned = _load(tmp_path, asked), _load(tmp_path, *lora, f"{ADAPTER}={tmp_path}/adapters")
+    for run in ("base", "adapters"):
+        _train_further(tmp_path / run)
+    assert (whole.init_from, whole.init_adapter) == (began, "none")
+    assert (tuned.init_from, tuned.init_adapter) == (began, of_adapters)
+    assert open_root(began).manifest.step == 0 != open_root(f"{tmp_path}/base").manifest.step
+
+
+def test_a_run_with_checkpoints_of_its_own_looks_for_no_start(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    run, base = tmp_path / "runs" / "verify", f"{tmp_path}/base"
+    began = _write(tmp_path / "base")
+    _write(run, sets=(f"checkpoint.init_from={began}",))
+    _train_further(tmp_path / "base")
+    monkeypatch.setattr(pinned_source, "open_root", lambda uri: pytest.fail(f"{uri} is opened"))
+    # it keeps what it began with, as long as the job names it, wherever that is by now
+    assert _load(tmp_path, f"checkpoint.init_from={base}").init_from == began
+    shutil.rmtree(base)
+    assert _load(tmp_path, f"checkpoint.init_from={base}").init_from == began
+    assert _load(tmp_path, f"checkpoint.init_from={base}2").init_from == f"{base}2"
+    assert sources_of(load_job(VERIFY, [f"checkpoint.init_from={base}"])) == {}
+
+
+def test_tokenizer_of_a_start_is_that_of_its_run(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """A resume asks for it as well, and the checkpoint that the run began with may be deleted by then."""
+    monkeypatch.setattr(
+        training_tasks, "find_tokenizer", lambda it: f"{it.store.uri}/{it.manifest.key}"
+    )
+    began = _write(tmp_path / "base")
+    gone = f"{tmp_path}/base/checkpoints/step-00000099/manifest-a0000.json"
+    for start in (began, gone):
+        job = make_test_plan(f"checkpoint.init_from={start}").job
+        assert training_tasks._tokenizer_of_start(job, "corpus") == began
 
 
 def test_a_run_that_resumes_with_another_teacher_is_refused(tmp_path: Path) -> None:

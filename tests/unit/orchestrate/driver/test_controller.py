@@ -470,6 +470,15 @@ def test_checkpoint_that_cannot_be_loaded_is_passed_over(world):
     assert steps == [[], ["step-00000002"], ["step-00000001"]]
 
 
+def test_checkpoint_that_is_not_read_at_a_first_start_is_a_failure_as_any(world):
+    first = FakeWorkers(4)
+    failed = first.enter()[0][:4], first.fail(1, "CheckpointError")[0]
+    ended = world.drive(failed, whole_run(attempt=2), overrides=["elastic.max_failures=1"]).run()
+    assert (ended.status, ended.step) == ("finished", 4)
+    (lost,) = world.sink.of(AttemptFailed)
+    assert lost.decision == "restart 1 of at most 1"
+
+
 def restores(world):
     """What each attempt began with: source and step."""
     return [(event.source, event.step) for event in world.sink.of(AttemptStarted)]

@@ -19,6 +19,7 @@ from raymega.checkpoint.format.manifest import list_manifests
 from raymega.errors import ConfigError, LeaseError, StorageError
 from raymega.orchestrate.run_store.lease import Lease, hold_lease, supports_conditional_put
 from raymega.orchestrate.run_store.lease_holder import this_process
+from raymega.storage.retry import RetryingStore, RetryPolicy
 from tests.support.fakes import BEGIN, FakeClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.format.test_epochs import save
@@ -383,6 +384,38 @@ def test_probe_tells_a_store_that_creates_twice_and_leaves_nothing():
     for store, expected in ((MemoryStore(), True), (Careless(), False)):
         assert supports_conditional_put(store) is expected
         assert list(store.list("")) == []
+
+
+def test_probe_whose_first_answer_was_lost_is_no_error_and_leaves_nothing():
+    """The client of an object store tries again by itself, and finds its own object."""
+
+    class Lossy(MemoryStore):
+        has_lost = False
+
+        def put(self, key, chunks, *, overwrite):
+            super().put(key, chunks, overwrite=overwrite)
+            if not self.has_lost:
+                self.has_lost = True
+                raise FileExistsError(key)
+
+    store = Lossy()
+    assert supports_conditional_put(store)
+    assert list(store.list("")) == []
+
+
+def test_control_loop_does_not_wait_for_a_store_that_is_down(world):
+    """It asks again by itself, each time once; what its pauses cost, it would not hear its workers."""
+    lease = world.taken()
+    inner, slept = world.store, []
+    lease.store = RetryingStore(inner, retry=RetryPolicy(pauses_s=(1.0,), sleep=slept.append))
+
+    def fail(_prefix):
+        raise StorageError("down")
+
+    inner.list = fail
+    world.clock.advance(2 * DURATION_S)
+    lease.refuse_if_lost()
+    assert slept == [] and lease.age_s == 2 * DURATION_S
 
 
 def test_store_that_creates_twice_is_refused_before_anything_is_written():

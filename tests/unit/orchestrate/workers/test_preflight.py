@@ -101,6 +101,47 @@ def test_store_that_a_node_may_read_but_not_write_is_refused(make, monkeypatch):
         check.add("b", node_result)
 
 
+def test_fault_of_the_datas_store_that_passes_refuses_no_node(make, monkeypatch):
+    """The driver reads the data's description too, and a fault there would end the run."""
+    path, fails, slept = "s3://data/corpus", [False, True], []
+
+    def identity(_path):
+        if fails.pop():
+            raise StorageError("ReadTimeoutError")
+        return "1"
+
+    once = replace(preflight.RETRY_ONCE, sleep=slept.append)
+    monkeypatch.setattr(preflight, "RETRY_ONCE", once)
+    monkeypatch.setattr(preflight, "dataset_identity", identity)
+    check = make(path)
+    preflight_check, _ = check.begin({"a": "10.0.0.1"})
+    fails[:] = [False, True]
+    (report,) = check.add("a", answer_question(preflight_check, "a"))
+    assert slept == [1.0, 1.0] and report.detail == "versions and the data are right on 1 node"
+
+
+@pytest.mark.parametrize("method", ["get", "put"])
+def test_fault_of_the_store_that_passes_refuses_no_node(method, make, monkeypatch):
+    """A node may join a run that has trained for weeks."""
+    check = make()
+    preflight_check, _ = check.begin(NODES)
+    check.add("a", answer_question(preflight_check, "a"))
+    whole, slept = getattr(LocalStore, method), []
+
+    def fail_once(*args, **more):
+        if not slept:
+            raise StorageError("Stale file handle")
+        return whole(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, method, fail_once)
+        once = replace(preflight.RETRY_ONCE, sleep=slept.append)
+        patch.setattr(preflight, "RETRY_ONCE", once)
+        result = answer_question(preflight_check, "b")
+    (report,) = check.add("b", result)
+    assert slept == [1.0] and report.detail.endswith("right on 2 nodes")
+
+
 @pytest.mark.parametrize("fault", ["absent", "torn", "other"])
 def test_data_that_a_node_does_not_see_are_refused(make, tmp_path, fault):
     for split in ("train", "valid"):
