@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raymega.checkpoint.format.manifest import read_blocks
 from raymega.checkpoint.load.fingerprint import TEACHER
+from raymega.checkpoint.load.foreign_reads import foreign_read
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_root
 from raymega.messages import Box
@@ -25,7 +26,6 @@ from raymega.plan.grid import Coords
 from raymega.plan.run_plan import RunPlan, teacher_plan
 from raymega.train.build_model import ModelWeights, build_weights, make_expert_groups, make_p2p
 from raymega.train.forward_only import ForwardOnly
-from raymega.train.start.foreign_reads import foreign_read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

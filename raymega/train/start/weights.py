@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from raymega.checkpoint.format.manifest import Manifest, read_blocks
 from raymega.checkpoint.load.fingerprint import BASE
+from raymega.checkpoint.load.foreign_reads import foreign_read
 from raymega.checkpoint.load.init_from import (
     ADAPTER,
     WEIGHTS,
@@ -29,7 +30,6 @@ from raymega.plan.init_from_rules import is_reinitialised
 from raymega.plan.upcycling import Upcycling
 from raymega.storage.store import Store
 from raymega.train.build import TrainingComponents
-from raymega.train.start.foreign_reads import foreign_read
 
 log = logging.getLogger(__name__)
 
