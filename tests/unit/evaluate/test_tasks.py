@@ -155,9 +155,6 @@ def test_a_passage_of_one_word_has_nothing_to_predict_from(tmp_path):
     file = tmp_path / "passages.jsonl"
     file.write_text('{"text": "alone"}\n{"text": "two words"}\n')
     assert lambada(file, Bytes(), SETTINGS).documents == 1
-    file.write_text('{"text": "alone"}\n')
-    with pytest.raises(ConfigError, match="has no text of two words"):
-        lambada(file, Bytes(), SETTINGS)
 
 
 def test_a_request_that_is_too_long_keeps_its_end():
