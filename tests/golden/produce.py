@@ -16,6 +16,7 @@ tests.golden.tolerances, and digests by anything.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import sys
@@ -80,8 +81,24 @@ def made_on() -> str:
         "libc": " ".join(platform.libc_ver()),
         "torch": version("torch"),
         "machine": platform.machine(),
+        "processor": _processor(),
     }
     return json.dumps(found, indent=2) + "\n"
+
+
+def _processor() -> str:
+    """Kind of this processor, by which libraries of linear algebra choose their code."""
+    lines = dict(line.split("\t", 1) for line in _cpu_info() if "\t" in line)
+    named = (lines.get(name, "").strip(": \t") for name in ("vendor_id", "cpu family", "model"))
+    flags = sorted(lines.get("flags", "").strip(": ").split())
+    return f"{'/'.join(named)} {hashlib.sha256(' '.join(flags).encode()).hexdigest()[:8]}"
+
+
+def _cpu_info() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:  # no Linux
+        return []
 
 
 def _numbers() -> dict[str, str]:

@@ -74,8 +74,8 @@ CONVERSATION_MUTATIONS = (
     ConversationMutation(
         name="the end of the document is learned after that of the answer",
         file=TARGETS,
-        old="is_open = len(ends) > 0 and",
-        new="is_open = len(ends) > 0 or",
+        old="is_open = is_answered and len(ends) > 0 and",
+        new="is_open = is_answered and len(ends) > 0 or",
         caught="chatml best_fit: other labels",
     ),
     ConversationMutation(

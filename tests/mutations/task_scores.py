@@ -36,8 +36,8 @@ TASK_MUTATIONS = (
     TaskMutation(
         name="the first token counts in the word perplexity",
         file=f"{TASKS}/wikitext.py",
-        old="exp(loss * (len(tokens) - 1) / (num_words - 1))",
-        new="exp(loss * len(tokens) / num_words)",
+        old="perplexity_of(loss * (len(tokens) - 1) / (num_words - 1))",
+        new="perplexity_of(loss * len(tokens) / num_words)",
         caught="wikitext: word perplexity",
     ),
     TaskMutation(
@@ -78,8 +78,8 @@ TASK_MUTATIONS = (
     TaskMutation(
         name="a word's perplexity is that of a token",
         file=f"{TASKS}/perplexity.py",
-        old='"word_perplexity": exp(loss * count / max(num_words, 1))',
-        new='"word_perplexity": exp(loss)',
+        old='"word_perplexity": perplexity_of(loss * count / max(num_words, 1))',
+        new='"word_perplexity": perplexity_of(loss)',
         caught="perplexity: word perplexity",
     ),
     TaskMutation(
