@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raymega.verify.layout import Layout
 from tests.mutations.mutation import Mutation
 from tests.mutations.proofs import ProofMutation
@@ -112,7 +114,7 @@ IMAGES: tuple[Mutation, ...] = (
         file=EMBEDDING,
         old="copy_to_tp(features, self.sp.tp) if self.sp.degree > 1 else features",
         new="features",
-        layout=CUT,
+        layout=replace(CUT, cuts_vision_tower=True),
         job=CUT_TOWER,
     ),
     Mutation(
@@ -120,7 +122,7 @@ IMAGES: tuple[Mutation, ...] = (
         file="plan/layers/vision.py",
         old="serves_tokens=not is_cut",
         new="serves_tokens=True",
-        layout=Layout(tp=2),
+        layout=Layout(tp=2, cuts_vision_tower=True),
         job=CUT_TOWER,
     ),
     Mutation(

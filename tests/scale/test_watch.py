@@ -43,6 +43,17 @@ def running(world_size):
     return controller, group
 
 
+def started(world_size, tmp_path, monkeypatch):
+    """A fake cluster, and the real group of workers that has started on it."""
+    cluster, plan = FakeCluster(batch=world_size), plan_of(world_size)
+    fake_ray(monkeypatch, cluster)
+    group = group_of(plan, tmp_path)
+    reserve(group, plan)
+    group.start(spec_of(plan))
+    poll_until_started(group, cluster, world_size)
+    return cluster, group
+
+
 def ticks(world_size):
     """A function that makes TICKS ticks in which every rank answers and has made a step."""
     controller, group = running(world_size)
@@ -87,12 +98,7 @@ def test_driver_gets_few_answers_a_second_and_waits_for_few_calls(
     world_size, per_s, tmp_path, monkeypatch
 ):
     """Each rank up to 64; of more, each node, at an interval that grows with their number."""
-    cluster, plan = FakeCluster(batch=world_size), plan_of(world_size)
-    fake_ray(monkeypatch, cluster)
-    group = group_of(plan, tmp_path)
-    reserve(group, plan)
-    group.start(spec_of(plan))
-    poll_until_started(group, cluster, world_size)
+    cluster, group = started(world_size, tmp_path, monkeypatch)
     for _ in range(20 * LARGE // world_size):
         group.poll(0.0)
     # one call for more reports is pending for each that answers
@@ -112,12 +118,7 @@ def test_driver_gets_few_answers_a_second_and_waits_for_few_calls(
 def test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_nothing(
     tmp_path, monkeypatch
 ):
-    cluster, plan = FakeCluster(batch=512), plan_of(512)
-    fake_ray(monkeypatch, cluster)
-    group = group_of(plan, tmp_path)
-    reserve(group, plan)
-    group.start(spec_of(plan))
-    poll_until_started(group, cluster, 512)
+    cluster, group = started(512, tmp_path, monkeypatch)
     while cluster.ready:
         group.poll(0.0)
     monitors = [*group._monitors._by_node.values()]
@@ -144,12 +145,7 @@ def test_death_that_a_monitor_tells_is_reported_once_and_a_lost_monitor_costs_no
 def test_worker_that_ray_ends_for_its_nodes_memory_is_a_death_and_its_process_is_ended(
     tmp_path, monkeypatch
 ):
-    cluster, plan = FakeCluster(batch=64), plan_of(64)
-    fake_ray(monkeypatch, cluster)
-    group = group_of(plan, tmp_path)
-    reserve(group, plan)
-    group.start(spec_of(plan))
-    poll_until_started(group, cluster, 64)
+    cluster, group = started(64, tmp_path, monkeypatch)
     while cluster.ready:
         group.poll(0.0)
     actor = group._slots.slots[3].actor

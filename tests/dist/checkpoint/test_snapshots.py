@@ -10,7 +10,7 @@ from raymega.checkpoint.snapshots.queries import QUESTIONS
 from raymega.checkpoint.snapshots.snapshot import find_snapshot
 from raymega.checkpoint.snapshots.writer import SnapshotWriter
 from raymega.events import StepFinished
-from raymega.messages import Replicas, Requests
+from raymega.messages import Replicas
 from raymega.plan.run_plan import read_plan
 from raymega.plan.snapshot_replicas import copy_nodes, snapshot_cost
 from raymega.storage.memory_server import MemoryStoreServer
@@ -19,6 +19,7 @@ from raymega.train.build import build_parts
 from raymega.train.loop import run_loop
 from raymega.train.save_schedule import SaveScheduler
 from raymega.train.state import TrainState, state_from
+from tests.support.channels import KeptReports
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.memory_store import MemoryStore
 from tests.support.ranks import run_grid
@@ -30,19 +31,6 @@ STEPS = 6
 LIMIT = 1e-9
 
 
-class Reports:
-    """A channel that keeps what is reported, and asks for nothing."""
-
-    def __init__(self):
-        self.reports = []
-
-    def report(self, report):
-        self.reports.append(report)
-
-    def requests(self):
-        return Requests()
-
-
 def plan_of(layout, *overrides):
     return make_test_plan(
         *layout_overrides(layout), f"run.steps={STEPS}", "run.eval_samples=0", "checkpoint.every=0",
@@ -52,7 +40,7 @@ def plan_of(layout, *overrides):
 
 def _train(env, plan_json, replicas, source):
     """The whole loop; by step its loss and its metrics."""
-    plan, channel = read_plan(plan_json), Reports()
+    plan, channel = read_plan(plan_json), KeptReports()
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     state = TrainState()
     if source:

@@ -17,6 +17,7 @@ from raymega.train.build import build_parts
 from raymega.train.run_samples import RunSampler
 from raymega.train.state import TrainState
 from raymega.train.step import train_step
+from tests.support.channels import KeptReports
 from tests.support.jobs import make_test_plan
 from tests.support.ranks import run_grid
 from tests.unit.data.datasets import write_dataset
@@ -49,16 +50,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-class _Channel:
-    def __init__(self):
-        self.reports = []
-
-    def report(self, report):
-        self.reports.append(report)
-
-
 def _train(env, plan_json):
-    plan, channel = read_plan(plan_json), _Channel()
+    plan, channel = read_plan(plan_json), KeptReports()
     parts = build_parts(plan, rank=env.rank, groups=env.groups, device=env.device)
     sampler, state, curve = RunSampler(parts, channel, env.rank), TrainState(), []
     for _ in range(STEPS):

@@ -16,7 +16,8 @@ from raymega.chaos.phase_barriers import (
     wait_at,
 )
 from raymega.chaos.worker_entry import ChaosError, GatedChannel
-from raymega.messages import Entered, Progress, Requests, ShardSaved, StartWorker
+from raymega.messages import Entered, Progress, ShardSaved, StartWorker
+from tests.support.channels import KeptReports
 from tests.support.jobs import make_test_plan
 
 HERE = Arrival(pid=1, rank=1, attempt=2, step=5)
@@ -67,24 +68,13 @@ def test_steps_of_a_run_that_is_slowed_down_begin_later(tmp_path, monkeypatch):
     assert waits == [SLOW_STEP_S]
 
 
-class Kept:
-    def __init__(self):
-        self.reports = []
-
-    def report(self, report):
-        self.reports.append(report)
-
-    def requests(self):
-        return Requests()
-
-
 @pytest.fixture
 def gated(tmp_path):
     start = StartWorker(
         plan_json=make_test_plan().to_json(), run_uri=str(tmp_path), attempt=1, rank=0,
         local_rank=0, rendezvous="", restore="", device="cpu",
     )  # fmt: skip
-    return GatedChannel(Kept(), start)
+    return GatedChannel(KeptReports(), start)
 
 
 def act_in(gated, phase):

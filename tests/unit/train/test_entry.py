@@ -10,20 +10,13 @@ from raymega.errors import CommunicationError, NumericsError
 from raymega.messages import Working
 from raymega.train import entry
 from raymega.train.entry import INTERVAL_S, ProgressReporter, run_worker
+from tests.support.channels import KeptReports
 from tests.support.fakes import FakeClock
 from tests.support.jobs import make_test_plan
 
 
-class _Channel:
-    def __init__(self):
-        self.reports = []
-
-    def report(self, report):
-        self.reports.append(report)
-
-
 def test_portions_are_told_at_most_once_in_an_interval():
-    clock, channel = FakeClock(), _Channel()
+    clock, channel = FakeClock(), KeptReports()
     progress = ProgressReporter(channel, 3, clock=clock.monotonic)
     for _ in range(10):
         progress()
@@ -52,7 +45,7 @@ def test_what_fails_after_an_abort_is_a_lost_connection(cause, error, monkeypatc
         is_held=False, is_holder=False,
     )  # fmt: skip
     with pytest.raises(error) as caught:
-        run_worker(start, _Channel(), None)
+        run_worker(start, KeptReports(), None)
     assert cause in str(caught.value)
 
 
@@ -70,7 +63,7 @@ def test_state_of_an_attempt_before_the_last_is_dropped_first(is_held, is_holder
     monkeypatch.setattr(entry, "read_plan", end)
     start = SimpleNamespace(is_held=is_held, is_holder=is_holder, plan_json="")
     with pytest.raises(NumericsError):
-        run_worker(start, _Channel(), None)
+        run_worker(start, KeptReports(), None)
     assert held.step == (30 if is_held and is_holder else NONE)
 
 
@@ -88,9 +81,9 @@ def test_initial_values_are_drawn_only_where_no_checkpoint_follows(restore, monk
     monkeypatch.setattr(entry, "groups_of_plan", lambda *_, **more: None)
     monkeypatch.setattr(entry, "build_parts", build)
     start = SimpleNamespace(rank=0, restore=restore, is_held=False)
-    phases = entry._Phases(_Channel(), 0)
+    phases = entry._Phases(KeptReports(), 0)
     with pytest.raises(BuiltError):
-        entry._train(make_test_plan(), start, _Channel(), torch.device("cpu"), phases, None)
+        entry._train(make_test_plan(), start, KeptReports(), torch.device("cpu"), phases, None)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -115,9 +108,9 @@ def test_a_live_teacher_is_read_wherever_the_state_comes_from(is_held, monkeypat
     start = SimpleNamespace(
         rank=0, restore="checkpoints/step-00000010/manifest-a0001.json", is_held=is_held
     )
-    phases = entry._Phases(_Channel(), 0)
+    phases = entry._Phases(KeptReports(), 0)
     with pytest.raises(RestoredError):
-        entry._train(plan, start, _Channel(), torch.device("cpu"), phases, None)
+        entry._train(plan, start, KeptReports(), torch.device("cpu"), phases, None)
     assert read == [("teacher", "/runs/large")]
 
 
