@@ -23,11 +23,15 @@ def local_norm_sq(shares: Shares, device: torch.device, *, is_wide: bool = False
     Squares of float32 overflow above 1e19: where the sum is infinite, ask again with ``is_wide``, which
     takes float64 squares of all values and is ten times as slow.
     """
-    norm = _exact_norm if is_wide else _norm
-    counted = [norm(values) for _, values in shares]
+    counted = [values for _, values in shares]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(counted).square().sum()
+    if device.type == "cuda":
+        # One kernel reads many tensors, and float64 squares keep up with memory: both norms are this one.
+        norms = torch._foreach_norm(counted, dtype=torch.float64)
+    else:
+        norms = [_exact_norm(values) if is_wide else _norm(values) for values in counted]
+    return torch.stack(norms).square().sum()
 
 
 def local_norm_sq_by_group(

@@ -7,7 +7,8 @@ raymega's and torch's own code.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ class Ledger:
     def trace(self, phase: str, work: Callable[[], object]) -> dict[str, int]:
         """Count ``work`` and read its trace; return all counters."""
         trace = self.folder / f"{phase}.tsv"
-        with self.books.counting(trace) as counts:
+        with uncollected(), self.books.counting(trace) as counts:
             work()
         with trace.open() as lines:
             self.traffic[phase] = traffic_of(lines)
@@ -101,6 +102,17 @@ class Ledger:
         """Keep what is budgeted of each phase."""
         kept = ("syncs", "mallocs", "pinned_bytes")
         self.figures |= {f"{phase}.{name}": counts[name] for name in kept}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect what lies in cycles, and nothing more inside: the moment would depend on what else the process has made."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def open_alone(plan: RunPlan, rank: int, device: torch.device) -> Groups:
@@ -212,12 +224,9 @@ def _live(
 
 def _peak_bytes(work: Callable[[], object]) -> int:
     """Return the most bytes that ``work``, without notes of its memory, has asked for at once."""
-    # what lies in cycles lives until a collection, whose moment depends on what else the process has made
-    gc.collect()
-    gc.disable()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    gc.enable()
+    with uncollected():
+        torch.cuda.reset_peak_memory_stats()
+        work()
     return torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 

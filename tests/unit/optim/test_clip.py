@@ -7,9 +7,12 @@ from raymega.optim.clip import clip_factor, local_norm_sq, local_norm_sq_by_grou
 from tests.support.params import make_buffer, make_param, make_tensor
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+"""Takes a GPU's branch; the values are in host memory, where it gives the same."""
 
 
-def test_only_primary_parameters_count():
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_only_primary_parameters_count(device):
     tied = {"is_tied": True, "is_tied_copy": True}
     params = [
         make_param(make_tensor("cut", (4, 2), tp_dim=0), tp=2, tp_rank=1),
@@ -19,15 +22,16 @@ def test_only_primary_parameters_count():
     buffer = make_buffer(params)
     for param, value in zip(params, (1.0, 10.0, 100.0), strict=True):
         buffer.view(param).fill_(value)
-    assert local_norm_sq(buffer.shares(), CPU) == pytest.approx(4.0)
+    assert local_norm_sq(buffer.shares(), device) == pytest.approx(4.0)
     assert local_norm_sq(make_buffer(params[1:]).shares(), CPU) == 0.0
 
 
-def test_norm_is_summed_in_float64():
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_norm_is_summed_in_float64(device):
     params = [make_param(make_tensor("w", (1000,)), dtype=torch.float32)]
     buffer = make_buffer(params)
     buffer.view(params[0]).fill_(1e-30)
-    norm_sq = local_norm_sq(buffer.shares(), CPU)
+    norm_sq = local_norm_sq(buffer.shares(), device)
     assert norm_sq.dtype == torch.float64
     assert float(norm_sq) == pytest.approx(1e-57, rel=1e-6)
 
@@ -37,8 +41,11 @@ def test_a_norm_whose_squares_float32_cannot_hold_is_finite():
     buffer = make_buffer(params)
     buffer.view(params[0]).fill_(1e25)
     assert local_norm_sq(buffer.shares(), CPU).isinf()
-    wide = local_norm_sq(buffer.shares(), CPU, is_wide=True)
-    assert float(wide) == pytest.approx(5e53, rel=1e-6)
+    for wide in (
+        local_norm_sq(buffer.shares(), CPU, is_wide=True),
+        local_norm_sq(buffer.shares(), CUDA),
+    ):
+        assert float(wide) == pytest.approx(5e53, rel=1e-6)
     buffer.view(params[0])[7] = float("inf")
     assert local_norm_sq(buffer.shares(), CPU, is_wide=True).isinf()
 
