@@ -88,7 +88,7 @@ class DynamicLoader:
         """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._device = limits, cost, device
-        self._steps = Ahead(self._load, is_guessing=is_guessing, timeout_s=timeout_s)
+        self._steps = Ahead(is_guessing=is_guessing, timeout_s=timeout_s)
         self._depth = depth
         self._balance: dict[str, float] = {}
 
@@ -97,7 +97,7 @@ class DynamicLoader:
 
         All ranks have the same number of them, which differs from step to step.
         """
-        step = self._steps.of(batch, first_sample)
+        step = self._steps.of(self._load, batch, first_sample)
         self._balance = _balance(step.rounds, self._limits.num_ranks)
         return step.batches.on_device(self._device)
 

@@ -1,6 +1,7 @@
 """Computes a step's input in a thread while the previous step runs.
 
-It owns the thread and the guess of the next step; the function that computes is an argument.
+It owns the thread and the guess of the next step; the function that computes is an argument of each call. Kept, it
+would keep whoever owns both: memory of a step would wait for Python's collector.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class Ahead(Generic[Made]):
         waited_s: Seconds for which the newest result was waited for.
     """
 
-    def __init__(
-        self, make: Callable[[BatchPlan, int], Made], *, is_guessing: bool, timeout_s: float
-    ) -> None:
+    def __init__(self, *, is_guessing: bool, timeout_s: float) -> None:
         """Start the thread; without ``is_guessing`` only requested results are computed."""
-        self._make, self._is_guessing, self._timeout_s = make, is_guessing, timeout_s
+        self._is_guessing, self._timeout_s = is_guessing, timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raymega-ahead")
         self._under_way: dict[_Key, Future[Made]] = {}
         self.waited_s = 0.0
 
-    def of(self, batch: BatchPlan, first_sample: int) -> Made:
-        """Return the result of a step and begin to compute that of the next one.
+    def of(
+        self, make: Callable[[BatchPlan, int], Made], batch: BatchPlan, first_sample: int
+    ) -> Made:
+        """Return the result of a step and begin to compute that of the next one, by the function ``make``.
 
         Raises:
             DataError: The result was not computed within the timeout.
@@ -54,7 +55,7 @@ class Ahead(Generic[Made]):
             self._under_way.pop(other).cancel()
         for each in wanted:
             if each not in self._under_way:
-                self._under_way[each] = self._thread.submit(self._make, *each)
+                self._under_way[each] = self._thread.submit(make, *each)
         try:
             return self._under_way[key].result(self._timeout_s)
         except TimeoutError as error:

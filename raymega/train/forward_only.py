@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ AddReference = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
 """Function that returns micro-batches whose pairs have reference log-probabilities."""
 
 
+@dataclass
+class _Reading:
+    """What a pass reads on the last stage, and what it has found.
+
+    Apart from the pipeline, whose stages would else hold it in a cycle, with the results of its last pass.
+    """
+
+    read: Callable[..., Any] = StageModule.score
+    found: list[Any] = field(default_factory=list)
+
+
 class ForwardOnly:
     """Forward-only pipeline of one rank.
 
@@ -63,9 +74,8 @@ class ForwardOnly:
     ) -> None:
         self.modules = tuple(modules)
         self._before_pass = before_pass
-        self._read: Callable[..., Any] = StageModule.score
-        self._found: list[Any] = []
-        stage_fns = [self._stage_fn(module) for module in modules]
+        self._reading = _Reading()
+        stage_fns = [_stage_fn(module, self._reading) for module in modules]
 
         @cache
         def executor_for(num_micro_batches: int) -> Executor[MicroBatch]:
@@ -83,25 +93,30 @@ class ForwardOnly:
 
         On other stages ``read`` returns the activation for the next one.
         """
-        self._read, self._found = read, []
-        # run the forward passes; the last stage's results gather in _found
+        found: list[T] = []
+        self._reading.read, self._reading.found = read, found
+        # run the forward passes; the last stage's results gather in ``found``
         executor = self._executor_for(len(micro_batches))
         self._before_pass(executor)
         lengths = [*map(self.modules[0].carried_length, micro_batches)]
         executor.run(micro_batches, is_recording=False, lengths=lengths)
-        return cast(list[T], self._found)
+        self._reading.found = []
+        return found
 
-    def _stage_fn(self, module: StageModule) -> Callable[[MicroBatch, Tensor | None], Tensor]:
-        def run(micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-            output = self._read(module, micro_batch, hidden)
-            if module.head is None:
-                assert isinstance(output, Tensor), "a stage before the last returns its activation"
-                return output
-            # An executor adds up losses, and this pass has none.
-            self._found.append(output)
-            return torch.zeros((), device=micro_batch.tokens.device)
 
-        return run
+def _stage_fn(
+    module: StageModule, reading: _Reading
+) -> Callable[[MicroBatch, Tensor | None], Tensor]:
+    def run(micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        output = reading.read(module, micro_batch, hidden)
+        if module.head is None:
+            assert isinstance(output, Tensor), "a stage before the last returns its activation"
+            return output
+        # An executor adds up losses, and this pass has none.
+        reading.found.append(output)
+        return torch.zeros((), device=micro_batch.tokens.device)
+
+    return run
 
 
 def no_reference(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

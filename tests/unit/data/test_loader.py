@@ -1,3 +1,7 @@
+import gc
+import time
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +85,21 @@ def test_samples_are_the_global_ones_behind_the_tokens():
             assert window == wanted
     samples = _rows(_step(3, dp=3, micro_batch_size=2), "samples").tolist()
     assert sorted(sample for sample in samples if sample >= 0) == list(range(48, 64))
+
+
+def test_loader_and_its_newest_step_are_freed_with_their_last_reference():
+    gc.collect()
+    gc.disable()
+    try:
+        loader = Loader(samples_of(CountingSource(), seed=SEED), dp_rank=0, device="cpu")
+        batch = make_batch(global_batch_size=4, micro_batch_size=4, dp=1)
+        tokens = weakref.ref(loader.micro_batches(batch, 0)[0].tokens)
+        assert tokens() is not None
+        del loader
+        # the loader's thread ends by itself, a moment later
+        until_s = time.monotonic() + 100
+        while tokens() is not None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert tokens() is None
+    finally:
+        gc.enable()

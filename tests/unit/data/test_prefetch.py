@@ -38,11 +38,11 @@ class Maker:
 
 def test_next_step_is_made_while_this_one_runs():
     maker = Maker()
-    ahead = Ahead(maker, is_guessing=True, timeout_s=100)
-    assert ahead.of(FOUR, 0) == (0, 4)
+    ahead = Ahead(is_guessing=True, timeout_s=100)
+    assert ahead.of(maker, FOUR, 0) == (0, 4)
     maker.wait(2)
     assert maker.made == [(0, 4), (4, 4)]
-    assert ahead.of(FOUR, 4) == (4, 4)
+    assert ahead.of(maker, FOUR, 4) == (4, 4)
     maker.wait(1)
     assert maker.made == [(0, 4), (4, 4), (8, 4)]
 
@@ -59,37 +59,37 @@ def test_last_result_is_freed_before_the_next_is_made():
         refs[first] = weakref.ref(made)
         return made
 
-    ahead = Ahead(make, is_guessing=True, timeout_s=100)
+    ahead = Ahead(is_guessing=True, timeout_s=100)
     for first in (0, 4, 8, 12):
-        ahead.of(FOUR, first)
+        ahead.of(make, FOUR, first)
     assert 0 not in alive[8] and 4 not in alive[12]
 
 
 def test_step_that_was_not_guessed_is_right_too():
-    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
-    assert [ahead.of(_batch(size), first) for first, size in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
+    maker, ahead = Maker(), Ahead(is_guessing=True, timeout_s=100)
+    assert [ahead.of(maker, _batch(size), first) for first, size in ((0, 4), (4, 8), (96, 8), (0, 4))] == [
         (0, 4), (4, 8), (96, 8), (0, 4),
     ]  # fmt: skip
 
 
 def test_without_guessing_the_same_step_is_made_once():
     maker = Maker()
-    ahead = Ahead(maker, is_guessing=False, timeout_s=100)
-    assert [ahead.of(FOUR, 0) for _ in range(3)] == [(0, 4)] * 3
+    ahead = Ahead(is_guessing=False, timeout_s=100)
+    assert [ahead.of(maker, FOUR, 0) for _ in range(3)] == [(0, 4)] * 3
     assert maker.made == [(0, 4)]
 
 
 def test_error_is_raised_by_its_own_step():
-    ahead = Ahead(Maker(), is_guessing=True, timeout_s=100)
-    assert ahead.of(FOUR, 0) == (0, 4)
+    maker, ahead = Maker(), Ahead(is_guessing=True, timeout_s=100)
+    assert ahead.of(maker, FOUR, 0) == (0, 4)
     with pytest.raises(DataError, match="below the first"):
-        ahead.of(FOUR, -4)
-    assert ahead.of(FOUR, 0) == (0, 4)
+        ahead.of(maker, FOUR, -4)
+    assert ahead.of(maker, FOUR, 0) == (0, 4)
 
 
 def test_wait_has_an_end():
     gate = threading.Event()
-    ahead = Ahead(lambda *_: gate.wait(100), is_guessing=False, timeout_s=0.05)
+    ahead = Ahead(is_guessing=False, timeout_s=0.05)
     with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
-        ahead.of(FOUR, 8)
+        ahead.of(lambda *_: gate.wait(100), FOUR, 8)
     gate.set()

@@ -1,48 +1,47 @@
-"""The reference of a step: the frozen weights, without adapters and without dropout."""
+"""Passes without training leave nothing behind: neither their results nor the pipeline wait for Python's collector."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from raymega.messages import Requests
-from raymega.parallel.context_parallel.context import no_context
-from raymega.train.build import build_parts
-from raymega.train.forward_only import no_reference, with_baseline
-from raymega.train.state import TrainState
-from raymega.train.step import train_step
+from raymega.train.forward_only import ForwardOnly
 from tests.support.jobs import layout_overrides, make_test_plan
-from tests.support.params import ALONE
-
-PAIRS = (
-    "data.packing=best_fit", "data.document_multiple=8", "preference.loss_type=sigmoid", "model.lora.r=4",
-    "model.hidden_dropout=0.3", "run.eval_samples=0", "optimizer.lr=1e-1", "optimizer.lr_warmup_steps=0",
-)  # fmt: skip
 
 
-def _references(parts):
-    batches = parts.loader.micro_batches(parts.plan.batch_at(0), 0)
-    return [batch.pairs.reference for batch in parts.add_reference(batches)]
+class Alone:
+    """Transfers of a pipeline of one stage: none."""
+
+    dtype, device = torch.float32, "cpu"
+
+    def is_last(self, _chunk):
+        return True
+
+    def wait_all(self):
+        """Nothing is under way."""
 
 
-def test_the_reference_is_the_same_after_steps_and_in_each_pass():
-    parts = build_parts(
-        make_test_plan(*layout_overrides("tp1"), *PAIRS),
-        rank=0,
-        groups=ALONE,
-        device=torch.device("cpu"),
-    )
-    before = _references(parts)
-    outcome = train_step(parts, TrainState(), Requests(), is_recording=False)
-    train_step(parts, outcome.state, Requests(), is_recording=False)
-    after = _references(parts)
-    assert all(map(torch.equal, before, after))
-    assert all((each <= 0).all() and (each < 0).any() for each in before)
-    assert not any(module.adapters.is_off for module in parts.modules)
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
-def test_a_rank_whose_stages_have_no_weights_shares_the_estimate_of_the_divergence():
-    stage = SimpleNamespace(context=no_context(), parameters=lambda: iter(()))
-    forward = SimpleNamespace(modules=(stage,), run=lambda *_: [])
-    add = with_baseline(no_reference, forward, ALONE.world, 0, torch.device("cpu"))
-    batch = SimpleNamespace(pairs=None, rows=SimpleNamespace(context=None))
-    assert add([batch]) == [batch]
+@pytest.mark.usefixtures("no_collector")
+def test_results_and_pipeline_are_freed_with_their_last_reference():
+    plan = make_test_plan(*layout_overrides("tp1-pp1-dp1"))
+    stage = SimpleNamespace(head="a head", carried_length=lambda _: 4)
+    forward = ForwardOnly(plan, 0, modules=[stage], p2p=Alone())
+    batch = SimpleNamespace(tokens=torch.zeros(1, 4))
+    (found,) = forward.run(lambda _stage, seen, _hidden: seen.tokens + 1, [batch])
+    assert found.tolist() == [[1.0] * 4]
+    # the pass's result, and then all of it
+    result, pipeline = weakref.ref(found), weakref.ref(forward)
+    del found
+    assert result() is None
+    del forward
+    assert pipeline() is None
