@@ -7,6 +7,7 @@ operation. The file system needs atomic rename and hard links; ext4, xfs, NFS an
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,14 +18,16 @@ from raymega.storage.keys import check_key, is_key
 
 PARTIAL_FOLDER = ".partial"
 STALE_PARTIAL_S = 24 * 3600
+LOOK_EVERY_S = 3600.0
+"""Seconds between two looks for what killed writers left: a look at each put of N ranks would be N squared looks."""
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class LocalStore:
-    """The Store protocol over files; it has no state except the root, so it is safe from any thread."""
+    """The Store protocol over files, safe from any thread."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root, self._next_look_s = root, 0.0
 
     @property
     def uri(self) -> str:
@@ -39,7 +42,7 @@ class LocalStore:
             # temporary file first: readers see the object only under its final name
             try:
                 _write_synced(partial, chunks)
-                _remove_stale(partial)
+                self._remove_stale(partial)
                 _make_folder(path.parent)
                 is_published = _publish(partial, path, overwrite=overwrite)
             finally:
@@ -110,6 +113,18 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
+    def _remove_stale(self, partial: Path) -> None:
+        """Remove temporary files of killed writers that are STALE_PARTIAL_S older than ``partial``, now and then."""
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + LOOK_EVERY_S
+        # modification times of one file system: this machine's clock may differ from a file server's
+        newest_s = partial.stat().st_mtime
+        for other in partial.parent.iterdir():
+            with suppress(FileNotFoundError):
+                if newest_s - other.stat().st_mtime > STALE_PARTIAL_S:
+                    other.unlink()
+
 
 def _write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     _make_folder(path.parent)
@@ -136,16 +151,6 @@ def _publish(partial: Path, path: Path, *, overwrite: bool) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _remove_stale(partial: Path) -> None:
-    """Remove temporary files of killed writers that are STALE_PARTIAL_S older than ``partial``."""
-    # modification times of one file system: this machine's clock may differ from a file server's
-    newest_s = partial.stat().st_mtime
-    for other in partial.parent.iterdir():
-        with suppress(FileNotFoundError):
-            if newest_s - other.stat().st_mtime > STALE_PARTIAL_S:
-                other.unlink()
 
 
 def _make_folder(folder: Path) -> None:

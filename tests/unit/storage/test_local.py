@@ -63,7 +63,9 @@ def test_object_is_synced_before_it_has_its_name(files, monkeypatch, overwrite):
     assert calls == ["sync", "name", "sync folder", "sync"]
 
 
-def test_partial_object_of_a_killed_writer_is_invisible_and_goes_after_a_day(files, tmp_path):
+def test_partial_object_of_a_killed_writer_is_invisible_and_goes_after_a_day(
+    files, tmp_path, monkeypatch
+):
     _put(files, "k")
     partials = tmp_path / "root" / PARTIAL_FOLDER
     old, young = partials / "old", partials / "young"
@@ -72,6 +74,10 @@ def test_partial_object_of_a_killed_writer_is_invisible_and_goes_after_a_day(fil
     day_ago = young.stat().st_mtime - local.STALE_PARTIAL_S - 60
     os.utime(old, (day_ago, day_ago))
     assert list(files.list("")) == ["k"]
+    # a look an hour: ranks that save together do not look at each other's files at each put
+    _put(files, "soon")
+    assert {*partials.iterdir()} == {old, young}
+    monkeypatch.setattr(local.time, "monotonic", lambda: 1e9 + local.LOOK_EVERY_S)
     _put(files, "other")
     assert list(partials.iterdir()) == [young]
 
