@@ -6,6 +6,7 @@ with the name of its format. No tensor library is needed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ SAFETENSORS_CODES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 STRIDE = 2**16
 """Number of elements that are rounded at once."""
 CODE_OF = {dtype: code for code, dtype in SAFETENSORS_CODES.items()}
+
+
+def common_format(formats: Collection[str]) -> str:
+    """Return the checkpoint format that holds values of all ``formats`` without rounding."""
+    # Checkpoints have no float16; float32 holds its values.
+    if "float64" in formats:
+        return "float64"
+    return "bfloat16" if {*formats} == {"bfloat16"} else "float32"
 
 
 def recast(values: Array, source: str, target: str) -> Array:

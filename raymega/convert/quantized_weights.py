@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raymega.convert.number_formats import Array
+from raymega.convert.number_formats import Array, common_format
 from raymega.convert.safetensors_files import PLAIN_FORMATS, WeightEntry
 from raymega.errors import ConfigError, Fault, raise_faults
 
@@ -48,14 +48,12 @@ class QuantizedEntry(WeightEntry):
 
 def common_dtype(entries: Mapping[str, WeightEntry]) -> str:
     """Return the checkpoint format that holds all weights without rounding."""
-    # Checkpoints have no float16; float32 holds its values.
-    formats = {
-        "bfloat16" if isinstance(entry, QuantizedEntry) else entry.dtype
-        for entry in entries.values()
-    }
-    if "float64" in formats:
-        return "float64"
-    return "bfloat16" if formats == {"bfloat16"} else "float32"
+    return common_format(
+        {
+            "bfloat16" if isinstance(entry, QuantizedEntry) else entry.dtype
+            for entry in entries.values()
+        }
+    )
 
 
 def quantization_faults(config: Config) -> Iterator[Fault]:

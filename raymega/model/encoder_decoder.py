@@ -194,8 +194,7 @@ class EncoderDecoderStage(StageModule):
         """Make ``before_use`` wait for a unit's weights before its backward, under ZeRO-3."""
         if not isinstance(output, Streams):
             return super()._used(unit, output)
-        changed = output.decoder if cast(StreamBlock, unit).cross_attention else output.encoder
-        super()._used(unit, changed)
+        super()._used(unit, cast(StreamBlock, unit).changed(output))
         return output
 
 

@@ -76,10 +76,14 @@ class StreamBlock(TransformerBlock):
         if self.cross_attention is not None:
             self.cross_attention.is_remade = "attention" in parts
 
+    def changed(self, streams: Streams) -> Tensor:
+        """Return the stream that the block changes."""
+        return streams.encoder if self.cross_attention is None else streams.decoder
+
     def forward(self, streams: Streams, token_layout: TokenLayout) -> Streams:  # type: ignore[override]
         """Return the streams after the block, which changes one of them."""
         context, cross = token_layout.context.outer, self.cross_attention
-        x = streams.encoder if cross is None else streams.decoder
+        x = self.changed(streams)
         bias = streams.encoder_bias if cross is None else streams.decoder_bias
         keys = streams.encoder_keys if cross is None else streams.decoder_keys
         assert bias is not None, "the stage has made the biases of its blocks"

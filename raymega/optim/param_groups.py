@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection, OptimizerSection
-from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.layers.global_tensor import BELOW, GlobalTensor, Role
 from raymega.plan.memory.optimizer_state import kind_of, update_of
 from raymega.plan.tensor_table import embedding_tensors, head_tensors, layer_tensors
 
@@ -69,8 +69,8 @@ def _is_decayed(role: Role, optimizer: OptimizerSection) -> bool:
 def _layers_above(tensor: GlobalTensor, num_layers: int) -> int:
     """Return how many times layer-wise decay applies: 0 for the head, 1 for the last block, and so on.
 
-    Blocks of multi-token prediction count with the head.
+    Blocks of multi-token prediction count with the head, what lies below the first block counts with it.
     """
-    if tensor.layer >= 0:
-        return max(0, num_layers - tensor.layer)
-    return num_layers if tensor.role == "embedding" else 0
+    if tensor.layer == BELOW:
+        return num_layers
+    return max(0, num_layers - tensor.layer) if tensor.layer >= 0 else 0

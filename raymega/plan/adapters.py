@@ -85,8 +85,9 @@ def with_tuning(table: Iterable[Tensor], model: ModelSection) -> list[Tensor]:
 def is_target(tensor: TableTensor, model: ModelSection) -> bool:
     """Return whether a weight of a block gets an adapter."""
     name, lora = tensor.name, model.lora
-    # adapters are of the language model's blocks: PEFT's names would fit a vision tower's too
-    if not lora.r or _is_of_new_head(name, model) or name.startswith("vision."):
+    # adapters are of the language model's blocks: PEFT's names would fit a vision tower's too, and a head's are of
+    # pairs' states, which have no keys for dropout
+    if not lora.r or name.startswith(("head.", "vision.")):
         return False
     if tensor.role != "matrix" or tensor.is_carried or name.endswith(NO_LINEARS) or "." not in name:
         return False

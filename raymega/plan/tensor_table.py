@@ -12,7 +12,7 @@ from raymega.config.schema import ModelSection
 from raymega.plan.adapters import with_tuning
 from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
-from raymega.plan.layers.global_tensor import GlobalTensor, Role
+from raymega.plan.layers.global_tensor import BELOW, GlobalTensor, Role
 from raymega.plan.layers.layer_pattern import ALONE, STATES, sized_model, tensor_kind
 from raymega.plan.layers.norm_tensors import norm_tensors
 from raymega.plan.layers.state_tensors import state_tensors
@@ -77,7 +77,8 @@ def embedding_tensors(model: ModelSection) -> list[GlobalTensor]:
     if family.is_encoder_decoder:
         # T5's tables start wide: a tied head divides by sqrt(D)
         table = [replace(each, initializer_range=1.0) for each in table] + position_tables(model)
-    return without_unused(with_tuning(table + vision_tensors(model), model), model.vision)
+    below = [replace(each, layer=BELOW) for each in table + vision_tensors(model)]
+    return without_unused(with_tuning(below, model), model.vision)
 
 
 def is_tower_frozen(model: ModelSection) -> bool:

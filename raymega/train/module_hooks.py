@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raymega.model.pipeline_stage import StageModule
+from raymega.model.stream_block import StreamBlock
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.parallel.workarounds.torch_private import is_in_backward
 
@@ -101,7 +102,9 @@ class _Tap:
         return look
 
     def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _args: Any, output: Any) -> None:
+        def look(module: nn.Module, _args: Any, output: Any) -> None:
+            # of two streams a block passes one on
+            output = module.changed(output) if isinstance(module, StreamBlock) else output
             if not self._is_first_pass() or not isinstance(output, Tensor):
                 return
             self._show("output", name, output)

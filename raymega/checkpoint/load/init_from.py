@@ -23,6 +23,7 @@ from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import (
     CHANGED,
     IGNORE,
+    LAST_STEP,
     REINIT,
     RENAME,
     init_names,
@@ -93,16 +94,17 @@ def _adapter_faults(uri: str, base: str, model: ModelSection) -> Iterator[Fault]
     except RaymegaError as error:
         yield from (replace(each, fact=f"{ADAPTER}={uri!r}: {each.fact}") for each in error.faults)
         return
-    saved = _weight_shapes(manifest)
+    saved = {n: s for n, s in _weight_shapes(manifest).items() if not matches(n, LAST_STEP)}
     yield from _function_faults(manifest, model, *SCALES)
     yield from overwritten_start_faults(manifest, base)
-    own = {t.name: t.shape for t in model_tensors(model) if is_adapter(t.name)}
-    unlike = _unlike({name: saved[name] for name in saved if is_adapter(name)}, own)
+    # of what is trained beside adapters, a start takes what is there
+    own = {t.name: t.shape for t in saved_tensors(model) if is_adapter(t.name) or t.name in saved}
+    unlike = _unlike(saved, own)
     if unlike:
         yield Fault(
             fact=f"{ADAPTER}={uri!r} holds {first_few(unlike, 2)}",
-            rule="its adapters must be those of model.lora: of one rank, on the same layers",
-            remedy="set model.lora as the adapters were trained with, which `raymega checkpoint show` tells",
+            rule="it has the adapters of model.lora, of one rank and on the same layers, and weights of model.train",
+            remedy="set model.lora as the adapters were trained with, and model.train: `raymega checkpoint show` tells both",
         )
 
 

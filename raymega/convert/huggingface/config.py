@@ -175,7 +175,7 @@ def _config_of(model: ModelSection, *, dtype: str, carried: Config) -> dict[str,
 
 
 TRAINING = ("hidden_dropout", "attention_dropout", "loss", "label_smoothing", "z_loss", "make_vocab_size_divisible_by",
-            "num_nextn_predict_layers", "mtp_loss_scaling_factor", "initializer_range")  # fmt: skip
+            "num_nextn_predict_layers", "mtp_loss_scaling_factor", "initializer_range", "freeze", "train", "neftune_noise_alpha")  # fmt: skip
 TRAINING_EXPERTS = ("router_jitter_noise", "router_dtype", "load_balancing_type", "router_aux_loss_coef", "sinkhorn_rounds",
                     "expert_bias_update_rate", "router_z_loss_coef", "capacity_factor", "token_drop_policy",
                     "pad_expert_input_to_capacity")  # fmt: skip
@@ -207,6 +207,8 @@ def _function_of(model: ModelSection) -> dict[str, Any]:
     }  # fmt: skip
     plain = model.model_dump(exclude={*TRAINING, *parts_apart})
     plain |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
+    if not parts_of(model).is_norm_offset:  # a last norm's weight holds muP's factor on the logits
+        plain.pop("mup_base_width")
     experts = model.moe.model_dump(exclude={*TRAINING_EXPERTS})
     experts["intermediate_size"] = model.expert_width
     if not model.moe.num_experts:

@@ -33,7 +33,7 @@ from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, curr
 from raymega.convert.huggingface.heads import sentence_files
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
-from raymega.convert.number_formats import Array, recast
+from raymega.convert.number_formats import Array, common_format, recast
 from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_weights
 from raymega.data.format import TOKENIZER_FILE
@@ -110,7 +110,7 @@ def hf_export(
         beside[PREPROCESSOR] = current_preprocessor(model.vision, beside.get(PREPROCESSOR, b""))
     for name, content in sentence_files(model, is_readable=has_tokenizer(beside)).items():
         beside[name] = json.dumps(content, indent=2).encode()
-    source = next(iter(saved.values()))[0].dtype
+    source = common_format({boxes[0].dtype for boxes in saved.values()})
     config["dtype"] = target = source if dtype == "saved" else dtype
     theirs = exported_tensors(model)
     raise_faults(ConfigError, _lost_faults(model, theirs, config))

@@ -16,7 +16,7 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
-from raymega.convert.number_formats import recast
+from raymega.convert.number_formats import common_format, recast
 from raymega.convert.tuned.coded_base import through_blocks
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.adapters import LORA_A, adapter_names, is_adapter, linear_of, magnitude_name
@@ -86,7 +86,7 @@ class AdaptedWeights:
         self.first = self._base.checkpoint
         self.checkpoints = (*(part.checkpoint for part in parts), self.first)
         self.model = merged_model(parts[0].model)
-        self.dtype = self.first.dtype(self.first.names[0])
+        self.dtype = common_format({box.dtype for box in self.first.manifest.boxes})
         self.num_adapters = len(_linears(parts))
 
     def of(self, tensor: GlobalTensor) -> NDArray[np.float64]:
@@ -266,4 +266,4 @@ def _combination_faults(parts: Sequence[AdapterPart], kind: CombinationType) -> 
 
 def _is_common(name: str) -> bool:
     """Return whether adapters may have a tensor in common: factors, and routers' state, which is the base's."""
-    return is_adapter(name) or name.endswith(".router.bias")
+    return is_adapter(name) or name.endswith((".router.bias", ".router.counts"))

@@ -18,7 +18,7 @@ from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.exporter import dtype_faults
 from raymega.convert.huggingface.extra_files import bring_along
 from raymega.convert.native import occupied_faults, tuned_model_of, write_weights
-from raymega.convert.number_formats import Array, recast
+from raymega.convert.number_formats import Array, common_format, recast
 from raymega.convert.tuned.adapted_weights import (
     AdaptedWeights,
     AdapterPart,
@@ -184,7 +184,8 @@ class _Mean:
     ) -> None:
         self.first, self.checkpoints, self.model = checkpoints[0], tuple(checkpoints), model
         self._shares = [weight / sum(weights) for weight in weights]
-        self.dtype = self.first.dtype(f"{WEIGHTS}/{model_tensors(model)[0].name}")
+        boxes, begin = self.first.manifest.boxes, f"{WEIGHTS}/"
+        self.dtype = common_format({box.dtype for box in boxes if box.tensor.startswith(begin)})
 
     def of(self, tensor: GlobalTensor) -> Array:
         """Return the mean of a tensor, float64."""

@@ -27,6 +27,7 @@ from raymega.convert.tuned.peft_names import (
 )
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.adapters import adapter_names, is_adapter
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.tensor_table import saved_tensors
 
 
@@ -111,7 +112,7 @@ def _config(model: ModelSection, targets: list[str], base: str) -> dict[str, Any
     lora = model.lora
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _task_of(model),
         "base_model_name_or_path": base or None,
         "bias": "none",
         "fan_in_fan_out": model.family == "gpt2",
@@ -124,6 +125,14 @@ def _config(model: ModelSection, targets: list[str], base: str) -> dict[str, Any
         "use_dora": lora.use_dora,
         "use_rslora": lora.use_rslora,
     }
+
+
+def _task_of(model: ModelSection) -> str | None:
+    """Return PEFT's name of what the model is for, by which its Auto classes choose transformers'; None of others."""
+    parts = parts_of(model)
+    if parts.is_encoder_decoder:
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if parts.is_causal and not model.head.is_on else None
 
 
 def _faults(uri: str, model: ModelSection) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import ModelSection
 from raymega.convert.native import model_of, occupied_faults, write_weights
-from raymega.convert.number_formats import Array, recast
+from raymega.convert.number_formats import Array, common_format, recast
 from raymega.convert.quantized_weights import common_dtype
 from raymega.convert.safetensors_files import WeightEntry, read_header
 from raymega.convert.tuned.adapted_weights import merged_model
@@ -110,7 +110,8 @@ def peft_import(folder: Path, base: str, uri: str, *, created: str) -> PeftImpor
     # routers' state comes from the base
     tensors = saved_tensors(model)
     raise_faults(ConfigError, _shape_faults(folder, tensors, ours))
-    dtype = common_dtype(ours)
+    states = {f"{WEIGHTS}/{each.name}" for each in tensors if not each.is_trained}
+    dtype = common_format({common_dtype(ours), *map(started.dtype, states)})
 
     def values(tensor: GlobalTensor) -> Array:
         if tensor.name not in ours:
@@ -214,6 +215,14 @@ def _lora(config: Mapping[str, Any], adapted: list[str], linears: list[str]) -> 
 def _shape_faults(
     folder: Path, tensors: list[GlobalTensor], ours: Mapping[str, WeightEntry]
 ) -> Iterator[Fault]:
+    # such as a router's, a head's or a vision tower's
+    left = sorted(ours.keys() - {each.name for each in tensors})
+    if left:
+        yield Fault(
+            fact=f"{folder / WEIGHTS_FILE} adapts {first_few(left, 2)}",
+            rule="adapters are of linear layers inside the language model's blocks",
+            remedy=MERGE,
+        )
     for tensor in (each for each in tensors if each.is_trained):
         found = ours[tensor.name].shape if tensor.name in ours else "nothing"
         if found != tensor.shape:

@@ -21,9 +21,14 @@ GELU_FACTOR, GELU_CUBE = sqrt(2 / pi), 0.044715
 """Constants of the tanh form's u(x) = factor (x + cube x^3), by Hendrycks and Gimpel 2016."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_fused: bool = False) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; weight has x's last dims."""
-    return _RmsNorm.apply(x, weight, eps, is_fused)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, is_fused: bool = False, is_offset: bool = False
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; weight has x's last dims.
+
+    With ``is_offset`` the factor is 1 + weight.
+    """
+    return _RmsNorm.apply(x, weight, eps, is_fused, is_offset)
 
 
 def swiglu(gate_up: Tensor, *, is_fused: bool = False) -> Tensor:
@@ -40,31 +45,48 @@ class _RmsNorm(torch.autograd.Function):
     """RMSNorm that saves x and one 1 / rms(x) a row; computed in max(fp32, dtype)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_fused: bool) -> Tensor:  # noqa: FBT001
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        is_fused: bool,  # noqa: FBT001
+        is_offset: bool,  # noqa: FBT001
+    ) -> Tensor:
         eager = _rms_norm_of_torch if x.is_cuda else _rms_norm_in_steps
         make = fused(_rms_norm, is_on=True) if is_fused else eager
-        y, inverse = make(x.detach(), weight.detach(), eps)
+        y, inverse = make(x.detach(), _factors(weight, is_offset=is_offset), eps)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.param, ctx.is_fused = weight, is_fused
+        ctx.param, ctx.is_fused, ctx.is_offset = weight, is_fused, is_offset
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
+        weight = _factors(weight, is_offset=ctx.is_offset)
         if x.is_cuda and not ctx.is_fused:
             # the weight's first: its wide product is freed before dx is made
             term = ComputedTerm(lambda: weight_gradient(grad, x, weight, inverse))
             grad_weight = accumulate_grad(ctx.param, term)
             grad_x = _rms_norm_gradient_of_torch(grad, x, weight, inverse)
-            return grad_x, grad_weight, None, None
+            return grad_x, grad_weight, None, None, None
         # The LayerNorm kernel takes one dtype and a flat weight.
         is_narrow = x.dtype != inverse.dtype or weight.dim() > 1
         if not ctx.is_fused and not is_narrow:
-            return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None
+            return *_rms_norm_gradients_in_steps(grad, x, weight, inverse), None, None, None
         make = fused(_rms_norm_gradients, is_on=ctx.is_fused)
-        grad_x, wide = make(grad, x.detach(), weight.detach(), inverse)
-        return grad_x, accumulate_grad(ctx.param, ComputedTerm(lambda: wide)), None, None
+        grad_x, wide = make(grad, x.detach(), weight, inverse)
+        return grad_x, accumulate_grad(ctx.param, ComputedTerm(lambda: wide)), None, None, None
+
+
+def _factors(weight: Tensor, *, is_offset: bool) -> Tensor:
+    """Return the factors of the features, without autograd: 1 + weight in max(fp32, dtype).
+
+    A narrow format has few digits near 1.
+    """
+    held = weight.detach()
+    return 1 + held.to(torch.promote_types(held.dtype, torch.float32)) if is_offset else held
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -76,19 +98,23 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _rms_norm_of_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the same by torch's kernel, which GPUs alone have."""
-    # It takes a flat weight; heads have one each.
-    is_flat = weight.dim() == 1
+    # It takes a flat weight of x's format; heads have one each, and 1 + weight is wider.
+    is_flat = _is_flat(x, weight)
     y, inverse = torch.ops.aten._fused_rms_norm(
         x, weight.shape[-1:], weight if is_flat else None, eps
     )
     return y if is_flat else y.mul_(weight), inverse
 
 
+def _is_flat(x: Tensor, weight: Tensor) -> bool:
+    return weight.dim() == 1 and weight.dtype == x.dtype
+
+
 def _rms_norm_gradient_of_torch(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     """Return dx by torch's kernel. Its dw would be rounded to the format of the weight."""
-    is_flat = weight.dim() == 1
+    is_flat = _is_flat(x, weight)
     grad_x: Tensor = torch.ops.aten._fused_rms_norm_backward(
-        grad if is_flat else grad * weight, x, weight.shape[-1:], inverse,
+        grad if is_flat else (grad * weight).to(x.dtype), x, weight.shape[-1:], inverse,
         weight if is_flat else None, [True, False],
     )[0]  # fmt: skip
     return grad_x

@@ -72,7 +72,7 @@ def apply_offset_rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, is_fused: bool = False
 ) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (1 + weight)."""
-    return rms_norm(x, 1 + weight, eps, is_fused=is_fused)
+    return rms_norm(x, weight, eps, is_fused=is_fused, is_offset=True)
 
 
 class HeadNorms(nn.Module):
@@ -93,8 +93,9 @@ class HeadNorms(nn.Module):
             self.q_weight.expand(num_heads, -1),
             self.k_weight.expand(qk.shape[2] - num_heads, -1),
         )
-        weight = 1 + torch.cat(weights) if self.is_offset else torch.cat(weights)
-        return rms_norm(qk, weight, self.eps, is_fused=self.is_fused)
+        return rms_norm(
+            qk, torch.cat(weights), self.eps, is_fused=self.is_fused, is_offset=self.is_offset
+        )
 
 
 class L2Norm(nn.Module):

@@ -17,6 +17,8 @@ Role = Literal["embedding", "head", "matrix", "filter", "norm", "bias", "state"]
 VECTOR_ROLES = ("filter", "norm", "bias")
 """Roles of small weights: sharding of gradients and of weights leaves them whole."""
 
+BELOW = -2
+"""Layer of what lies below all blocks: tables, norms of what they give, a vision tower."""
 WHOLE_EXPERTS = ExpertPlace()
 """Place of a rank that holds all experts whole."""
 
@@ -50,7 +52,7 @@ class GlobalTensor:
         is_frozen: Whether the job trains other tensors only; `adapters.py` decides.
         base_dtype: Format of a frozen weight that is held as codes, `nf4` or `fp8`; `compute` of all others.
         is_carried: Whether no layer reads it: it is kept, frozen, for what is exported.
-        layer: Number of its block, from 0; -1 outside of blocks.
+        layer: Number of its block, from 0; BELOW before the first, -1 elsewhere.
         rows_of: Tensor with one dim more, of whose rows these are norms at the start; None of all others.
     """
 

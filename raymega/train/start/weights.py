@@ -26,7 +26,7 @@ from raymega.config.schema import CheckpointSection
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.adapters import is_adapter
-from raymega.plan.init_from_rules import is_reinitialised
+from raymega.plan.init_from_rules import LAST_STEP, is_reinitialised, matches
 from raymega.plan.upcycling import Upcycling
 from raymega.storage.store import Store
 from raymega.train.build import TrainingComponents
@@ -45,21 +45,26 @@ def init_from(
 
     A run that ``is_resumed`` takes the base of its adapters alone; its own checkpoint has the rest. A base that is held as codes is encoded again; all ranks call it together.
     """
-    if section.init_adapter != "none":
-        with foreign_read(ADAPTER, section.init_adapter):
-            _load_adapters(parts, section.init_adapter, progress)
     if section.init_from != "none":
         with foreign_read(BASE, section.init_from):
             _load_base(parts, section, is_resumed=is_resumed, progress=progress)
+    # after the base, of which their run may have trained some weights too
+    if section.init_adapter != "none":
+        with foreign_read(ADAPTER, section.init_adapter):
+            _load_adapters(parts, section.init_adapter, progress)
 
 
 def _load_adapters(parts: TrainingComponents, uri: str, progress: Callable[[], None]) -> None:
+    """Load the adapters, and what their run has trained or moved beside them."""
     store, root = open_root(uri)
-    factors = [
-        b for b in parts.optimizer.blocks() if b.kind == WEIGHTS and is_adapter(b.tensor.name)
+    blocks = [
+        b
+        for b in parts.optimizer.blocks()
+        if b.kind == WEIGHTS and (is_adapter(b.tensor.name) or b.name in root.shapes)
+        if not matches(b.tensor.name, LAST_STEP)
     ]
-    manifest = read_blocks(store, root.key, boxes_by_name(factors))
-    load(store, manifest, factors, is_narrowing_allowed=True, progress=progress)
+    manifest = read_blocks(store, root.key, boxes_by_name(blocks))
+    load(store, manifest, blocks, is_narrowing_allowed=True, progress=progress)
     parts.optimizer.sync_weights(is_start=True)
 
 

@@ -7,13 +7,14 @@ import torch
 
 from raymega.messages import Requests
 from raymega.model.layers.transformer_block import TransformerBlock
+from raymega.model.stream_block import StreamBlock
 from raymega.plan.run_plan import read_plan
 from raymega.train.bad_steps import BadStepAction
 from raymega.train.build import build_parts
 from raymega.train.state import first_state
 from raymega.train.step import train_step
 from raymega.train.train_statistics import activations_of, norm_metrics
-from tests.support.jobs import layout_overrides, make_test_plan
+from tests.support.jobs import T5, layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 
 pytestmark = pytest.mark.dist
@@ -47,7 +48,11 @@ def _train(env, plan_json):
 
 
 def _server(kept, name):
-    return lambda _module, _args, output: kept.setdefault(name, []).append(output.detach())
+    def keep(block, _args, output):
+        own = block.changed(output) if isinstance(block, StreamBlock) else output
+        kept.setdefault(name, []).append(own.detach())
+
+    return keep
 
 
 def _run(layout, *overrides):
@@ -102,6 +107,17 @@ def test_outputs_are_those_of_the_blocks(reference):
         std = float(x.std(correction=0))
         assert metrics[f"train/output_std/{layer}"] == pytest.approx(std, rel=1e-9)
         assert metrics[f"train/output_max_abs/{layer}"] == float(x.abs().max())
+
+
+def test_a_block_of_two_streams_shows_the_one_that_it_changes():
+    metrics, _, outputs = _run("tp1", *T5)
+    for layer, length in enumerate((48, 48, 16, 16)):
+        x = outputs[f"layers.{layer}"]
+        assert x.shape == (length, 16, 32)
+        assert metrics[f"train/output_mean/{layer}"] == pytest.approx(float(x.mean()), rel=1e-9)
+        assert metrics[f"train/output_grad_max_abs/{layer}"] > 0
+    cut, _, _ = _run("tp2-pp2", *T5, "parallel.sequence_parallel=true", "memory.recompute=full")
+    assert cut == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 def test_gradient_norms_of_the_groups_make_up_the_whole(reference):

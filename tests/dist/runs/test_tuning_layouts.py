@@ -41,6 +41,9 @@ LATENT = (
 FURTHER = (
     "model.num_nextn_predict_layers=1", "model.lora={r: 4, lora_dropout: 0.3, target_modules: ['*attention.*']}",
 )  # fmt: skip
+JOINED = (
+    "model.num_nextn_predict_layers=1", "model.lora={r: 2, lora_dropout: 0.3, target_modules: ['*join']}",
+)  # fmt: skip
 # a base in blocks: rows of 32 and 24 are less than a block, those of 160 are cut inside one
 NF4 = ("model.lora={r: 4, lora_dropout: 0.1, base_dtype: nf4}", "model.ffn_hidden_size=160")
 EXPERTS_NF4 = (
@@ -72,6 +75,8 @@ CASES = [
     (EXPERT_DORA, "pp2-dp2", ("parallel.ep=2", "memory.recompute=selective")),
     # recomputation of a further block comes after the forward of other micro-batches
     (FURTHER, "tp1", ("memory.recompute=full", "schedule.name=gpipe")),
+    # the join of a further block has its keys on a stage without blocks of the model
+    (JOINED, "pp2", ("memory.recompute=full", "parallel.stages=Etttt|L")),
     (NF4, "tp2-pp2-dp2-sp", ("parallel.sharding=optimizer",)),
     (NF4, "cp2-dp3", ("parallel.sharding=parameters",)),
     (NF4, "tp4-dp2-sp", ("parallel.sharding=parameters", "memory.recompute=full")),

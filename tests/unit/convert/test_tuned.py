@@ -18,6 +18,7 @@ from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
 from raymega.convert.native import model_of, tuned_model_of, write_weights
 from raymega.convert.tuned.merge import merge
+from raymega.convert.tuned.peft_export import _config as peft_export_config
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
 from raymega.errors import CheckpointError, ConfigError
@@ -159,6 +160,19 @@ def test_a_file_of_peft_has_its_names_and_comes_back(places, tmp_path):
     assert again.model.lora == LORA
     for name in factors.names:
         np.testing.assert_array_equal(open_checkpoint(again.uri).read(name), factors.read(name))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "task"),
+    [
+        ("llama", {}, "CAUSAL_LM"),
+        ("t5_v1_1", {"num_kv_heads": "num_heads"}, "SEQ_2_SEQ_LM"),
+        ("bert", {"num_kv_heads": "num_heads"}, None),
+        ("qwen3", {"head": {"kind": "embedding"}}, None),
+    ],
+)
+def test_a_file_of_peft_says_what_its_model_is_for(family, fields, task):
+    assert peft_export_config(make_model(family, **fields), [], "")["task_type"] == task
 
 
 @pytest.mark.parametrize(

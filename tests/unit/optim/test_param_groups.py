@@ -7,6 +7,7 @@ from raymega.optim.param_groups import Rates, rates_of, role_rates
 from raymega.plan.tensor_table import model_tensors
 from tests.support.params import MODEL, make_tensor
 from tests.support.references.plain_models import make_model
+from tests.unit.plan.layers.test_vision import VISION
 
 SECTION = OptimizerSection(lr=0.5, weight_decay=0.1, embedding_lr=1.0, head_lr=1.5, norm_lr=2.0)
 RATES = {
@@ -49,6 +50,16 @@ def test_rates_decay_from_the_head_down_to_the_tables():
         for name in ("attention.q", "attention_norm", "mlp.down"):
             assert scales[f"layers.{layer}.{name}.weight"] == wanted
     assert scales["embedding.tokens.weight"] == 0.125
+
+
+@pytest.mark.parametrize(("family", "fields"), [("bert", {}), ("llama", {"vision": VISION})])
+def test_what_lies_below_the_blocks_has_the_rate_of_the_tables(family, fields):
+    section = OptimizerSection(lr=1.0, layer_lr_decay=0.5)
+    model = make_model(family, num_layers=3, **fields)
+    scales = {t.name: rates_of(t, section, model).lr_scale for t in model_tensors(model)}
+    below = {name for name in scales if name.startswith(("embedding.", "vision."))}
+    assert {name.rpartition(".")[0] for name in below} & {"embedding.norm", "vision.projector.up"}
+    assert {scales[name] for name in below} == {0.125}
 
 
 def test_rates_by_role_are_told_where_they_differ():

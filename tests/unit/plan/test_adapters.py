@@ -50,6 +50,16 @@ def test_patterns_choose_layers(targets, wanted):
     assert [name.removesuffix(ends) for name in found if name.endswith(ends)] == wanted
 
 
+def test_heads_get_no_adapter():
+    # a head for pairs of segments reads single states, which have no keys of dropout
+    lora = LoraSection(r=2, target_modules=("*",))
+    encoder = {"sentence_loss": "next_sentence"}
+    model = make_model("bert", num_kv_heads="num_heads", lora=lora, encoder=encoder)
+    adapted = {name for name in _table(model) if ".lora_a." in name}
+    assert "layers.1.mlp.up.lora_a.weight" in adapted
+    assert not [name for name in adapted if name.startswith("head.")]
+
+
 def test_freeze_and_train_choose_tensors_and_whole_models_are_saved():
     model = make_model(freeze=("layers.*", "embedding.*"), train=("*norm*",))
     trained = [name for name, tensor in _table(model).items() if tensor.is_trained]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raymega.model.layers.norms import HeadNorms, Norm
+from raymega.model.layers.norms import HeadNorms, Norm, apply_offset_rms_norm
 from tests.support.references import plain_models
 from tests.support.tolerances import BFLOAT16_ROUNDING, FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
@@ -34,6 +34,18 @@ def test_norm_statistics_are_wider_than_bfloat16(family):
     y, wanted = _norm_and_reference(family, x, dtype=torch.bfloat16)
     assert y.dtype == torch.bfloat16
     assert plain_models.difference(y, wanted) < BFLOAT16_ROUNDING
+
+
+def test_a_weight_near_0_is_added_to_1_in_float32():
+    """In bfloat16 1 + 0.3004 is 1.297: all features would be 0.3% too small, as each has that factor."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.full((256,), 0.3004, dtype=torch.bfloat16, requires_grad=True)
+    y = apply_offset_rms_norm(x, weight, eps=1e-6)
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(y, (normal * (1 + weight.float())).to(torch.bfloat16))
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(weight.grad.float(), normal.sum(0), rtol=2**-8, atol=0.1)
 
 
 def test_query_and_key_heads_have_weights_of_their_own():
