@@ -126,6 +126,12 @@ def test_later_stage_changes_nothing_before_it(seed):
     assert ranks == list(range(len(ranks)))
 
 
+def test_names_of_datasets_are_different():
+    """Metrics go by them: one would have been that of another dataset."""
+    paths = ("/x/web", "/y/web", "/z/web-1")
+    assert len({*Mixture([(0, [DataSource(path=path) for path in paths])]).names}) == 3
+
+
 def test_stage_begins_at_a_whole_sample():
     section = DataSection(
         path="a",
