@@ -120,7 +120,7 @@ class Decontaminate(Section):
     """Text of evaluation tasks, cut out with its surroundings as GPT-3 and MT-NLG did."""
 
     tasks: Annotated[Files, Field(min_length=1)]
-    """Files of tasks: .jsonl, of which every string counts, or text, of which every line counts."""
+    """Files of tasks: .jsonl or .json, of which every string counts, or text, of which every line counts."""
     words: Annotated[int, Field(ge=8, le=100)] = 13
     """Number of equal words in a row that is a hit."""
     window: NonNegative = 200

@@ -185,11 +185,13 @@ def _plan(
     assets = {name: asset_digest(content) for name, content in contents.items()}
     has_equal_names = max(Counter(file.name for file in files).values()) > 1
     corpus, reading = files_digest(files), f"{options.text_key} {has_equal_names}"
+    labels = "\n".join(file.label for file in files).encode(errors="surrogatepass")
+    labelled = f"{corpus} {asset_digest(labels)}"
     if has_equal_names:
         # Then ids are of the inputs as they were given.
-        labels = "\n".join(file.label for file in files)
-        corpus += f" {asset_digest(labels.encode(errors='surrogatepass'))}"
-    stages = plan_stages(specs, assets=assets, corpus=corpus, reading=reading)
+        corpus = labelled
+    # What is kept has the labels as they were given; a finished corpus is found however they are.
+    stages = plan_stages(specs, assets=assets, corpus=labelled, reading=reading)
     try:
         groups = make_groups(files, text_key=options.text_key)
     except OSError as error:

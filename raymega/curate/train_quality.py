@@ -60,9 +60,11 @@ def train_quality_model(
     Raises:
         ConfigError: An input or the output is invalid, or one of the two kinds has too few documents.
     """
-    if not Path(out).absolute().parent.is_dir():
+    place = Path(out)
+    if place.is_dir() or not place.absolute().parent.is_dir():
+        why = "it is a folder" if place.is_dir() else f"there is no folder {place.parent}"
         raise ConfigError(
-            fact=f"--out {out}: there is no folder {Path(out).parent}",
+            fact=f"--out {out}: {why}",
             rule="the model is a file in a folder that exists",
             remedy="give another --out",
         )

@@ -17,7 +17,6 @@ from raymega.config.data import (
     NO_PATH,
     SYNTHETIC_PATH,
     DataSection,
-    ValidationSet,
     is_computed,
     source_name,
 )
@@ -25,7 +24,7 @@ from raymega.config.hub import download, hub_name
 from raymega.config.preference import REFERENCE_FREE, PreferenceSection
 from raymega.config.schema import PluginsSection
 from raymega.config.vision.section import VisionSection
-from raymega.data.blends.epochs import cache_need, epoch_faults
+from raymega.data.blends.epochs import cache_need, epoch_faults, read_splits
 from raymega.data.distillation.stored_logits import logit_faults
 from raymega.data.format import (
     META_FILE,
@@ -66,7 +65,7 @@ def data_faults(
     *,
     seq_len: int,
     vocab_size: int,
-    needs_valid: bool = False,
+    splits: Sequence[str] = ("train",),
     is_packed: bool = False,
     field: str = "data.path",
 ) -> list[Fault]:
@@ -76,7 +75,7 @@ def data_faults(
         path: Path of a dataset, as ``data.path``.
         seq_len: Value of ``data.seq_len``; 0 if unknown, then not checked.
         vocab_size: Value of ``model.vocab_size``; 0 if unknown, then not checked.
-        needs_valid: True if the job evaluates, which needs a validation split.
+        splits: Splits that the job reads: ``valid`` if it evaluates on the dataset.
         is_packed: True if the job packs documents, which needs a dataset with document lengths.
         field: Field of the job that has the path.
     """
@@ -84,7 +83,7 @@ def data_faults(
         field=field,
         seq_len=seq_len,
         vocab_size=vocab_size,
-        needs_valid=needs_valid,
+        splits=splits,
         is_packed=is_packed,
     )
     if is_computed(path):
@@ -131,7 +130,7 @@ class _Wants:
     field: str
     seq_len: int
     vocab_size: int
-    needs_valid: bool
+    splits: Sequence[str]
     is_packed: bool
 
 
@@ -159,21 +158,23 @@ def _megatron_faults(path: str, wants: _Wants) -> list[Fault]:
         return found
     shards = MegatronStream(path.removeprefix(MEGATRON)).shards
     sizes = [shard.num_tokens for shard in shards] or [0]
-    is_short = not wants.is_packed and wants.seq_len > 0 and max(sizes) <= wants.seq_len
+    # packed rows need any token, windows a whole one
+    least = 0 if wants.is_packed else wants.seq_len
+    is_short = wants.seq_len > 0 and max(sizes) <= least
     return [
-        *([missing_split(path, "valid")] if wants.needs_valid else []),
+        *([missing_split(path, "valid")] if "valid" in wants.splits else []),
         *([short_split(path, "train", sizes, wants.seq_len)] if is_short else []),
     ]
 
 
 def _content_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
-    lacks_valid = wants.needs_valid and "valid" not in meta.splits
+    lacks_valid = "valid" in wants.splits and "valid" not in meta.splits
     lacks_documents = wants.is_packed and not meta.has_documents
     return [
         *([missing_split(path, "valid")] if lacks_valid else []),
         *([no_documents(path, field=wants.field)] if lacks_documents else []),
         *_vocabulary_faults(path, meta.vocab_size, wants),
-        *([] if wants.is_packed else _length_faults(path, meta, wants.seq_len)),
+        *([] if wants.is_packed else _length_faults(path, meta, wants)),
     ]
 
 
@@ -218,11 +219,16 @@ def _vocabulary_faults(path: str, tokens: int, wants: _Wants) -> list[Fault]:
     ]
 
 
-def _length_faults(path: str, meta: DatasetMeta, seq_len: int) -> list[Fault]:
-    return [
-        short_split(path, name, sizes, seq_len)
+def _length_faults(path: str, meta: DatasetMeta, wants: _Wants) -> list[Fault]:
+    sizes = {
+        name: [shard.num_tokens for shard in split.shards]
         for name, split in meta.splits.items()
-        if seq_len > 0 and max(sizes := [shard.num_tokens for shard in split.shards]) <= seq_len
+        if name in wants.splits
+    }
+    return [
+        short_split(path, name, tokens, wants.seq_len)
+        for name, tokens in sizes.items()
+        if wants.seq_len > 0 and max(tokens) <= wants.seq_len
     ]
 
 
@@ -248,17 +254,16 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     check = partial(
         data_faults, seq_len=section.text_len, vocab_size=vocab_size, is_packed=is_packed
     )
-    first = [source.path for source in section.blends[0][1]]
+    splits = read_splits(section, is_evaluating=is_evaluating)
+    held = [] if named else [path for path, split in splits if split == "valid"]
     faults = [
         fault
         for path, field in section.datasets.items()
-        for fault in check(
-            path, field=field, needs_valid=is_evaluating and not named and path in first
-        )
+        for fault in check(path, field=field, splits=("train",) + ("valid",) * (path in held))
     ]
     for number, entry in enumerate(named):
         field = f"data.validation[{number}].path"
-        faults += check(entry.path, field=field, needs_valid=entry.split == "valid")
+        faults += check(entry.path, field=field, splits=(entry.split,))
     form = form_of_values(values)
     # what follows reads datasets that are sound by themselves
     if faults:
@@ -268,7 +273,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
     }
     has_reference = values.get("preference.loss_type", "none") not in REFERENCE_FREE
     if has_reference and values.get("preference.reference") == "stored":
-        faults = [*_stored_faults(section, named, values["preference.loss_type"], is_evaluating)]
+        faults = [*_stored_faults(section, splits, values["preference.loss_type"])]
         if faults:
             return faults
     if values.get("distillation.loss_type", "none") != "none" and (
@@ -281,7 +286,7 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
         if faults:
             return faults
     faults = [
-        *_cache_faults(section, named),
+        *_cache_faults(section, splits),
         *(
             fault
             for path, field in fields.items()
@@ -294,10 +299,10 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
         ),
     ]
     faults += [] if faults else [each for path in fields for each in label_faults(path, form)]
-    if faults or (not section.sources and not section.stages):
-        return faults
-    faults = [*_copy_faults(section), *_tokenizer_faults(section)]
-    if faults or not (section.global_batch_size and section.seq_len):
+    is_blend = bool(section.sources or section.stages)
+    if not faults:
+        faults = [*(_copy_faults(section) if is_blend else ()), *_tokenizer_faults(fields)]
+    if faults or not (is_blend and section.global_batch_size and section.seq_len):
         return faults
     num_samples = samples_after(values.get("run.steps", 0), section)
     plugins = PluginsSection(options=values.get("plugins.options", {}))
@@ -308,18 +313,11 @@ def training_faults(values: Mapping[str, Any]) -> list[Fault]:
 
 
 def _stored_faults(
-    section: DataSection,
-    named: Sequence[ValidationSet],
-    loss: str,
-    is_evaluating: bool,  # noqa: FBT001
+    section: DataSection, splits: Sequence[tuple[str, str]], loss: str
 ) -> Iterator[Fault]:
     """Yield a fault for each split without stored reference log-probabilities of its answers as the job cuts them."""
     preference = PreferenceSection.model_validate({"loss_type": loss, "reference": "stored"})
     wanted = answer_cut(shape_of(section, preference))
-    splits = [(path, "train") for path in section.datasets]
-    if is_evaluating:
-        splits += [(entry.path, entry.split) for entry in named]
-        splits += [] if named else [(source.path, "valid") for source in section.blends[0][1]]
     for path, split in splits:
         if not has_folder(path):
             yield no_folder(
@@ -333,11 +331,9 @@ def _stored_faults(
             yield from error.faults
 
 
-def _cache_faults(section: DataSection, named: Sequence[ValidationSet]) -> Iterator[Fault]:
+def _cache_faults(section: DataSection, splits: Sequence[tuple[str, str]]) -> Iterator[Fault]:
     """Yield a fault if the cache of a node does not hold two blocks of each dataset."""
-    splits = [(path, "train") for path in section.datasets]
-    splits += [(entry.path, entry.split) for entry in named]
-    need = sum(cache_need(path, split, section) for path, split in dict.fromkeys(splits))
+    need = sum(cache_need(path, split, section) for path, split in splits)
     if need > section.cache_bytes:
         yield Fault(
             fact=f"data.cache_bytes={section.cache_bytes}",
@@ -360,16 +356,16 @@ def _copy_faults(section: DataSection) -> Iterator[Fault]:
             )
 
 
-def _tokenizer_faults(section: DataSection) -> Iterator[Fault]:
-    """Yield a fault for each dataset of another tokenizer than the first that has one."""
-    found = {path: tokenizer_digest(path) for path in section.datasets}
+def _tokenizer_faults(fields: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield a fault for each dataset of another tokenizer than the first that has one; ``fields`` are by path."""
+    found = {path: tokenizer_digest(path) for path in fields}
     known = {path: digest for path, digest in found.items() if digest}
     first = next(iter(known), "")
     for path, digest in known.items():
         if digest != known[first]:
             yield Fault(
-                fact=f"{section.datasets[path]}={path!r} has another {TOKENIZER_FILE} than {first!r}",
-                rule="the datasets of a blend share the model's vocabulary",
+                fact=f"{fields[path]}={path!r} has another {TOKENIZER_FILE} than {first!r}",
+                rule="the datasets of a run share the model's vocabulary",
                 remedy=f"prepare it again with --tokenizer {first}/{TOKENIZER_FILE}",
             )
 

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 FEW_WINDOWS = 12
 """Windows below which they are counted by laying them out."""
 KEPT_SHARDS, KEPT_WINDOWS = 4, 512
-"""Shards whose pieces a process keeps, and windows whose rows: about 50 kB each."""
+"""Shards whose pieces a process keeps, and windows whose rows: about 70 kB each."""
 
 
 class Documents(Protocol):
@@ -317,16 +317,19 @@ class PackedSource:
             lengths.astype(np.int64), self.seq_len, is_truncated=self.documents.is_truncated
         )
 
-    def _lay_out(self, number: int) -> tuple[npt.NDArray[np.int32], ...]:
+    def _lay_out(self, number: int) -> tuple[npt.NDArray[np.integer], ...]:
         """Return document in the shard, offset and length of a window's pieces, row after row, and each row's end."""
         shard = int(np.searchsorted(self._window_ends, number, side="right"))
         inside = number - int(self._window_ends[shard - 1] if shard else 0)
         cut, mine = self._pieces(shard), slice(inside * self._window, (inside + 1) * self._window)
         rows = best_fit(self._padded(cut.length[mine]).tolist(), self.seq_len)
         order = np.array([piece for row in rows for piece in row], dtype=np.int64)
-        fields = (cut.document[mine], cut.start[mine], cut.length[mine])
-        document, first, length = (field[order].astype(np.int32) for field in fields)
-        return document, first, length, np.cumsum([len(row) for row in rows], dtype=np.int32)
+        # documents of a shard fit 32 bits, as do pieces; a document's tokens may not
+        document, length = (
+            field[mine][order].astype(np.int32) for field in (cut.document, cut.length)
+        )
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int32)
+        return document, cut.start[mine][order], length, ends
 
     def _padded(self, lengths: Ints) -> Ints:
         return -(-lengths // self._multiple) * self._multiple

@@ -186,7 +186,9 @@ def open_validation(job: Job) -> dict[str, Samples]:
     if not job.data.validation:
         return {"": _open(Mixture(job.data.blends[:1]), "valid", job)}
     return {
-        named.name: _open(Mixture([(0, [DataSource(path=named.path)])]), named.split, job)
+        named.name: _open(
+            Mixture([(0, [DataSource(path=named.path)])]), named.split, job, role="valid"
+        )
         for named in job.data.validation
     }
 
@@ -213,8 +215,11 @@ def _shape(job: Job) -> Shape:
     return shape_of(job.data, job.preference, job_form(job))
 
 
-def _open(mixture: Mixture, split: str, job: Job) -> Samples:
+def _open(mixture: Mixture, split: str, job: Job, *, role: str = "") -> Samples:
+    """Open a split of each dataset; ``role`` is the split whose rules its rows have, empty for its own."""
     shape, seed, vocab_size = _shape(job), job.run.seed, job.model.vocab_size
+    # a validation set may be a train split, which is read as held-out text all the same
+    role = role or split
     fetcher = None
     if any(map(is_remote, mixture.datasets)):
         timeout_s = job.elastic.collective_timeout_s
@@ -237,9 +242,9 @@ def _open(mixture: Mixture, split: str, job: Job) -> Samples:
         seed=seed,
         block_bytes=job.data.shuffle_block_bytes,
         fetcher=fetcher,
-        rules=row_rules(job, split),
+        rules=row_rules(job, role),
     )
-    samples.taught = _taught(mixture.datasets, split, job)
+    samples.taught = _taught(mixture.datasets, role, job)
     return samples
 
 

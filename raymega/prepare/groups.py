@@ -26,7 +26,7 @@ from raymega.prepare.sources import identity_of
 MIN_GROUP_BYTES, MAX_GROUP_BYTES, ENOUGH_GROUPS = 1 << 20, 64 << 20, 64
 FILES_IN_FLIGHT = 16
 # Part of a group's key: raise it when the files of finished groups change.
-GROUPS_VERSION = 1
+GROUPS_VERSION = 2
 
 
 def make_groups(
@@ -70,7 +70,11 @@ def with_keys(groups: Sequence[ShardGroup], recipe: dict[str, str]) -> list[Shar
     common = f"{GROUPS_VERSION}\n" + "".join(f"{key}\0{recipe[key]}\n" for key in sorted(recipe))
 
     def key(group: ShardGroup) -> str:
-        pieces = (f"{p.file.root}\0{identity_of(p.file)}{p.start}\0{p.end}\n" for p in group.pieces)
+        # the label is in what a curation writes of each document
+        pieces = (
+            f"{p.file.root}\0{p.file.label}\0{identity_of(p.file)}{p.start}\0{p.end}\n"
+            for p in group.pieces
+        )
         text = f"{common}{group.text_key}\n{''.join(pieces)}"
         return blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 

@@ -463,6 +463,7 @@ def test_documents_of_a_plug_in_are_packed_as_those_of_a_dataset(folder):
         ('if setup.shape.packing != "none"', "if False", "returned WindowSource, and data.packing=best_fit"),
         ("squares(0, lengths[number])", "squares(0, 3)", "of [3] int64; its length is"),
         ("lengths = 1 +", "lengths = 0 *", "has lengths [1024] int64; they are [N] integers, at least 1"),
+        ("np.arange(1 << 10) *", "np.arange(0) *", "has lengths [0] int64; they are [N] integers, at least 1"),
         ("% modulus", "+ modulus", "they are below model.vocab_size="),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
@@ -43,11 +44,16 @@ def hash_tasks(texts: Iterable[str], num_words: int) -> bytes:
 
 
 def task_texts(name: str, content: str) -> Iterator[str]:
-    """Yield the texts of a task file: every string of .jsonl, every line of another.
+    """Yield the texts of a task file: every string of .jsonl and .json, every line of another.
 
     Neighbouring lines of a text also count as one, so that a run across a line end is found.
     """
-    if not name.endswith((".jsonl", ".ndjson")):
+    if name.endswith(".json"):
+        # objects that follow each other, one a line, are read as .jsonl
+        with suppress(json.JSONDecodeError):
+            yield from _strings(json.loads(content))
+            return
+    elif not name.endswith((".jsonl", ".ndjson")):
         yield content
         yield from content.splitlines()
         return

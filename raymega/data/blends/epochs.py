@@ -68,15 +68,19 @@ def num_rows(
 ) -> int:
     """Return the sequences of one epoch of a training dataset, of texts or of pairs; reads no tokens.
 
-    Documents in an object store are not packed for it: their number is then a lower bound.
+    Documents in an object store are not packed for it: the number of rows is then a lower bound; of conversations and
+    pairs, which lose what is beyond a row, at most one a document or pair.
     """
     is_packed = section.packing != "none"
     if is_computed(path) or is_megatron(path) or (is_packed and not is_remote(path)):
         shape = replace(shape_of(section), form=form)
         return open_split(path, "train", shape, seed=seed, plugins=plugins).num_windows
-    shards, seq_len = meta_at(path).splits["train"].shards, section.text_len
+    meta, seq_len = meta_at(path), section.text_len
+    shards = meta.splits["train"].shards
     if is_packed:
-        return sum(-(-shard.num_tokens // seq_len) for shard in shards)
+        rows = sum(-(-shard.num_tokens // seq_len) for shard in shards)
+        whole = meta.splits["train"].num_documents // max(1, form.size)
+        return min(rows, whole) if meta.has_targets else rows
     return sum((shard.num_tokens - 1) // seq_len for shard in shards)
 
 
@@ -210,11 +214,9 @@ def streamed_reads(job: Job) -> StreamedReads | None:
     """Return the cost of datasets in object stores; None without one that can be read here."""
     section = job.data
     try:
-        needs = {path: cache_need(path, "train", section) for path in section.datasets}
-        needs |= {
-            each.path: cache_need(each.path, each.split, section) for each in section.validation
-        }
-        if not any(needs.values()):
+        splits = read_splits(section, is_evaluating=job.run.eval_samples > 0)
+        need = sum(cache_need(path, split, section) for path, split in splits)
+        if not need:
             return None
         step_bytes = 0.0
         for path, share in zip(
@@ -227,7 +229,16 @@ def streamed_reads(job: Job) -> StreamedReads | None:
                 step_bytes += float(share) * section.global_batch_size * sum(sizes) / rows
     except (RaymegaError, KeyError):
         return None
-    return StreamedReads(cached_bytes=sum(needs.values()), step_bytes=ceil(step_bytes))
+    return StreamedReads(cached_bytes=need, step_bytes=ceil(step_bytes))
+
+
+def read_splits(section: DataSection, *, is_evaluating: bool) -> list[tuple[str, str]]:
+    """Return the datasets that a run reads, each with the split, once."""
+    splits = [(path, "train") for path in section.datasets]
+    if is_evaluating:
+        named = [(entry.path, entry.split) for entry in section.validation]
+        splits += named or [(source.path, "valid") for source in section.blends[0][1]]
+    return [*dict.fromkeys(splits)]
 
 
 def cache_need(path: str, split: str, section: DataSection) -> int:

@@ -22,7 +22,7 @@ class Mixture:
 
     Attributes:
         datasets: Paths of the datasets in order of appearance.
-        names: Short name of each: the end of its path, with its number where another ends so too.
+        names: Short name of each: the end of its path, with its number where another has the same.
         firsts: First sample of each stage.
     """
 
@@ -32,9 +32,10 @@ class Mixture:
         self.datasets = tuple(paths)
         ends = [re.split("[/:]", path.rstrip("/"))[-1] for path in self.datasets]
         times = Counter(ends)
-        self.names = tuple(
-            f"{end}-{index}" if times[end] > 1 else end for index, end in enumerate(ends)
-        )
+        numbered = [f"{end}-{index}" for index, end in enumerate(ends)]
+        short = [many if times[end] > 1 else end for many, end in zip(numbered, ends, strict=True)]
+        # the end of a path may be a name with a number
+        self.names = tuple(short if len({*short}) == len(short) else numbered)
         self.firsts = [first for first, _ in stages]
         number = {path: index for index, path in enumerate(self.datasets)}
         self._members = [[number[source.path] for source in sources] for _, sources in stages]

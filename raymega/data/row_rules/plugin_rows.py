@@ -112,8 +112,13 @@ class _CheckedDocuments(DocumentSource):
 
     def __init__(self, inner: DocumentSource, row: Plugin, vocab_size: int) -> None:
         lengths = np.asarray(inner.lengths)
-        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not (lengths > 0).all():
-            raise _wrong(row, f"has lengths {_shape(lengths)}", "they are [N] integers, at least 1")
+        is_whole = lengths.ndim == 1 and lengths.size and lengths.dtype.kind in "iu"
+        if not is_whole or not (lengths > 0).all():
+            raise _wrong(
+                row,
+                f"has lengths {_shape(lengths)}",
+                "they are [N] integers, at least 1, of one document or more",
+            )
         super().__init__(lambda number: inner.read(number, 0, int(lengths[number])), lengths)
         self._row, self._vocab_size = row, vocab_size
 

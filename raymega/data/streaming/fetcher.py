@@ -276,7 +276,9 @@ class Fetcher:
                 if each is not wants or place <= own
             }
         with locked(self.root):
-            found = sorted(_files(self.root))
+            # what an attempt that failed has reserved is this shard's room
+            own_part = (wants.folder / shard.file).with_suffix(PARTIAL)
+            found = sorted(each for each in _files(self.root) if each[2] != own_part)
             free = self.limit_bytes - sum(size for _, size, _ in found)
             for _, size, path in found:
                 if free >= shard.num_bytes:

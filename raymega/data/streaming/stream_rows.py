@@ -151,15 +151,16 @@ class StreamDocuments:
 
 def _read_known(stream: Stream, start: int, stop: int, vocab_size: int) -> npt.NDArray[np.int64]:
     tokens = stream.read(start, stop)
-    # cheap beside the read: one pass over S + 1 tokens
-    if int(tokens.max()) >= vocab_size:
-        raise DataError(_strange_token(start, int(tokens.max()), vocab_size))
+    # cheap beside the read: a pass each over S + 1 tokens; Megatron's are signed
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocab_size:
+            raise DataError(_strange_token(start, token, vocab_size))
     return tokens
 
 
 def _strange_token(position: int, token: int, vocab_size: int) -> Fault:
     return Fault(
         fact=f"a window at token {position} of the split holds token {token}",
-        rule=f"tokens are below vocab_size={vocab_size}, the dataset's own or, for Megatron's files, the model's",
+        rule=f"tokens are at least 0 and below vocab_size={vocab_size}, the dataset's own or, for Megatron's files, the model's",
         remedy="run `raymega data inspect --verify` on it and prepare it again, or use the model's tokenizer",
     )

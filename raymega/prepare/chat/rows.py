@@ -68,7 +68,8 @@ def conversation_text(row: Mapping[str, Any], row_format: RowFormat, key: str) -
             return "", f"its 'label' is {_told(row.get('label'))}, not true or false"
         prompt = len(_messages(row.get(PROMPT), PROMPT, "user"))
         told[0] |= {"num_prompt": prompt, "label": row["label"]}
-    return json.dumps(told, ensure_ascii=False), ""
+    # a table may hold times and the like beside what is rendered
+    return json.dumps(told, ensure_ascii=False, default=str), ""
 
 
 def read_conversations(text: str) -> list[Conversation]:

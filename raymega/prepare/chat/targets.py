@@ -1,6 +1,7 @@
 """Decides which tokens of a conversation are targets, and proves it for every one.
 
-A token is a target if the assistant wrote it: the content of its messages and the special token that ends them.
+A token is a target if the assistant wrote it: the content of its messages, its calls of tools, and the special token
+that ends them.
 It is proven per conversation, as templates differ: what is rendered up to and after each answer must be a
 token-exact prefix of the whole, and what lies between must hold the answer. What cannot be proven is refused.
 
@@ -10,6 +11,7 @@ answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,17 @@ from raymega.prepare.chat.template import ChatTemplate, RenderError
 from raymega.prepare.labels.labelled import Labelled
 
 SHOWN_CHARACTERS = 30
+RENDERED = (
+    "role",
+    "name",
+    "content",
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+    "tool_calls",
+    "tool_call_id",
+)
+"""Parts of a message that templates write into the text."""
 
 
 class Labeller:
@@ -43,6 +56,7 @@ class Labeller:
         messages, tools = conversation.messages, conversation.tools
         answers = [index for index, each in enumerate(messages) if each["role"] == ANSWERING]
         self._refuse_spelled(messages)
+        self._refuse_special("the list of tools", tools)
         # The characters of each answer in the text.
         if self._template.marks_answers:
             text, marked = self._template.render_marked(messages, tools)
@@ -103,6 +117,9 @@ class Labeller:
             raise RenderError(
                 f"the answer of message {index} renders as {_cut(span)} and not as {_cut(content)}"
             )
+        # A call of a tool may begin with a special token: it is all that was written, but the space at its end.
+        if conversation.messages[index].get("tool_calls"):
+            return len(prompt), len(prompt) + len(span.rstrip())
         # It ends with the special token after the content, or with the content if none follows.
         at = len(prompt) + span.find(content) + len(content)
         return len(prompt), next(self._special_ends(encoding, at, len(answered)), at)
@@ -114,14 +131,16 @@ class Labeller:
                 yield end
 
     def _refuse_spelled(self, messages: Sequence[Message]) -> None:
-        """Refuse contents that spell a special token: it would be one in the rendered text."""
+        """Refuse messages that spell a special token: it would be one in the rendered text."""
         for index, message in enumerate(messages):
-            content = str(message.get("content", ""))
-            for token in self._special.values():
-                if token in content:
-                    raise RenderError(
-                        f"the content of message {index} spells the special token {token!r}"
-                    )
+            for key in RENDERED:
+                self._refuse_special(f"the {key} of message {index}", message.get(key, ""))
+
+    def _refuse_special(self, name: str, value: Any) -> None:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for token in self._special.values():
+            if token in text:
+                raise RenderError(f"{name} spells the special token {token!r}")
 
 
 def _marked_spans(

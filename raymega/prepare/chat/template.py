@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ VARIABLES = (
     "mask_token",
 )
 """Special tokens that templates name; the settings of a tokenizer hold them."""
+DAY = date(2024, 7, 26)
+"""Day that templates write which ask for one: that of Llama's where it is told none. A dataset does not depend on its day."""
+ASKS_FOR_DAY, CODES = (
+    "strftime_now",
+    ("%d", "%-d", "%b", "%B", "%m", "%Y", "%y", "%A", "%a", "%H", "%M", "%S"),
+)
+_REPLACED = "".join(f"|replace({code!r}, {DAY.strftime(code)!r})" for code in CODES)
+# In place of transformers' function of that name; the line end goes with the tag before it.
+_FIXED_DAY = f"{{% macro {ASKS_FOR_DAY}(format) %}}{{{{ format{_REPLACED} }}}}{{% endmacro %}}\n"
 # What marks the text of the assistant: https://huggingface.co/docs/transformers/chat_templating
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -84,10 +94,11 @@ class ChatTemplate:
         utilities = import_extra(
             "transformers.utils.chat_template_utils", extra="hf", purpose="--format chat"
         )
+        fixed = _FIXED_DAY if ASKS_FOR_DAY in self.source else ""
         try:
             texts, marks = utilities.render_jinja_template(
                 conversations=[list(messages)], tools=list(tools) or None,
-                chat_template=self.source, **options, **dict(self.variables),
+                chat_template=fixed + self.source, **options, **dict(self.variables),
             )  # fmt: skip
         except Exception as error:  # a template may raise anything
             raise RenderError(f"the chat template: {type(error).__name__}: {error}") from error

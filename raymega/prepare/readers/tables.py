@@ -5,7 +5,8 @@ It owns the rows of a table and its cuts: row groups of Parquet, record batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,11 +43,14 @@ def read_parquet(opened: Opened) -> Iterator[Entry]:
     if opened.row_format == "text":
         columns = [opened.text_key]
     batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
-    yield from _rows(batches, opened, first)
+    yield from _rows(batches, opened, lambda row: first + row)
 
 
 def read_arrow(opened: Opened) -> Iterator[Entry]:
-    """Yield the rows of an Arrow IPC file or stream; the place of a row is its number in the piece.
+    """Yield the rows of an Arrow IPC file or stream.
+
+    The place of a row is its number in the file; in a piece behind the first one that of its record batch, + and the
+    number from there.
 
     Raises:
         DamagedError: The file is no Arrow IPC, or has no column of strings with the key's name.
@@ -61,7 +65,8 @@ def read_arrow(opened: Opened) -> Iterator[Entry]:
         place = opened.piece.file.num_bytes if is_file else 0
         raise DamagedError(place, _first_line(error)) from error
     _check_column(table.schema, opened)
-    yield from _rows(_batches(table, opened), opened, 0)
+    before = f"{opened.piece.start}+" if opened.piece.is_cut and opened.piece.start else ""
+    yield from _rows(_batches(table, opened), opened, lambda row: f"{before}{row}")
 
 
 def row_groups(stream: pa.NativeFile) -> list[int]:
@@ -88,16 +93,18 @@ def _batches(
         yield table.get_batch(index)
 
 
-def _rows(batches: Iterator[pa.RecordBatch], opened: Opened, first: int) -> Iterator[Entry]:
+def _rows(
+    batches: Iterator[pa.RecordBatch], opened: Opened, place_of: Callable[[int], int | str]
+) -> Iterator[Entry]:
     row, texts_of = 0, _texts if opened.row_format == "text" else _conversations
     try:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for text, why in texts_of(batch.slice(start, BATCH_ROWS), opened):
-                    yield Entry(row=row, place=first + row, text=text, why=why)
+                    yield Entry(row=row, place=place_of(row), text=text, why=why)
                     row += 1
     except (pa.ArrowException, OSError) as error:
-        raise DamagedError(first + row, _first_line(error)) from error
+        raise DamagedError(place_of(row), _first_line(error)) from error
 
 
 def _texts(batch: pa.RecordBatch, opened: Opened) -> Iterator[tuple[str, str]]:
@@ -110,7 +117,15 @@ def _texts(batch: pa.RecordBatch, opened: Opened) -> Iterator[tuple[str, str]]:
 
 def _conversations(batch: pa.RecordBatch, opened: Opened) -> Iterator[tuple[str, str]]:
     for row in batch.to_pylist():
-        yield conversation_text(row, opened.row_format, opened.text_key)
+        # a column gives every object all keys: one that is absent below is a null there
+        kept = {name: _without_nulls(value) for name, value in row.items()}
+        yield conversation_text(kept, opened.row_format, opened.text_key)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(raw: bytes | None) -> tuple[str, str]:

@@ -5,12 +5,22 @@ It owns the extraction of text, by resiliparse, which is an optional dependency.
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
+
+import pyarrow as pa
 
 from raymega.prepare.readers.entries import DamagedError, Entry, Opened
 
 RECORD_END = b"\r\n\r\n"
+CHUNK = re.compile(rb"([0-9A-Fa-f]+)[^\r\n]*\r\n")
+"""Size in front of a chunk of HTTP."""
+CODECS = {"br": "brotli", "zstd": "zstd"}
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+"""Value by which zlib tells the two by their headers."""
 
 
 def read_html(opened: Opened) -> Iterator[Entry]:
@@ -35,7 +45,7 @@ def read_warc(opened: Opened) -> Iterator[Entry]:
     for row, record in enumerate(records):
         # Pictures and the like are rows without a document.
         is_page = "html" in (record.http_content_type or "")
-        text = _main_text(record.reader.read()) if is_page else ""
+        text = _main_text(_body(record)) if is_page else ""
         url = record.headers.get("WARC-Target-URI") or ""
         yield Entry(row=row, place=record.stream_pos, text=text, url=url)
     # The library takes the end of the file for the end of a record.
@@ -43,6 +53,37 @@ def read_warc(opened: Opened) -> Iterator[Entry]:
         raise DamagedError(opened.place, "it holds no response record")
     if stream.last_bytes != RECORD_END:
         raise DamagedError(opened.place, "it ends within a record")
+
+
+def _body(record: Any) -> bytes:
+    """Return the page of a response, as a browser undoes what the transfer did; one that is not as its headers say stays."""
+    body: bytes = record.reader.read()
+    if "chunked" in (record.http_headers.get("Transfer-Encoding") or "").lower():
+        body = _joined_chunks(body)
+    for name in reversed((record.http_headers.get("Content-Encoding") or "").lower().split(",")):
+        # many archives keep the header of a body that they decoded
+        with suppress(zlib.error, OSError):
+            body = _decoded(body, name.strip())
+    return body
+
+
+def _joined_chunks(body: bytes) -> bytes:
+    at, parts = 0, list[bytes]()
+    while found := CHUNK.match(body, at):
+        start, size = found.end(), int(found[1], 16)
+        parts.append(body[start : start + size])
+        at = start + size + len(b"\r\n")
+    return b"".join(parts) if parts else body
+
+
+def _decoded(body: bytes, encoding: str) -> bytes:
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        # of a page that was cut off the beginning
+        return zlib.decompressobj(GZIP_OR_ZLIB).decompress(body)
+    if encoding in CODECS:
+        with pa.CompressedInputStream(pa.BufferReader(body), CODECS[encoding]) as stream:
+            return cast(bytes, stream.read())
+    return body
 
 
 def _main_text(page: bytes) -> str:

@@ -212,6 +212,9 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
     if not options.parse_special_tokens and _is_spelled(text, eod, vocabulary[eod]):
         raise ConfigError(_plain_end(name, eod))
     settings = loading_settings(source.settings, eod=eod, bos=bos)
+    if options.row_format in CHATS:
+        # the template writes the begin of a text, by the token that the model's own settings name
+        settings["bos_token"] = bos or source.settings.get("bos_token")
     files = {
         **source.files,
         TOKENIZER_FILE: text.encode(),

@@ -172,6 +172,28 @@ def test_finished_groups_are_not_done_again(corpus, tmp_path, monkeypatch):
     assert [name for name, times in Counter(ran).items() if times > 1] == [ran[4]]
 
 
+def test_curation_that_is_killed_continues_by_the_names_of_its_inputs_now(
+    corpus, tmp_path, monkeypatch
+):
+    """The source of each document, by which shares are drawn, has the input as it is given."""
+    monkeypatch.chdir(corpus.parent)
+    steps, run_group, ran = [{"sample": {"sources": {"*/*": 0.3}}}, "exact"], pipeline.run_group, []
+
+    def stop(task, **options):
+        ran.append(task)
+        if len(ran) == 5:
+            raise KeyboardInterrupt
+        return run_group(task, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "run_group", stop)
+        with pytest.raises(KeyboardInterrupt):
+            curated(f"./{corpus.name}", tmp_path / "out", steps)
+    done = curated(corpus, tmp_path / "out", steps)
+    assert {each.source.rpartition("/")[0] for each in documents(done)} == {str(corpus)}
+    assert content(done.uri) == content(curated(corpus, tmp_path / "fresh", steps).uri)
+
+
 @pytest.mark.parametrize("steps", [["exact"], ["near"], ["lines"], ["mend"]], ids=str)
 @pytest.mark.parametrize("compared_bytes", [20_000, 1 << 30], ids=["parts", "one-part"])
 def test_file_that_comes_while_a_corpus_is_unfinished_is_part_of_it(

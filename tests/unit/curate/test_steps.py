@@ -183,6 +183,10 @@ def test_strings_of_json_and_lines_of_text_are_tasks():
     assert list(task_texts("x.jsonl", f"{row}\n\n")) == ["a b", "c", "d"]
     assert list(task_texts("x.txt", "a\nb")) == ["a\nb", "a", "b"]
     assert list(task_texts("x.jsonl", '{"q": "a\u2028b"}')) == ["a\u2028b"]
+    # of JSON as text the escapes would be letters of the words beside them
+    whole = json.dumps({"data": [{"q": "caf\u00e9\nb"}]}, indent=1)
+    assert list(task_texts("x.json", whole)) == ["caf\u00e9\nb"]
+    assert list(task_texts("x.json", f"{row}\n{row}\n")) == ["a b", "c", "d"] * 2
 
 
 def test_files_that_are_no_tasks_or_models_are_refused(tmp_path, monkeypatch):
@@ -259,6 +263,12 @@ def test_trained_model_tells_prose_from_code(tmp_path):
     first = (tmp_path / "model.npz").read_bytes()
     train_quality_model(data, str(tmp_path / "model.npz"), on_progress=lambda *_: None)
     assert (tmp_path / "model.npz").read_bytes() == first
+
+
+def test_output_that_is_a_folder_is_refused_before_anything_is_read(tmp_path):
+    data = QualityData(good=("nowhere",), raw=("nowhere",))
+    with pytest.raises(ConfigError, match="it is a folder"):
+        train_quality_model(data, str(tmp_path), on_progress=lambda *_: None)
 
 
 def test_area_under_the_curve():

@@ -6,8 +6,9 @@ from tests.support.jobs import VERIFY
 from tests.unit.data.datasets import write_dataset
 
 
-def _texts(path, *, seq_len=8, vocab_size=257):
-    return [str(fault) for fault in data_faults(str(path), seq_len=seq_len, vocab_size=vocab_size)]
+def _texts(path, *, seq_len=8, vocab_size=257, **wants):
+    faults = data_faults(str(path), seq_len=seq_len, vocab_size=vocab_size, **wants)
+    return [str(fault) for fault in faults]
 
 
 def test_good_dataset_has_no_fault(tmp_path):
@@ -38,12 +39,21 @@ def test_raw_text_is_answered_with_the_command_that_prepares_it(tmp_path):
 def test_all_faults_are_reported_at_once(tmp_path):
     write_dataset(tmp_path, train=(50, 30), valid=(20,))
     (tmp_path / "train/000001.arrow").unlink()
-    texts = _texts(tmp_path, seq_len=20, vocab_size=256)
+    texts = _texts(tmp_path, seq_len=20, vocab_size=256, splits=("train", "valid"))
     assert [text.partition(";")[0] for text in texts] == [
         "model.vocab_size=256",
         f"the valid split of {tmp_path} has 20 tokens",
         f"{tmp_path}/train/000001.arrow does not exist",
     ]
+
+
+def test_short_split_that_nobody_reads_is_no_fault(tmp_path):
+    write_dataset(tmp_path, train=(50,), valid=(20,))
+    assert _texts(tmp_path, seq_len=32) == []
+    (text,) = _texts(tmp_path, seq_len=32, splits=("train", "valid"))
+    assert text.startswith("the valid split of")
+    write_dataset(tmp_path, train=(20,), valid=(50,))
+    assert _texts(tmp_path, seq_len=32, splits=("valid",)) == []
 
 
 def test_unfit_paths_become_faults(tmp_path):
@@ -105,6 +115,20 @@ def test_other_tokenizer_is_refused(datasets):
         (datasets / name / "tokenizer.json").write_text(name)
     (text,) = _blend_texts(datasets, {"a": "weight: 1", "b": "weight: 1"})
     assert "has another tokenizer.json than" in text and "data.sources[1].path=" in text
+
+
+def test_other_tokenizer_of_a_validation_set_is_refused(datasets):
+    """A vocabulary of equal size, as of two runs of `bpe:N`, has other tokens: the loss would mean nothing."""
+    for name in ("a", "b"):
+        (datasets / name / "tokenizer.json").write_text(name)
+    held_out = f"data.validation=[{{name: x, path: {datasets}/b}}]"
+    parsed = parse_job(
+        VERIFY,
+        [f"data.path={datasets}/a", held_out, "data.seq_len=8", "model.vocab_size=257", "run.eval_samples=2"],
+    )  # fmt: skip
+    (text,) = map(str, training_faults(parsed.values))
+    assert text.startswith(f"data.validation[0].path='{datasets}/b' has another tokenizer.json")
+    assert training_faults(parsed.values | {"run.eval_samples": 0}) == []
 
 
 @pytest.mark.parametrize("limit, is_refused", [(2, False), (1.99, True), (0, False)])

@@ -153,6 +153,23 @@ def test_token_above_the_models_vocabulary_is_refused(tmp_path):
         source.row(3)
 
 
+def test_negative_token_of_a_damaged_file_is_refused(tmp_path):
+    """Vocabulary-parallel embeddings would take it for a token of another rank."""
+    tokens = np.arange(40)
+    tokens[20] = -7
+    prefix = _write(tmp_path, [tokens], "int32")
+    source = open_split(f"megatron:{prefix}", "train", SHAPE, seed=1, vocab_size=50)
+    with pytest.raises(DataError, match="holds token -7"):
+        source.row(1)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_files_without_a_token_are_refused(tmp_path, is_packed):
+    prefix = _write(tmp_path, [np.arange(0)], "uint16")
+    (fault,) = data_faults(f"megatron:{prefix}", seq_len=8, vocab_size=0, is_packed=is_packed)
+    assert "has 0 tokens" in fault.fact
+
+
 def test_blend_of_prefixes_is_checked_like_any_other(tmp_path):
     (tmp_path / "x").mkdir()
     a = _write(tmp_path, [np.arange(100)], "uint16")
@@ -199,7 +216,7 @@ def _patch(prefix, at, byte):
 
 def test_short_files_and_files_without_held_out_text_are_refused(tmp_path):
     prefix = _write(tmp_path, [np.arange(9)], "uint16")
-    faults = data_faults(f"megatron:{prefix}", seq_len=9, vocab_size=0, needs_valid=True)
+    faults = data_faults(f"megatron:{prefix}", seq_len=9, vocab_size=0, splits=("train", "valid"))
     texts = [str(fault) for fault in faults]
     assert len(texts) == 2 and "has no valid split" in texts[0] and "has 9 tokens" in texts[1]
 

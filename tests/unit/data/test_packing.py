@@ -148,6 +148,12 @@ def test_documents_are_cut_after_every_s_tokens():
     assert pieces.length.tolist() == [5, 24, 24, 24, 2]
 
 
+def test_document_of_more_tokens_than_32_bits_count_is_read_where_it_is():
+    """As Megatron's files of one document without borders."""
+    source = _source([(1 << 31) + (1 << 20)], seq_len=1 << 20)
+    assert max(source.held(row)[0].first for row in range(source.num_windows)) == 1 << 31
+
+
 def test_efficiency_is_the_share_that_is_no_padding():
     source = _source([12, 6, 6, 12])
     assert source.num_windows == 2 and source.efficiency == 36 / 48

@@ -69,9 +69,10 @@ def test_another_dataset_under_the_same_uri_has_files_of_its_own(uri, meta, tmp_
 
 def test_driver_is_told_everything_without_a_copy(uri, meta, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert data_faults(uri, seq_len=8, vocab_size=257, needs_valid=True) == []
+    assert data_faults(uri, seq_len=8, vocab_size=257, splits=("train", "valid")) == []
     open_store(uri).delete("train/000001.arrow")
-    texts = [fault.fact for fault in data_faults(uri, seq_len=20, vocab_size=256)]
+    faults = data_faults(uri, seq_len=20, vocab_size=256, splits=("train", "valid"))
+    texts = [fault.fact for fault in faults]
     assert texts == [
         "model.vocab_size=256",
         f"the valid split of {uri} has 20 tokens",

@@ -99,7 +99,7 @@ def test_identity_and_faults_are_those_of_a_copy(near, store):
     assert dataset_identity(FAR) == dataset_identity(f"megatron:{near}")
     wants = {"seq_len": 16, "vocab_size": VOCAB}
     assert data_faults(FAR, **wants) == data_faults(f"megatron:{near}", **wants) == []
-    (fault,) = data_faults(FAR, **wants, needs_valid=True)
+    (fault,) = data_faults(FAR, **wants, splits=("train", "valid"))
     assert "has no valid split" in fault.fact
     section = make_test_plan("data.shuffle_block_bytes=2000").job.data
     assert 0 < cache_need(FAR, "train", section) < near.with_suffix(".bin").stat().st_size

@@ -150,6 +150,19 @@ def test_store_that_fails_is_asked_again_and_the_wait_is_told(store, split, root
     assert fetcher.use().misses == 1 and fetcher.use().waited_s > 0
 
 
+def test_attempt_that_failed_takes_no_room_of_another_shard(store, split, root, monkeypatch):
+    """What it reserved was counted beside what the next attempt reserves, and another shard made way."""
+    monkeypatch.setattr(fetching, "AWAY_S", 0.1)
+    monkeypatch.setattr(fetching, "NUM_THREADS", 1)
+    fetcher, store.failures = make_fetcher(root, limit_bytes=4 * _size(split)), 2
+    ShardCache(store, root / "d", fetcher).need(split.shards[:4])
+    with fetcher._changed:
+        assert fetcher._changed.wait_for(
+            lambda: not fetcher._next() and not fetcher._all[0].waiting, 200
+        )
+    assert len([*(root / "d/train").glob("*.arrow")]) == 4 and store.failures == 0
+
+
 def test_store_that_stays_away_is_an_error_in_time(store, split, root, monkeypatch):
     monkeypatch.setattr(fetching, "AWAY_S", 0.05)
     store.failures = 1 << 60

@@ -1,5 +1,6 @@
 import gzip
 import json
+import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,17 +97,62 @@ def test_web_pages_are_read_as_their_main_text(tmp_path):
     (tmp_path / "a.html").unlink()
     (tmp_path / "b.warc.gz").write_bytes(
         b"".join(
-            gzip.compress(_response(f"<p>page {i}</p>", kind))
+            gzip.compress(_response(f"<p>page {i}</p>".encode(), kind))
             for i, kind in enumerate(("text/html", "image/png", "text/html; charset=utf-8"))
         )
     )
     assert [(d.text, d.row) for d in _read(tmp_path)] == [("page 0", 0), ("page 2", 2)]
 
 
-def _response(page, kind):
-    http = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n\r\n{page}"
+def _response(page, kind, more="Connection: close"):
+    fields = f"Content-Type: {kind}\r\nContent-Length: {len(page)}\r\n{more}"
+    http = f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode() + page
     head = (
         "WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:uuid:a>\r\nWARC-Target-URI: http://a/\r\n"
         f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(http)}\r\n\r\n"
     )
-    return (head + http + "\r\n\r\n").encode()
+    return head.encode() + http + b"\r\n\r\n"
+
+
+def test_names_of_rows_are_different_however_an_arrow_file_is_cut(tmp_path, monkeypatch):
+    """A curation makes ids of them, by which copies are told apart."""
+    monkeypatch.setattr(groups, "MIN_GROUP_BYTES", 1)
+    schema = pa.schema([("text", pa.string())])
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as writer:
+        for batch in range(3):
+            rows = pa.array([f"batch {batch} row {row}" for row in range(2)])
+            writer.write_batch(pa.record_batch([rows], schema=schema))
+    found = {d.name.partition("@")[2]: d.text for d in _read(tmp_path)}
+    assert found == {
+        "0": "batch 0 row 0", "1": "batch 0 row 1", "1+0": "batch 1 row 0", "1+1": "batch 1 row 1",
+        "2+0": "batch 2 row 0", "2+1": "batch 2 row 1",
+    }  # fmt: skip
+
+
+def _chunked(body):
+    parts = [body[at : at + 100] for at in range(0, len(body), 100)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+@pytest.mark.parametrize(
+    ("headers", "encode"),
+    [
+        ("Transfer-Encoding: chunked", _chunked),
+        ("Content-Encoding: gzip", gzip.compress),
+        ("Content-Encoding: deflate", zlib.compress),
+        ("Content-Encoding: br", lambda body: pa.Codec("brotli").compress(body, asbytes=True)),
+        ("Transfer-Encoding: chunked\r\nContent-Encoding: gzip", lambda body: _chunked(gzip.compress(body))),
+        # archives of decoded bodies
+        ("Transfer-Encoding: chunked", bytes),
+        ("Content-Encoding: gzip", bytes),
+    ],
+)  # fmt: skip
+def test_response_is_read_as_a_browser_reads_it(tmp_path, headers, encode):
+    text = "caf\u00e9 one " * 40
+    page = f"<html><body><p>{text}</p></body></html>".encode()
+    records = (
+        _response(encode(page), "text/html; charset=utf-8", headers),
+        _response(b"<p>two</p>", "text/html"),
+    )
+    (tmp_path / "a.warc").write_bytes(b"".join(records))
+    assert [d.text for d in _read(tmp_path)] == [text.strip(), "two"]

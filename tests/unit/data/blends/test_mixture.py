@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from raymega.config.data import DataSection, DataSource, DataStage
+from raymega.config.schema import PluginsSection
+from raymega.data import samples
+from raymega.data.blends import epochs
+from raymega.data.blends.epochs import num_rows, streamed_reads
 from raymega.data.blends.mixture import Mixture, mixture_of
+from raymega.data.row_rules.rules import PLAIN_ROWS
 from raymega.data.rows import one_shard, whole_row
 from raymega.data.samples import Samples, open_samples, open_validation
 from raymega.plan.batch import make_batch, samples_after, steps_for
@@ -121,6 +126,12 @@ def test_later_stage_changes_nothing_before_it(seed):
     assert ranks == list(range(len(ranks)))
 
 
+def test_names_of_datasets_are_different():
+    """Metrics go by them: one would have been that of another dataset."""
+    paths = ("/x/web", "/y/web", "/z/web-1")
+    assert len({*Mixture([(0, [DataSource(path=path) for path in paths])]).names}) == 3
+
+
 def test_stage_begins_at_a_whole_sample():
     section = DataSection(
         path="a",
@@ -151,6 +162,36 @@ def test_named_validation_sets_are_opened_by_name(tmp_path):
     assert {name: one.num_samples for name, one in found.items()} == {"held": 12, "seen": 62}
     (alone,) = open_validation(_job(f"data.path={tmp_path}")).items()
     assert alone[0] == "" and alone[1].num_samples == 12
+
+
+def test_train_split_of_a_validation_set_is_held_out_text(tmp_path, monkeypatch):
+    """Its images do not change at random, and no teacher's logits need lie beside it."""
+    write_dataset(tmp_path, train=(500,), valid=())
+    held_out, roles = f"[{{name: held, path: {tmp_path}, split: train}}]", []
+    monkeypatch.setattr(samples, "row_rules", lambda _, role: roles.append(role) or PLAIN_ROWS)
+    teacher = {"loss_type": "forward_kl", "teacher": "stored", "top_k": 4}
+    data = _job(f"data.validation={held_out}").with_values(distillation=teacher)
+    assert open_validation(data)["held"].row(0).taught is None and roles == ["valid"]
+
+
+def test_disk_of_a_plan_is_that_of_every_split_that_is_read(tmp_path, monkeypatch):
+    """The training split was left out where a validation set is of the same dataset."""
+    meta = write_dataset(tmp_path, train=(400,), valid=(90,))
+    train, valid = (meta.splits[name].shards[0].num_bytes for name in ("train", "valid"))
+    monkeypatch.setattr(epochs, "meta_at", lambda _: meta)
+    far = ("data.path=s3://far/away", "run.eval_samples=2")
+    named = "data.validation=[{name: held, path: s3://far/away}]"
+    for job in (_job(*far), _job(*far, named)):
+        assert streamed_reads(job).cached_bytes == train + valid
+    assert streamed_reads(_job(*far, "run.eval_samples=0")).cached_bytes == train
+
+
+def test_epoch_of_far_conversations_has_no_more_rows_than_documents(tmp_path, monkeypatch):
+    """They are cut at the end of a row: their tokens say more rows than there are."""
+    meta = write_dataset(tmp_path, train=(400, 300, 8), valid=(), version=3)
+    monkeypatch.setattr(epochs, "meta_at", lambda _: meta)
+    section = _job("data.packing=best_fit", "data.seq_len=8").data
+    assert num_rows("s3://far/away", section, seed=0, plugins=PluginsSection()) == 3
 
 
 def test_blend_is_validated_on_the_blend_until_a_split_is_read_whole(tmp_path):

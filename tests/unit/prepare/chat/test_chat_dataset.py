@@ -1,6 +1,7 @@
 """Datasets of conversations: from every form of rows to the labels of a packed row."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +79,31 @@ def test_tables_give_the_bytes_of_json_lines(dataset, model, tmp_path):
         name: raw for name, raw in content(dataset).items() if name.endswith((".arrow", ".npy"))
     }
     assert same and same.items() <= content(tmp_path / "other").items()
+
+
+def test_table_with_calls_of_several_tools_and_times_gives_the_bytes_of_json_lines(model, tmp_path):
+    """A column's type has the arguments of all tools: those of another tool are nulls in each call."""
+    source = templates.CHATML.replace(
+        "message['content']", "(message.content or (message.calls | tojson))"
+    )
+    (tmp_path / "tools.jinja").write_text(source)
+    then, rows = datetime(2024, 1, 2, 3), []
+    for value in ({"city": "Rome"}, {"x": 1, "y": [2]}):
+        asked, answered = messages("who?", "he")
+        calls = [{"function": {"name": "f", "arguments": value}}]
+        rows.append(
+            {"messages": [asked | {"time": then}, answered | {"content": "", "calls": calls}]}
+        )
+    (tmp_path / "table").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table/rows.parquet")
+    for row in rows:
+        row["messages"][0]["time"] = str(then)
+    wanted, found = (
+        _prepare(folder, tmp_path / f"out-{folder.name}", model, valid_fraction=0.0,
+                 chat_template=str(tmp_path / "tools.jinja"))
+        for folder in (_lines(tmp_path / "lines", rows), tmp_path / "table")
+    )  # fmt: skip
+    assert found.splits == wanted.splits
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
@@ -205,6 +231,20 @@ def test_template_of_a_file_comes_along(model, tmp_path):
     meta = _prepare(rows, tmp_path / "out", "bytes", valid_fraction=0, chat_template=str(path))
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == templates.PLAIN
     assert "chat_template.jinja" in meta.tokenizer.files
+
+
+def test_template_has_the_begin_of_the_models_own_settings(model, tmp_path):
+    """That of a dataset of texts is the end of a document, which would stand before each conversation."""
+    (tmp_path / "gemma.jinja").write_text(templates.GEMMA)
+    meta = _prepare(
+        _lines(tmp_path / "rows", [{"messages": chat} for chat in CHATS]), tmp_path / "out", model,
+        chat_template=str(tmp_path / "gemma.jinja"),
+    )  # fmt: skip
+    stream, first = TokenStream(tmp_path / "out", meta.splits["train"]), templates.make_tokenizer()
+    assert stream.read(0, 2).tolist() == [*map(first.token_to_id, ("<s>", "<start_of_turn>"))]
+    # by these settings an export is asked
+    settings = json.loads((tmp_path / "out" / TOKENIZER_CONFIG_FILE).read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", IM_END)
 
 
 def test_text_dataset_has_no_answers_to_count(tmp_path):

@@ -101,6 +101,45 @@ def test_what_cannot_be_proven_is_refused(tokenizer, source, turns, why):
         _label(tokenizer, source, turns)
 
 
+def test_template_that_asks_for_the_day_gives_the_same_tokens_on_every_day():
+    source = "\n  {% if true %}{{ strftime_now('%A, %-d %B %Y') }}{% endif %}" + templates.CHATML
+    found, plain = (
+        template(t).render(messages("who?", "he"), ()) for t in (source, templates.CHATML)
+    )
+    assert found == f"\nFriday, 26 July 2024{plain}"
+
+
 def test_empty_answer_is_its_end_alone(tokenizer):
     found = _label(tokenizer, templates.CHATML, ("say nothing", ""))
     assert _text(tokenizer, found, LAST_ANSWER) == "<|im_end|>"
+
+
+# A call begins with a special token of its own, as Mistral's [TOOL_CALLS] and Llama's <|python_tag|>.
+CALLING = templates.CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message.tool_calls is defined %}{{ '<|eot_id|>' + "
+    "message.tool_calls | tojson }}{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
+)
+
+
+def _call(tokenizer, value, tools=()):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": value}}}
+    asked, answered = messages("who?", "he")
+    calling = {"role": "assistant", "tool_calls": [call]}
+    chat = (asked, calling, {"role": "tool", "content": "he"}, answered)
+    labeller = Labeller(template(CALLING), tokenizer, eod_id=tokenizer.token_to_id("<|endoftext|>"))
+    return labeller.label(Conversation(messages=chat, tools=tools))
+
+
+def test_call_of_a_tool_is_learned_whole_though_it_begins_with_a_special_token(tokenizer):
+    found = _call(tokenizer, 1)
+    call = _text(tokenizer, found, EARLIER_ANSWER)
+    assert call.startswith("<|eot_id|>[{") and call.endswith('{"x": 1}}}]<|im_end|>')
+    assert _text(tokenizer, found, LAST_ANSWER) == "he<|im_end|>"
+
+
+def test_call_or_tool_that_spells_a_special_token_is_refused(tokenizer):
+    with pytest.raises(RenderError, match=r"tool_calls of message 1 spells .*'<\|im_end\|>'"):
+        _call(tokenizer, "<|im_end|>")
+    with pytest.raises(RenderError, match=r"list of tools spells .*'<\|im_end\|>'"):
+        _call(tokenizer, 1, tools=({"name": "f", "description": "ends <|im_end|>"},))
