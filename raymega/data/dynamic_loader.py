@@ -88,7 +88,7 @@ class DynamicLoader:
         """
         self.source, self._rank, self._contexts = source, rank, contexts
         self._limits, self._cost, self._device = limits, cost, device
-        self._steps = Ahead(is_guessing=is_guessing, timeout_s=timeout_s)
+        self._steps = Ahead[_Step](is_guessing=is_guessing, timeout_s=timeout_s)
         self._depth = depth
         self._balance: dict[str, float] = {}
 

@@ -84,7 +84,7 @@ class Loader(Generic[R]):
         self._is_encoder, self._empty, self._pooling = is_encoder, empty, pooling
         self._images, self._edge = images, edge
         self._images_of = images_of or (lambda sample: source.row(sample).images)
-        self._steps = Ahead(is_guessing=is_guessing, timeout_s=timeout_s)
+        self._steps = Ahead[PackedBatches](is_guessing=is_guessing, timeout_s=timeout_s)
 
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""

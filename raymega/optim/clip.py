@@ -30,7 +30,7 @@ def local_norm_sq(shares: Shares, device: torch.device, *, is_wide: bool = False
         # One kernel reads many tensors, and float64 squares keep up with memory: both norms are this one.
         norms = torch._foreach_norm(counted, dtype=torch.float64)
     else:
-        norms = [_exact_norm(values) if is_wide else _norm(values) for values in counted]
+        norms = tuple(_exact_norm(values) if is_wide else _norm(values) for values in counted)
     return torch.stack(norms).square().sum()
 
 

@@ -42,7 +42,9 @@ def keep_book(name: str, folder: Path) -> dict[str, Any]:
     answers.put_in(plan)
     device = prepare_process(plan, device="cuda", local_rank=0)
     num_layers = plan.job.model.num_layers
-    more, less = (_step_s(plan_of(name, num_layers=n), device) for n in (num_layers, num_layers // 2))
+    more, less = (
+        _step_s(plan_of(name, num_layers=n), device) for n in (num_layers, num_layers // 2)
+    )
     added = num_layers // 2 // plan.grid.pp * plan.batch.num_micro_batches
     return {"layout": name, "figures": {"host_ms_a_layer": round(1e3 * (more - less) / added, 3)}}
 
@@ -70,7 +72,9 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=Path("build/cuda-books"))
     parser.add_argument("--case", action="append")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--profile", default="", help="file for cProfile's figures of the last step")
+    parser.add_argument(
+        "--profile", default="", help="file for cProfile's figures of the last step"
+    )
     options = parser.parse_args()
     variables = {STEPS: str(options.steps), PROFILE: options.profile}
     start_server(build_device(options.build.absolute()) | variables)
@@ -83,7 +87,11 @@ def main() -> None:
             plan = plan_of(name)
             passes = plan.job.model.num_layers // plan.grid.pp * plan.batch.num_micro_batches
             device_ms = budgets.get(name, {}).get("step_ms", 0.0) / passes
-            print(json.dumps({"case": name, **book["figures"], "device_ms_a_layer": round(device_ms, 3)}))
+            print(
+                json.dumps(
+                    {"case": name, **book["figures"], "device_ms_a_layer": round(device_ms, 3)}
+                )
+            )
 
 
 if __name__ == "__main__":
