@@ -331,7 +331,7 @@ def _invalid(
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{_line(path, _meant(value, details, description), field)}"
+        remedy=f"{_line(path, _meant(value, details, description, field), field)}"
         f"{path.rpartition('.')[2]} is: {description}",
     )
 
@@ -347,7 +347,7 @@ def _line(path: str, meant: str, field: FieldInfo) -> str:
     return ""
 
 
-def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> str:
+def _meant(value: object, details: Sequence[ErrorDetails], text: str, field: FieldInfo) -> str:
     """Return the value that another one stands for: bfloat16 for bf16, sigmoid for DPO, 336 for 336px; else empty."""
     given = str(value).lower()
     known = [
@@ -361,12 +361,13 @@ def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> 
         plain = given.replace("_", "").replace(",", "").removesuffix(".0")
         return unit[1] if unit else plain if plain.isdecimal() else ""
     if any(detail["type"] == "tuple_type" for detail in details):
-        is_entry = isinstance(value, str | int | float | Mapping)
+        of_mappings = any(map(_as_section, get_args(field.annotation)))
+        is_entry = isinstance(value, Mapping if of_mappings else str | int | float)
         return yaml.safe_dump((value,), default_flow_style=True, width=1000).strip() * is_entry
     if not known:
         return ""
     # names that the description of an option has, such as DPO of sigmoid
-    _, *texts = re.split(rf"\b({'|'.join(map(re.escape, known))}): ", description)
+    _, *texts = re.split(rf"\b({'|'.join(map(re.escape, known))}): ", text)
     named = {
         name.lower(): word
         for word, text in reversed([*zip(texts[::2], texts[1::2], strict=True)])
