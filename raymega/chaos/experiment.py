@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 
 from raymega.chaos.chaos_run import ChaosRun
@@ -101,6 +102,8 @@ class Verdict:
 def verdict_object(verdict: Verdict, *, seed: int) -> dict[str, object]:
     """Return the verdict as plain values, for `raymega chaos --json` and report.json."""
     compared = asdict(verdict.comparison)
+    if not isfinite(compared["largest"]):  # of a loss that is NaN, which JSON lacks
+        compared["largest"] = None
     return {
         "event": "verdict",
         "passed": not verdict.faults,

@@ -15,8 +15,12 @@ from raymega.errors import ConfigError
 
 
 def print_json(value: object) -> None:
-    """Print ``value`` as one line of JSON; :func:`_plain` converts dataclasses, job sections and paths."""
-    print(json.dumps(value, default=_plain), flush=True)
+    """Print ``value`` as one line of JSON; :func:`_plain` converts dataclasses, job sections and paths.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
+    plain = json.loads(json.dumps(value, default=_plain), parse_constant=lambda _: None)
+    print(json.dumps(plain), flush=True)
 
 
 def json_object(value: Any, **names: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +92,7 @@ def _durations(times: str) -> Durations:
         except ValueError:
             # Not a number: refuse the pair below.
             known = set()
-        if name.strip() not in known or values[name.strip()] < 0:
+        if name.strip() not in known or not 0 <= values[name.strip()] < inf:
             raise ConfigError(
                 fact=f"--times {pair}",
                 rule="it must be NAME=NUMBER with a number of at least 0 and a name of "

@@ -13,6 +13,7 @@ from raymega import api
 from raymega.cli.options import AsJsonLines, JobFile, Overrides
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import OnProgress, phase_bars
+from raymega.config.grid_text import set_options
 from raymega.verify.compare import Deviation
 from raymega.verify.layout import DEGREES, OPTIONS, Device
 from raymega.verify.rounding import LIMIT_OF_SPREAD, Precision
@@ -172,7 +173,7 @@ def _show_report(report: Report) -> None:
     if report.smallest.resumed_from:
         print(f"resumed from a checkpoint of {report.smallest.resumed_from.describe()}")
     print(_explain(report.smallest, report.options))
-    print("train it with " + " ".join(f"--set {o}" for o in report.smallest.layout.overrides()))
+    print(f"train it with {set_options(report.smallest.layout.overrides())}")
 
 
 def _limit(options: Options) -> str:

@@ -30,7 +30,7 @@ class CheckpointSection(Section):
     """Places and times of saves, limits of a save, and retention."""
 
     # Places.
-    uri: str = Field(default_factory=lambda: str(Path.home() / ".raymega" / "runs"))
+    uri: str = Field(min_length=1, default_factory=lambda: str(Path.home() / ".raymega" / "runs"))
     """Root folder or s3://bucket/prefix; the run lives in `<uri>/<run.name>/`. Default:
     ~/.raymega/runs."""
     local_uri: str = "none"

@@ -1,8 +1,10 @@
-"""Reads the text of ``--grid``: degrees of the parallel axes."""
+"""Reads the text of ``--grid``, degrees of the parallel axes, and writes texts of ``--set`` to paste."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable
 
 from raymega.errors import ConfigError, Fault
 
@@ -46,13 +48,18 @@ def grid_overrides(text: str) -> list[str]:
     )
 
 
+def set_options(overrides: Iterable[str]) -> str:
+    """Return overrides as options of a command line, quoted for a shell: a placement of layers has pipes."""
+    return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
+
+
 def degrees_of(text: str) -> dict[str, int]:
     """Return the degrees of tp, cp, pp and dp in a text such as ``tp=2,pp=2``; 1 where it has none above 0.
 
     Raises:
         ConfigError: The text is not of this form, or names an axis that no grid has.
     """
-    given = dict(text.split("=") for text in grid_overrides(text))
+    given = dict(text.split("=", 1) for text in grid_overrides(text))
     return {
         axis: max(1, int(given.get(f"parallel.{axis}", 1))) for axis in ("tp", "cp", "pp", "dp")
     }

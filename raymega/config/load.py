@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -84,9 +84,7 @@ class ParsedJob:
         """
         if faults:
             return replace(
-                self,
-                faults=(*self.faults, *faults),
-                of_no_field=(*self.of_no_field, *faults),
+                self, faults=(*self.faults, *faults), of_no_field=(*self.of_no_field, *faults)
             )
         if not steps or self.values.get("run.steps"):
             return self
@@ -131,8 +129,7 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
 
 def _parsed(raw: Mapping[str, Any], of_no_field: Sequence[Fault]) -> ParsedJob:
     parsed = parse_mapping(raw)
-    faults = (*of_no_field, *parsed.faults)
-    return replace(parsed, faults=faults, of_no_field=tuple(of_no_field))
+    return replace(parsed, faults=(*of_no_field, *parsed.faults), of_no_field=tuple(of_no_field))
 
 
 def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
@@ -229,7 +226,7 @@ def _nearest(override: str) -> str:
     """Return the override that a text without a section means: optimizer.lr=1e-3 for lr=1e-3; or empty."""
     field, _, value = override.replace(":", "=", 1).partition("=")
     if "." in field:
-        return f"{field.strip()}={value.strip()}" if value else ""
+        return f"{field.strip()}={value.strip()}" if value and ":" in override else ""
     for name, info in Job.model_fields.items():
         section = _section_of(info)
         if section is not None and field.strip() in section.model_fields and value:
@@ -294,8 +291,9 @@ def section_faults(
         value = given.get(key, _ABSENT)
         # A section inside this one: its faults, or as a whole a value.
         inner = _section_of(field)
-        if inner is None and isinstance(value, Mapping):  # one of two forms, the other is a word
-            inner = next(filter(None, map(_as_section, get_args(field.annotation))), None)
+        kind = field.annotation  # one of two forms, the other is a word; of a list it is none
+        if inner is None and isinstance(value, Mapping) and get_origin(kind) is not tuple:
+            inner = next(filter(None, map(_as_section, get_args(kind))), None)
         if inner is not None and value is not _ABSENT:
             found = section_faults(value, inner, path, {})
             faults += found
@@ -333,7 +331,7 @@ def _invalid(
     return Fault(
         fact=f"{path}={_as_yaml(value)}",
         rule=between.join(rules),
-        remedy=f"{_line(path, _meant(value, details, description), field)}"
+        remedy=f"{_line(path, _meant(value, details, description, field), field)}"
         f"{path.rpartition('.')[2]} is: {description}",
     )
 
@@ -349,7 +347,7 @@ def _line(path: str, meant: str, field: FieldInfo) -> str:
     return ""
 
 
-def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> str:
+def _meant(value: object, details: Sequence[ErrorDetails], text: str, field: FieldInfo) -> str:
     """Return the value that another one stands for: bfloat16 for bf16, sigmoid for DPO, 336 for 336px; else empty."""
     given = str(value).lower()
     known = [
@@ -363,11 +361,13 @@ def _meant(value: object, details: Sequence[ErrorDetails], description: str) -> 
         plain = given.replace("_", "").replace(",", "").removesuffix(".0")
         return unit[1] if unit else plain if plain.isdecimal() else ""
     if any(detail["type"] == "tuple_type" for detail in details):
-        return f"[{value}]" if isinstance(value, str | int | float) else ""
+        of_mappings = any(map(_as_section, get_args(field.annotation)))
+        is_entry = isinstance(value, Mapping if of_mappings else str | int | float)
+        return yaml.safe_dump((value,), default_flow_style=True, width=1000).strip() * is_entry
     if not known:
         return ""
     # names that the description of an option has, such as DPO of sigmoid
-    _, *texts = re.split(rf"\b({'|'.join(map(re.escape, known))}): ", description)
+    _, *texts = re.split(rf"\b({'|'.join(map(re.escape, known))}): ", text)
     named = {
         name.lower(): word
         for word, text in reversed([*zip(texts[::2], texts[1::2], strict=True)])

@@ -28,6 +28,7 @@ from raymega.plan.layers.vision import image_flops
 from raymega.plan.tensor_table import (
     embedding_tensors,
     head_tensors,
+    is_head_frozen,
     is_tower_frozen,
     layer_tensors,
     mtp_tensors,
@@ -40,7 +41,13 @@ gradient of its input and for its own."""
 
 
 def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
-    """Return the FLOPs of training on one token: forward and backward.
+    """Return the FLOPs of training on one token: forward and backward, without gradients of frozen weights."""
+    whole = FORWARD_AND_BACKWARD * forward_flops_per_token(model, seq_len=seq_len)
+    return whole - _spared_flops(model, seq_len)
+
+
+def forward_flops_per_token(model: ModelSection, *, seq_len: float) -> float:
+    """Return the FLOPs of a forward pass for one token.
 
     A matrix of n weights costs 2 n a token: those of the blocks, and the head, tied or not. Looking
     up an embedding costs nothing; norms and biases are not counted. Attention's two products cost 2
@@ -56,7 +63,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
         # each side has tokens of its own, and only the decoder's meet the head
         _, decoder = side_lengths(model, seq_len)
         forward = sum(layer_flops(model, seq_len)) + decoder * 2 * head_weights(model)
-        return FORWARD_AND_BACKWARD * forward / seq_len
+        return forward / seq_len
     # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
     head = head_weights(model)
@@ -65,8 +72,33 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     # the tower's work on the images among the tokens, model.vision.image_share of them
-    forward += model.vision.images_per_token * image_flops(model)
-    return float(FORWARD_AND_BACKWARD * forward)
+    return float(forward + model.vision.images_per_token * image_flops(model))
+
+
+def _spared_flops(model: ModelSection, seq_len: float) -> float:
+    """Return the FLOPs that a backward is spared for a token: weight gradients, and all of a frozen tower.
+
+    Of encoder-decoder models each side's matrices meet its own tokens.
+    """
+    if not (model.freeze or model.lora.r):
+        return 0.0
+    shares, of_head = [1.0] * model.num_layers, 1.0
+    if parts_of(model).is_encoder_decoder:
+        sides = [length / seq_len for length in side_lengths(model, seq_len)]
+        shares = [sides[is_decoder_layer(model, layer)] for layer in range(model.num_layers)]
+        of_head = sides[1]
+    frozen = sum(
+        share * _frozen_weights(layer_tensors(model, layer), model)
+        for layer, share in enumerate(shares)
+    ) + _frozen_weights(mtp_tensors(model), model)
+    if is_head_frozen(model):
+        frozen += of_head * (1 + model.num_nextn_predict_layers) * head_weights(model)
+    tower = model.vision.images_per_token * image_flops(model) * is_tower_frozen(model)
+    return 2 * (frozen + tower)
+
+
+def _frozen_weights(tensors: Iterable[GlobalTensor], model: ModelSection) -> float:
+    return active_weights((each for each in tensors if each.is_frozen), model)
 
 
 def job_flops_per_token(job: Job, *, seq_len: float) -> float:
@@ -77,11 +109,10 @@ def job_flops_per_token(job: Job, *, seq_len: float) -> float:
     """
     trained, preference = flops_per_token(job.model, seq_len=seq_len), job.preference
     if job.distillation.is_live:
-        teacher = teacher_job(job).model
-        return trained + flops_per_token(teacher, seq_len=seq_len) / FORWARD_AND_BACKWARD
+        return trained + forward_flops_per_token(teacher_job(job).model, seq_len=seq_len)
     is_live = preference.needs_reference and preference.reference == "base"
     passes = is_live + (preference.loss_type == "kto")
-    return trained + passes * trained / FORWARD_AND_BACKWARD
+    return trained + passes * forward_flops_per_token(job.model, seq_len=seq_len)
 
 
 def layer_flops(model: ModelSection, seq_len: float) -> list[float]:

@@ -64,8 +64,8 @@ def shares_snapshot(job: Job) -> bool:
 def share_bytes(plan: RunPlan, rank: int) -> int:
     """Return the bytes of ``rank``'s part of a checkpoint.
 
-    These are masters and optimizer state, without a tied copy, divided by their replicas, sharded
-    or not.
+    These are masters and optimizer state, and without adapters frozen weights, without a tied copy,
+    divided by their replicas, sharded or not.
     """
     job, grid, stages = plan.job, plan.grid, plan.stages_of(rank)
     place = grid.tp, grid.coords(rank).tp, grid.expert_place(rank)
@@ -90,16 +90,28 @@ def _held_bytes(
     held = {False: 0, True: 0}
     for tensor in stage_tensors(job.model, stage):
         # a tied table is saved by the first stage alone
-        if tensor.is_trained and (stage.is_first or tensor.role != "embedding"):
+        if stage.is_first or tensor.role != "embedding":
             box = tensor.box(tp=tp, tp_rank=tp_rank, experts=place)
-            held[tensor.is_expert] += _bytes_of(job, tensor.role, box)
+            of_tensor = _bytes_of(job, tensor.role, box) if tensor.is_trained else 0
+            # with adapters a checkpoint lacks what is frozen
+            if tensor.is_frozen and not job.model.lora.r:
+                of_tensor = box.num_elements * (_wide(job) if tensor.is_wide else _narrow(job))
+            held[tensor.is_expert] += of_tensor
     return held[False], held[True]
 
 
 def _bytes_of(job: Job, role: Role, box: Box) -> int:
     """Return the bytes of a master, of its moving average and its optimizer state."""
     # The master is in float32 or better; moments may have fewer bits.
-    full, form = max(4, DTYPE_BYTES[job.precision.dtype]), format_of(job.optimizer, role)
+    full, form = _wide(job), format_of(job.optimizer, role)
     of_kind = state_bytes(form, box.num_elements, scale_boxes(box).begun.num_elements, full)
     full *= 1 + (job.optimizer.ema_decay > 0)  # a moving average is as large as the master
     return box.num_elements * full + of_kind * len(kinds_of(job.optimizer.name, role))
+
+
+def _narrow(job: Job) -> int:
+    return DTYPE_BYTES[job.precision.dtype]
+
+
+def _wide(job: Job) -> int:
+    return max(4, _narrow(job))

@@ -87,6 +87,12 @@ def is_tower_frozen(model: ModelSection) -> bool:
     return not any(t.is_trained and not t.name.startswith(PROJECTOR) for t in tower)
 
 
+def is_head_frozen(model: ModelSection) -> bool:
+    """Return whether no matrix before the loss is trained: the head's own ones, or the tied token table."""
+    tensors = embedding_tensors(model)[:1] if model.has_tied_head else head_tensors(model)
+    return not any(each.is_trained for each in tensors if len(each.shape) > 1)
+
+
 def _attention_tensors(at: str, model: ModelSection) -> list[GlobalTensor]:
     """Return the tensors that make heads of the stream, and the projection back to it."""
     family, std = parts_of(model), model.initializer_range

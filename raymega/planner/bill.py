@@ -122,10 +122,10 @@ def _step_weights(plan: RunPlan, first_step: int) -> Iterator[tuple[int, float, 
 
 
 def _evaluation_s(job: Job, step_s: float, first_step: int) -> float:
-    """Return the seconds of the evaluations on held-out text that are left."""
-    run = job.run
+    """Return the seconds of the evaluations on held-out text that are left, each on every validation set."""
+    run, num_sets = job.run, max(1, len(job.data.validation))
     one_s = step_s * FORWARD_SHARE * run.eval_samples / job.data.global_batch_size
-    one_s *= 1 + run.eval_ema
+    one_s *= num_sets * (1 + run.eval_ema)
     return _num_evaluations(run, run.eval_every, first_step) * one_s
 
 

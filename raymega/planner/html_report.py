@@ -17,6 +17,7 @@ from raymega.planner.bill import Bill, bill_lines
 from raymega.planner.calibration.accuracy import expected_error
 from raymega.planner.cost.peak_memory import pipeline_memory
 from raymega.planner.cost.simulated_step import play
+from raymega.planner.cost.teacher_memory import teacher_memory
 from raymega.planner.search.advice import advice_line, advise
 from raymega.planner.search.search import RankedLayout
 from raymega.planner.search.selection import describe, seconds
@@ -31,13 +32,14 @@ FILLS = {
     "moments": "#8fd3bd",
     "fixed": "#999999",
     "gathered": "#f0e442",
+    "teacher": "#cc79a7",
     "activations": "#e69f00",
     "reserved": "#bbbbbb",
 }
 PARTS = {
     "compute": "#56b4e9", "tensor parallel": "#0072b2", "messages": "#009e73", "bubble": "#dddddd",
     "data parallel": "#d55e00", "optimizer": "#e69f00", "sharing": "#cc79a7",
-    "experts": "#009e9e", "straggler": "#882255",
+    "experts": "#009e9e", "straggler": "#882255", "reference": "#ddcc77",
 }  # fmt: skip
 DRAWN_ROUNDS = 3
 """Micro-batches in the time line, in multiples of the pipeline depth; more would look the same."""
@@ -102,11 +104,13 @@ def memory_parts(plan: RunPlan) -> Iterator[dict[str, float]]:
     """Yield the GiB of each part, for each rank of the pipeline."""
     for use, held in pipeline_memory(plan):
         state = state_of(plan.job, held, plan.grid)
+        teacher = teacher_memory(plan, use.pp_rank).state_bytes
         parts = {
             "weights": state.weight_bytes, "gradients": state.gradient_bytes,
             "masters": state.master_bytes, "moments": state.moment_bytes,
             "fixed": state.fixed_bytes, "gathered": state.passing_bytes,
-            "activations": use.activation_bytes + use.state_bytes - state.total_bytes,
+            "teacher": teacher,
+            "activations": use.activation_bytes + use.state_bytes - state.total_bytes - teacher,
             "reserved": use.reserved_bytes,
         }  # fmt: skip
         yield {name: value / GIB for name, value in parts.items()}

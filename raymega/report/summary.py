@@ -42,7 +42,9 @@ def is_running(history: RunHistory, driver: LeaseGrant | None) -> bool:
 
 def run_facts(history: RunHistory, driver: LeaseGrant | None) -> dict[str, str]:
     """Return the run's most important figures, by name."""
-    steps, total = history.steps, history.run.get("total_steps", 0)
+    # curves may be empty: a restart from step 0 drops the values of all steps
+    steps = {name: series for name, series in history.steps.items() if series.values}
+    total = history.run.get("total_steps", 0)
     found = {
         "step": f"{history.step:,} of {total:,}",
         "training loss": _last(steps.get("loss"), ".4f"),

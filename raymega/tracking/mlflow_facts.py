@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import PurePosixPath
+from typing import Any
 
 from raymega.config.fields import by_path
 from raymega.config.schema import Job
 from raymega.drawing.svg import short
 from raymega.events import BadStep, RoutingCollapsed, StragglerDetected
+from raymega.plan.batch import samples_after
 from raymega.plan.tensor_table import model_tensors
 from raymega.tracking.expert_load import collapse_warning
 
@@ -92,7 +94,7 @@ def describe(job: Mapping[str, object]) -> str:
     experts = (
         "" if parsed.model.moe.num_experts == 0 else f", {parsed.model.moe.num_experts} experts"
     )
-    tokens = parsed.run.steps * data.global_batch_size * data.seq_len
+    tokens = samples_after(parsed.run.steps, data) * data.seq_len
     return (
         f"{parsed.model.family} with {short(num_parameters(parsed))} parameters{experts}, "
         f"{parsed.run.steps:,} steps of {short(data.global_batch_size * data.seq_len)} tokens "
@@ -103,14 +105,18 @@ def describe(job: Mapping[str, object]) -> str:
 def datasets_of(job: Mapping[str, object]) -> Iterator[UsedDataset]:
     """Yield the run's datasets; the digest is of what the job says of its data."""
     fields = by_path(job)
-    # a blend lists its sources, another job has one path
-    sources: list[tuple[str, str]] = []
-    for field, context in (("data.sources", "training"), ("data.validation", "validation")):
-        listed = fields.get(field)
-        for each in listed if isinstance(listed, list | tuple) else ():
-            sources.append((str(each.get("path", "")), context))
-    if not sources and (path := fields.get("data.path")):
-        sources = [(str(path), "training")]
+
+    def listed(field: str) -> list[Mapping[str, Any]]:
+        found = fields.get(field)
+        return [*found] if isinstance(found, list | tuple) else []
+
+    # blends list their sources, another job has one path
+    blends = [listed("data.sources") or [{"path": fields.get("data.path", "")}]]
+    blends += [each.get("sources", []) for each in listed("data.stages")]
+    training = dict.fromkeys(str(each.get("path", "")) for blend in blends for each in blend)
+    validation = [str(each.get("path", "")) for each in listed("data.validation")]
+    sources = [(path, "training") for path in training if path]
+    sources += [(path, "validation") for path in validation]
     # the digest changes with anything that changes the samples
     said = {name: value for name, value in fields.items() if name.startswith("data.")}
     for path, context in sources:

@@ -44,7 +44,7 @@ LEARNING = (
     Shown(title="Loss of multi-token heads, nats", names=("mtp_loss",)),
     Shown(title="Loss of pairs of segments, nats", names=("pair_loss",)),
     Shown(title="Rewards of answers", names=("chosen_reward", "rejected_reward")),
-    Shown(title="Share of pairs the right way round", names=("accuracy",)),
+    Shown(title="Share of right pairs, documents or tokens", names=("accuracy",)),
     Shown(title="Validation loss by set, nats", names=("set_loss",), kind="evaluations"),
     Shown(title="Loss scale", names=("loss_scale",), is_log=True),
     Shown(title="Sequences a step", names=("global_batch_size",), starts_at_zero=True),

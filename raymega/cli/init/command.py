@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -64,7 +65,8 @@ def init(
     print(f"{answers.out}: {made.choice.reasons[0]}")
     print(f"{answers.out.with_name(SCHEMA_FILE)}: JSON schema, which editors read")
     print("next:")
-    for line in (*made.before, f"raymega plan {answers.out}", f"raymega train {answers.out}"):
+    job_file = quote(str(answers.out))
+    for line in (*made.before, f"raymega plan {job_file}", f"raymega train {job_file}"):
         print(f"  {line}")
 
 

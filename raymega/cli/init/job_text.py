@@ -12,7 +12,8 @@ import yaml
 from pydantic import TypeAdapter
 
 from raymega.config.fields import Section
-from raymega.config.schema import Job, PluginsSection
+from raymega.config.schema import Job, PluginsSection, PrecisionSection
+from raymega.config.yaml_text import read_yaml
 from raymega.plugins import Plugin, registry_of
 
 SCHEMA_FILE = "raymega.schema.json"
@@ -27,12 +28,21 @@ def schema_text(modules: Sequence[str] = ()) -> str:
         ConfigError: A module cannot be used.
     """
     schema = Job.model_json_schema()
+    _add_short_forms(schema)
     rows = [row for row in registry_of(tuple(modules)).plugins if row.is_outside]
     if rows:
         field = schema["$defs"][PluginsSection.__name__]["properties"]["options"]
         field |= {"properties": _option_schemas(rows), "additionalProperties": False}
     # Defaults name the home of the reader, not of this user.
     return json.dumps(schema, indent=2).replace(str(Path.home()), "~")
+
+
+def _add_short_forms(schema: dict[str, Any]) -> None:
+    """Allow what a job file may write in place of a mapping or of two fields."""
+    auto, modules = {"const": "auto"}, {"type": "array", "items": {"type": "string"}}
+    for section, short in (("parallel", auto), ("plugins", modules)):
+        schema["properties"][section] = {"anyOf": [schema["properties"][section], short]}
+    schema["$defs"][PrecisionSection.__name__]["properties"]["dtype"]["enum"].append("fp8")
 
 
 def _option_schemas(rows: Sequence[Plugin]) -> dict[str, Any]:
@@ -102,4 +112,6 @@ def _section_of(annotation: object) -> type[Section] | None:
 def _scalar(value: object) -> str:
     """Return a value in one line of YAML."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    text = text.removesuffix("\n").removesuffix("\n...")
+    # PyYAML writes for YAML 1.1, in which 1e3 is a text
+    return json.dumps(value) if isinstance(value, str) and read_yaml(text) != value else text

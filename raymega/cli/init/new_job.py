@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from raymega.cli.init.heads import set_rows, with_new_head
@@ -85,7 +86,7 @@ def new_job(answers: Answers) -> NewJob:
     """
     # device and model
     device = find_accelerator(answers.gpu or (GPU if answers.gpus else CPU))
-    scale = SCALES["cpu" if device.name == CPU else "cuda"]
+    scale = SCALES["cpu" if device.shared_cores else "cuda"]
     num_workers = answers.gpus or CPU_PROCESSES
     recipe = RECIPES[answers.recipe]
     start = starting_model(answers.model) if answers.model else None
@@ -186,7 +187,8 @@ def _lines_before(
     """Return the commands that make what the job names: weights and tokens."""
     lines = [start.import_line] if start and start.import_line else []
     if not answers.data:
-        tokenizer = start.tokenizer or "TOKENIZER.json" if start else f"bpe:{vocab_size}"
+        own = quote(start.tokenizer) if start and start.tokenizer else "TOKENIZER.json"
+        tokenizer = own if start else f"bpe:{vocab_size}"
         lines.append(f"raymega data prepare {source} --tokenizer {tokenizer} --out {YOUR_TOKENS}")
     return lines
 
@@ -196,8 +198,8 @@ def _head(answers: Answers, recipe: Recipe, before: list[str]) -> list[str]:
         f"Trains {recipe.summary}. Written by `raymega init {recipe.name}`; every field is yours to change.",
         "`raymega plan` shows what follows from the file. In this order:",
         *(f"  {line}" for line in before),
-        f"  raymega plan {answers.out}",
-        f"  raymega train {answers.out}",
+        f"  raymega plan {quote(str(answers.out))}",
+        f"  raymega train {quote(str(answers.out))}",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
@@ -62,7 +63,7 @@ def starting_model(place: str, *, option: str = "--model") -> StartingModel:
         return StartingModel(
             model=model_of_folder(folder),
             init_from=uri,
-            import_line=f"raymega convert hf-import {place} --out {uri}",
+            import_line=f"raymega convert hf-import {quote(place)} --out {quote(uri)}",
             tokenizer=place if has_tokenizer(files) else "",
         )
     try:

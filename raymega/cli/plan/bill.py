@@ -17,10 +17,14 @@ from raymega.planner.bill import Bill, bill_lines, make_bill
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.search.auto_parallel import BY_DEVICE
 
+MOST_DOLLARS = 1e6
+"""Most dollars for an hour of a device."""
 Price = Annotated[
     float,
     typer.Option(
-        min=0, help="Dollars for an hour of one GPU, or of one worker on CPUs: --price 2.5"
+        min=0,
+        max=MOST_DOLLARS,
+        help="Dollars for an hour of one GPU, or of one worker on CPUs: --price 2.5",
     ),
 ]
 

@@ -12,7 +12,7 @@ from raymega import api
 from raymega.cli.options import Grid, Overrides
 from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
-from raymega.cli.plan.bill import Price, priced
+from raymega.cli.plan.bill import MOST_DOLLARS, Price, priced
 from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
 from raymega.config.grid_text import grid_overrides
@@ -34,6 +34,16 @@ _NO_SEARCH = Fault(
     rule="a job's own layout takes as many GPUs as its grid has ranks",
     remedy="add --top 5 to search layouts on that many GPUs, or set the degrees with --grid",
 )
+_NO_PICTURE = Fault(
+    fact="--draw with --top",
+    rule="it draws the job's own layout, and --top shows others",
+    remedy="leave --top out, and set the layout to draw: --top prints its --set texts",
+)
+_NO_PREDICTION = Fault(
+    fact="--straggler or --interruptions without --gpu",
+    rule="they change a prediction, and without a device there is none",
+    remedy="add --gpu h100",
+)
 _TWO_SUBJECTS = Fault(
     fact="raymega plan with both a job file and --runs or --calibrate",
     rule="it plans a job, or compares runs with predictions",
@@ -49,10 +59,10 @@ def plan(
     gpu: Annotated[str, typer.Option(help=_GPU)] = "",
     gpus: Annotated[int, typer.Option(min=0)] = 0,
     top: Annotated[int, typer.Option(min=0)] = 0,
-    straggler: Annotated[float, typer.Option(min=1.0)] = 1.0,
+    straggler: Annotated[float, typer.Option(min=1.0, max=1e6)] = 1.0,
     price: Price = 0.0,
-    spot_price: Annotated[float, typer.Option(min=0)] = 0.0,
-    interruptions: Annotated[float, typer.Option(min=0)] = 0.0,
+    spot_price: Annotated[float, typer.Option(min=0, max=MOST_DOLLARS)] = 0.0,
+    interruptions: Annotated[float, typer.Option(min=0, max=1e6)] = 0.0,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
     runs: Path | None = None,
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
@@ -78,7 +88,15 @@ def plan(
     Example: raymega plan --calibrate my-out/runs/my-run --gpu h100
     Example: raymega plan jobs/llama-70b-512gpu.yaml --gpu h100 --draw plan.html
     """
-    raise_faults(ConfigError, _option_faults(job_file, runs or calibrate, num_gpus=gpus, top=top))
+    has_device = bool(gpu or top or draw or price or spot_price)
+    is_wrong = {
+        _NO_JOB: job_file is None and runs is None and calibrate is None,
+        _TWO_SUBJECTS: job_file is not None and (runs or calibrate) is not None,
+        _NO_SEARCH: gpus > 0 and not top,
+        _NO_PICTURE: bool(draw and top),
+        _NO_PREDICTION: (straggler > 1 or interruptions > 0) and not has_device,
+    }
+    raise_faults(ConfigError, [fault for fault, holds in is_wrong.items() if holds])
     # comparisons with measured runs need no job
     if runs is not None:
         predictions.show_runs(runs, as_json=as_json)
@@ -115,17 +133,6 @@ def _device_of(job: Job) -> str:
     if job.cluster.accelerator != BY_DEVICE:
         return job.cluster.accelerator
     return "cpu" if job.cluster.device == "cpu" else "h100"
-
-
-def _option_faults(
-    job_file: Path | None, runs: Path | None, *, num_gpus: int, top: int
-) -> list[Fault]:
-    is_wrong = {
-        _NO_JOB: job_file is None and runs is None,
-        _TWO_SUBJECTS: job_file is not None and runs is not None,
-        _NO_SEARCH: num_gpus > 0 and not top,
-    }
-    return [fault for fault, holds in is_wrong.items() if holds]
 
 
 def _show_best(

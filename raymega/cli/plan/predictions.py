@@ -7,6 +7,7 @@ from pathlib import Path
 
 from raymega.cli.output import print_json, table, write_drawing
 from raymega.cli.plan.bill import bill_of
+from raymega.config.grid_text import set_options
 from raymega.config.schema import Job
 from raymega.plan.flops import job_flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
@@ -130,7 +131,7 @@ def show_choice(choice: Choice | None) -> None:
     print("parallel.layout=auto")
     for reason in choice.reasons:
         print(f"  {reason}")
-    print("  same as: " + " ".join(f"--set {text}" for text in choice.overrides))
+    print(f"  same as: {set_options(choice.overrides)}")
 
 
 def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
@@ -143,10 +144,7 @@ def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     print(table(headers, [_search_row(found, device) for found in result.best]))
     # the settings that turn this job into the best layout
     changes = result.best[0].overrides(job)
-    print(
-        "to get the first from this job: "
-        + (" ".join(f"--set {text}" for text in changes) or "nothing to set")
-    )
+    print("to get the first from this job: " + (set_options(changes) or "nothing to set"))
     print(_binding(result, device))
     # excluded layouts by reason
     for reason, count in result.refused.most_common():

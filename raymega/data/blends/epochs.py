@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from raymega.config.data import MEGATRON, DataSection, is_computed
+from raymega.config.fields import MOST
 from raymega.config.schema import Job, PluginsSection
 from raymega.data.blends.mixture import mixture_of
 from raymega.data.heads.form import form_of_values, job_form
@@ -125,7 +126,26 @@ def budget_steps(values: Mapping[str, Any]) -> tuple[int, list[Fault]]:
         rows = num_rows(section.path, section, seed=seed, plugins=plugins, form=form)
     except RaymegaError as error:
         return 0, [_unread(epochs, section.path, str(error))]
-    return steps_for(ceil(epochs * rows), section), []
+    if epochs * rows > MOST:
+        return 0, [_too_long(epochs, rows)]
+    steps, given = steps_for(ceil(epochs * rows), section), values.get("run.steps", 0)
+    return steps, [_two_lengths(epochs, given, steps)] if given not in (0, steps) else []
+
+
+def _too_long(epochs: float, rows: int) -> Fault:
+    return Fault(
+        fact=f"run.epochs={epochs:g}",
+        rule=f"an epoch has {rows:,} sequences, and a run reads at most {MOST:,}",
+        remedy=f"use at most {MOST // rows:,} epochs",
+    )
+
+
+def _two_lengths(epochs: float, given: int, steps: int) -> Fault:
+    return Fault(
+        fact=f"run.steps={given} with run.epochs={epochs:g}",
+        rule=f"the run's length is given once, and these epochs are {steps:,} steps",
+        remedy="remove run.steps, or set run.epochs=0",
+    )
 
 
 def _no_epoch(epochs: float) -> Fault:

@@ -248,8 +248,7 @@ def head_bytes(shape: ActivationShape) -> int:
 
     Capped logits are kept before they are scaled, too. The loss keeps three numbers a token.
     """
-    if shape.family.is_encoder_decoder:  # the head reads the decoder's tokens
-        shape = replace(shape, seq_len=round(side_lengths(shape.model, shape.seq_len)[1]))
+    shape = head_shape(shape)
     label, is_elsewhere = 8, 1
     copies = 2 if shape.model.multipliers.logit_softcap else 1
     logits = shape.tokens * vocabulary_rows(shape) * shape.element * copies
@@ -262,6 +261,13 @@ def head_bytes(shape: ActivationShape) -> int:
     )
     final_norm = 0 if shape.family.norms == "sum" else norm
     return final_norm + mask + transform + shape.stream_bytes + logits + loss
+
+
+def head_shape(shape: ActivationShape) -> ActivationShape:
+    """Return the shape of what the head reads: of an encoder-decoder model the decoder's tokens alone."""
+    if not shape.family.is_encoder_decoder:
+        return shape
+    return replace(shape, seq_len=round(side_lengths(shape.model, shape.seq_len)[1]))
 
 
 def vocabulary_rows(shape: ActivationShape) -> int:

@@ -125,7 +125,7 @@ def mla_faults(
             "use an even number such as 64",
         ),
         (
-            not 0 < mla.v_head_dim <= width,
+            width > 0 and not 0 < mla.v_head_dim <= width,
             f"model.mla.v_head_dim={mla.v_head_dim} {latent}",
             f"values are at least 1 wide, and no wider than keys, nope + rope = {width}",
             f"use 1 to {width}",

@@ -6,7 +6,8 @@ The module reads the lines of the jsonl sink. It accesses no store and starts no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -69,8 +70,7 @@ def read_layouts(run: Path) -> tuple[MeasuredLayout, ...]:
     """
     path = run / METRICS_FILE if run.is_dir() else run
     try:
-        records = [json.loads(line) for line in read_lines(path)]
-        found = tuple(_layouts(records))
+        found = tuple(_layouts(_records(path)))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_no_run(run, one_line(error))) from error
     if not found:
@@ -99,6 +99,15 @@ def calibrate_on(layouts: tuple[MeasuredLayout, ...], device: Accelerator) -> Ca
         f"{device.name} were {was:.0%} off; other layouts have not been compared."
     )
     return Calibration(before=device, after=replace(after, known_error=known), layouts=layouts)
+
+
+def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the events; a line that a killed driver has torn is skipped."""
+    for line in read_lines(path):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def _layouts(records: Iterable[Mapping[str, Any]]) -> Iterable[MeasuredLayout]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from raymega.config.vision.section import CHANNELS
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.layers.vision import images_at_once
-from raymega.plan.memory.activation_bytes import vocabulary_rows
+from raymega.plan.memory.activation_bytes import head_shape, vocabulary_rows
 from raymega.plan.memory.activation_shape import ActivationShape
-from raymega.plan.tensor_table import is_tower_frozen
+from raymega.plan.tensor_table import is_head_frozen, is_tower_frozen
 from raymega.planner.kernels.collective_time import all_reduce_s, make_span
 from raymega.planner.kernels.kernel_time import matmul_s, memory_s
 
@@ -20,12 +20,13 @@ TOWER_PASSES = 10
 
 def head_time(shape: ActivationShape, device: Accelerator) -> tuple[float, float]:
     """Return forward and backward seconds of the projection to the vocabulary and the loss."""
-    rows = vocabulary_rows(shape)
+    shape, rows = head_shape(shape), vocabulary_rows(shape)
     width, tokens, element = shape.model.hidden_size, shape.tokens, shape.element
-    # The product and the gradients of its input and weight.
+    # The product and the gradients of its input and, unless it is frozen, of its weight.
     forward = matmul_s(device, tokens, width, rows, element=element)
     backward = matmul_s(device, tokens, rows, width, element=element)
-    backward += matmul_s(device, width, tokens, rows, element=element)
+    if not is_head_frozen(shape.model):
+        backward += matmul_s(device, width, tokens, rows, element=element)
     logits = tokens * rows
     # Eager kernels also widen the logits to float32, which the loss and its gradient read.
     wide = 0 if shape.is_fused else 4

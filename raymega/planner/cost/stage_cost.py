@@ -23,6 +23,7 @@ from raymega.plan.memory.activation_shape import ActivationShape, activation_sha
 from raymega.plan.memory.elements import Elements
 from raymega.plan.memory.state_bytes import StateSize, state_of
 from raymega.plan.stages import Stage
+from raymega.plan.tensor_table import is_head_frozen
 from raymega.planner.cost.block_times import BlockTimes, block_times
 from raymega.planner.cost.end_times import embedding_time, head_time, join_time, tower_time
 from raymega.planner.cost.rank_classes import StageKind
@@ -164,7 +165,8 @@ def _stage_time(
         if number:
             more, more_backward = part(shape, device)
             forward, backward = forward + number * more, backward + number * more_backward
-            weight += number * more_backward / 2
+            has_weights = part is not head_time or not is_head_frozen(shape.model)
+            weight += number * more_backward / 2 * has_weights
     return StageTime(
         forward_s=forward, backward_s=backward, weight_s=weight, tensor_parallel_s=traffic,
         experts_s=experts,

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.layers.layer_pattern import state_share
-from raymega.plan.memory.activation_bytes import expert_rows, feed_forward_bytes, vocabulary_rows
+from raymega.plan.memory.activation_bytes import (
+    expert_rows,
+    feed_forward_bytes,
+    head_shape,
+    vocabulary_rows,
+)
 from raymega.plan.memory.activation_shape import ActivationShape
 from raymega.plan.memory.linear_attention_bytes import linear_working_bytes
 from raymega.planner.cost.context_cost import shape_cost
@@ -51,12 +56,12 @@ def logits_copy_bytes(shape: ActivationShape) -> int:
     """
     if shape.is_fused or not _is_narrow(shape):
         return 0
-    return shape.tokens * vocabulary_rows(shape) * shape.wide
+    return head_shape(shape).tokens * vocabulary_rows(shape) * shape.wide
 
 
 def head_bytes_in_backward(shape: ActivationShape) -> int:
     """Return the bytes of the head's linear layer in backward, while the logits' gradient exists."""
-    return _column_bytes(shape)
+    return _column_bytes(head_shape(shape))
 
 
 def feed_forward_bytes_in_backward(shape: ActivationShape, *, has_experts: bool) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raymega.config.grid_text import set_options
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.planner.cost.step_time import StepTime
 from raymega.planner.search.candidates import VARIED, Space, candidates
@@ -104,7 +105,7 @@ def advice_line(advice: Advice, found: RankedLayout, device: Accelerator) -> str
         binds = f"{advice.resource} {verb}: {advice.share:.0%} of the step{named}"
     if not advice.changes:
         return f"{binds}; no single change of the layout is faster, --top 5 searches all"
-    change = " ".join(f"--set {text}" for text in advice.changes)
+    change = set_options(advice.changes)
     return f"{binds}; try {change}: {seconds(advice.step_s)} a step ({advice.step_s / present_s - 1:+.1%})"
 
 

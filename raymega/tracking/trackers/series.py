@@ -6,6 +6,7 @@ a resumed run neither repeats a step nor leaves one out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from raymega.events import AttemptStarted, RunFinished, RunStarted
 from raymega.tracking.history import Series, load_history
-from raymega.tracking.names import METRICS
+from raymega.tracking.names import METRICS, Metric
 from raymega.tracking.queued_sink import is_local_refusal
 from raymega.tracking.sink import Stamped, metrics_of
 
@@ -113,12 +114,16 @@ def _known_series(path: Path) -> Iterator[tuple[str, Series]]:
     """Yield the surviving curves of metrics.jsonl under their full names."""
     history = load_history(path)
     for curves, is_evaluation in ((history.steps, False), (history.evaluations, True)):
-        names = {
-            metric.short_name: metric.name
-            for metric in METRICS
-            if metric.name.startswith("eval/") == is_evaluation
-        }
+        own = [m for m in METRICS if m.name.startswith("eval/") == is_evaluation]
+        # Of the families that share a short name, the run's has other curves too.
+        counts = Counter(_family(metric) for metric in own if metric.short_name in curves)
+        ranked = sorted(own, key=lambda metric: counts[_family(metric)])
+        names = {metric.short_name: metric.name for metric in ranked}
         for short, series in curves.items():
             base, slash, part = short.partition("/")
             if base in names:
                 yield names[base] + slash + part, series
+
+
+def _family(metric: Metric) -> str:
+    return metric.name.partition("/")[0]

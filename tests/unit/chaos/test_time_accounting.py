@@ -1,9 +1,12 @@
 """Incidents and the time sheet, from lines with times as a driver would have said them."""
 
+import json
+
 import pytest
 
 from raymega.chaos.chaos_run import InjectedFault
 from raymega.chaos.driver_process import DriverOutput
+from raymega.chaos.experiment import Verdict, verdict_object
 from raymega.chaos.faults import ChaosFault
 from raymega.chaos.run_comparison import compare_runs
 from raymega.chaos.time_accounting import BETWEEN, ENDING, STARTING, STEPPING, incidents, time_sheet
@@ -79,6 +82,17 @@ def test_same_run_is_the_same_to_the_bit_and_to_rounding_on_another_grid():
     assert "step 5 is off" in compare_runs(calm, far, dtype="float64").faults[0]
     near = [step(n, n, loss=1.0 + (1e-15 if n == 4 else 0.0)) for n in range(1, 6)]
     assert "step 4 is off" in compare_runs(calm, near, dtype="float64").faults[0]
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_report():
+    calm, tried = [step(1, 1, loss=2.0)], [step(1, 1, loss=float("nan"))]
+    found = compare_runs(calm, tried, dtype="float64")
+    verdict = Verdict(
+        calm=calm, tried=tried, incidents=[], sheet=time_sheet(tried, [], begun_s=0.0, ended_s=2.0),
+        comparison=found, leftovers=[], memory=[], code=0, faults=found.faults, missed=[],
+    )  # fmt: skip
+    report = verdict_object(verdict, seed=1)
+    assert report["loss"]["largest"] is None and json.dumps(report, allow_nan=False)
 
 
 def test_sample_that_was_seen_twice_or_left_out_is_a_fault():

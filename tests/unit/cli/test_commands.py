@@ -71,6 +71,13 @@ def test_plan_as_json_is_one_object_with_exact_counts():
     assert first["total"] - first["fixed_bytes"] == 32 * first["num_parameters"]
 
 
+def test_a_run_without_end_is_null_in_json():
+    """Spot nodes that are taken faster than work is saved: JSON has no infinity."""
+    text = _run("plan", VERIFY, "--spot-price", "1", "--interruptions", "100000", "--json")
+    plan = json.loads(text, parse_constant=pytest.fail)
+    assert plan["prediction"]["bill"]["spot"]["seconds"] is None
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "told"),

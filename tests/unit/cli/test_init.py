@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from raymega.errors import ConfigError
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.planner.search.search import search
 from tests.golden.commands import called
+from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, make_model, write_folder
 from tests.unit.data.datasets import write_dataset
 
@@ -206,3 +208,29 @@ def test_shells_complete_commands_options_and_recipes(words, found):
     env = {"_RAYMEGA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
     result = CliRunner().invoke(app, [], prog_name="raymega", env=env)
     assert result.output.strip() == found
+
+
+def test_a_file_of_measured_cpus_is_no_gpu(folder):
+    Path("mine.yaml").write_text("name: mine\nlike: cpu\n")
+    assert (
+        called("init", "pretrain", "--gpu", "mine.yaml", "--gpus", "2", "--out", "a.yaml").code == 0
+    )
+    job = api.load_job("a.yaml")
+    assert (job.cluster.device, job.precision.dtype) == ("cpu", "float32")
+    assert job.cluster.accelerator == "mine.yaml"
+
+
+@pytest.mark.parametrize("name", ["1e3.yaml", "my job.yaml"])
+def test_a_file_of_any_name_loads_and_its_lines_can_be_pasted(name, folder):
+    ended = called("init", "pretrain", "--out", name)
+    assert ended.code == 0, ended.stderr
+    assert api.load_job(name).run.name == name.removesuffix(".yaml").replace(" ", "-")
+    assert shlex.split(ended.stdout.splitlines()[-1]) == ["raymega", "train", name]
+
+
+@pytest.mark.parametrize(
+    "short", [{"parallel": "auto"}, {"plugins": ["acme.plugins"]}, {"precision": {"dtype": "fp8"}}]
+)
+def test_editors_take_the_short_forms_of_a_job_file(short):
+    job = yaml.safe_load(VERIFY.read_text()) | {"optimizer": {"lr": 0.001}}
+    jsonschema.validate(job | short, json.loads(schema_text()))

@@ -1,10 +1,12 @@
 """Job files: every fault at once, overrides, numbers as YAML 1.2 writes them."""
 
+import shlex
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
+from raymega.config.grid_text import degrees_of, set_options
 from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
 from raymega.errors import ConfigError
@@ -219,3 +221,23 @@ def test_zero_stages_are_synonyms_of_what_is_sharded(stage, name):
 def test_other_numbers_are_no_stage(value):
     (fault,) = parse_job(VERIFY, [f"parallel.sharding={value}"]).faults
     assert "parallel.sharding" in str(fault)
+
+
+def test_overrides_to_paste_pass_a_shell_as_they_are():
+    """A placement of layers has pipes, and a list a space."""
+    overrides = [
+        "parallel.stages=Ett|L",
+        "memory.recompute_parts=[attention, norm]",
+        "parallel.tp=2",
+    ]
+    words = shlex.split(set_options(overrides))
+    assert words[::2] == ["--set"] * 3 and words[1::2] == overrides
+
+
+def test_a_grids_option_with_two_equals_signs_leaves_the_degrees():
+    assert degrees_of("tp=2,cp_method=a=b")["tp"] == 2
+
+
+def test_widths_that_are_missing_name_no_range_without_a_member():
+    text = _texts(parse_job(VERIFY, ["model.mla.kv_lora_rank=8"]))
+    assert "model.mla.qk_rope_head_dim=0" in text and "use 1 to 0" not in text

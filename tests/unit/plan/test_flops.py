@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from raymega.api import load_job
 from raymega.config.attention import AttentionSection
 from raymega.config.load import parse_job
+from raymega.config.lora import LoraSection
 from raymega.config.mla import MlaSection
 from raymega.config.schema import ModelSection
 from raymega.plan.flops import flops_per_token
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.lookup import ROUND_H100, nvlink_bytes_per_s, peak_flops
+from raymega.plan.layers.vision import image_flops
 from raymega.plan.memory.state_bytes import count_parameters
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -129,3 +132,31 @@ def test_scores_and_values_of_latent_attention_have_widths_of_their_own():
     wanted = 3 * 2 * (64 / 2) * model.num_layers * model.num_heads * ((6 + 4) + 5)
     attention = flops_per_token(model, seq_len=64) - flops_per_token(model, seq_len=0)
     assert attention == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [{"freeze": ("*",)}, {"lora": LoraSection(r=16)}])
+def test_frozen_weights_have_no_gradients(frozen):
+    """Two thirds of the products: those of the forward and of the inputs' gradients."""
+    tuned = LLAMA_3_8B.model_copy(update=frozen)
+    attention = (
+        3 * (flops_per_token(LLAMA_3_8B, seq_len=8192) - flops_per_token(LLAMA_3_8B, seq_len=0)) / 3
+    )
+    matrices = flops_per_token(LLAMA_3_8B, seq_len=0)
+    whole = flops_per_token(tuned, seq_len=8192)
+    assert whole == pytest.approx(attention + 2 / 3 * matrices, rel=0.01)
+
+
+def test_a_frozen_tower_is_spared_its_backward():
+    model = load_job(JOBS / "llava.yaml").model
+    frozen = model.model_copy(update={"freeze": ("vision.*",)})
+    spared = flops_per_token(model, seq_len=64) - flops_per_token(frozen, seq_len=64)
+    assert spared == pytest.approx(2 * model.vision.images_per_token * image_flops(model))
+
+
+def test_frozen_matrices_of_two_sides_meet_their_own_tokens():
+    """One product of three with each: 10,240 weights of a block, 4,096 more of the decoder's, and the head's."""
+    model = load_job(JOBS / "t5.yaml").model
+    frozen = model.model_copy(update={"freeze": ("*",)})
+    spared = flops_per_token(model, seq_len=64) - flops_per_token(frozen, seq_len=64)
+    per_row = 48 * 2 * 10_240 + 16 * (2 * (10_240 + 4_096) + 256 * 32)
+    assert spared == pytest.approx(2 * per_row / 64)

@@ -1,11 +1,14 @@
 """The cost of a save as planned is what the writer of a rank then takes and writes."""
 
 import pytest
+import torch
 
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.plan.save_cost import save_cost, share_bytes
+from raymega.train.build import build_parts
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.memory_store import MemoryStore
+from tests.support.params import ALONE
 from tests.unit.checkpoint.support import STATE, make_blocks, make_grid
 
 PAUSE = ("elastic.snapshot_every=5", "elastic.snapshot_during_save=pause")
@@ -56,8 +59,19 @@ def test_rate_of_the_job_gives_the_least_time():
     assert save_cost(make_test_plan(), 0).least_s == 0.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_are_written_too(dtype):
+    """In the compute format; with adapters they are another checkpoint's."""
+    frozen = ["model.freeze=['layers.*','embedding.*']", "model.tie_word_embeddings=false"]
+    for tuned in (frozen, ["model.lora.r=4"]):
+        plan = make_test_plan("parallel.pp=1", f"precision.dtype={dtype}", *tuned)
+        parts = build_parts(plan, rank=0, groups=ALONE, device=torch.device("cpu"))
+        saved = [each.values for each in parts.optimizer.blocks()]
+        assert share_bytes(plan, 0) == sum(each.numel() * each.element_size() for each in saved)
+
+
 def test_a_rank_without_trained_tensors_writes_nothing():
-    frozen = ["model.freeze=[layers.0.*,layers.1.*,embedding.*]", "model.tie_word_embeddings=false"]
-    plan = make_test_plan("parallel.pp=2", *frozen)
+    adapted = ["model.lora.r=4", "model.lora.target_modules=['layers.[23].*']"]
+    plan = make_test_plan("parallel.pp=2", *adapted)
     assert (save_cost(plan, 0).share_bytes, save_cost(plan, 0).num_files) == (0, 0)
     assert save_cost(plan, 1).num_files == 1

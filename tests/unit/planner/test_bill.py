@@ -50,6 +50,13 @@ def test_evaluations_are_forward_passes():
     assert make_bill(plan, H100, 3.0, first_step=900).evaluation_s == pytest.approx(2.0)
 
 
+def test_an_evaluation_reads_every_validation_set():
+    two = "data.validation=[{name: a, path: synthetic}, {name: b, path: 'synthetic:b'}]"
+    evaluated = ("run.steps=1000", "run.eval_samples=32", "run.eval_every=300")
+    one, both = (make_test_plan(*evaluated, *more) for more in ((), (two,)))
+    assert make_bill(both, H100, 3.0).evaluation_s == 2 * make_bill(one, H100, 3.0).evaluation_s
+
+
 def test_spot_nodes_repeat_half_the_steps_since_the_last_save():
     spot = make_bill(plan_of("checkpoint.every=20"), PRICED, 36.0).spot
     lost_s = RESTART_S + 10 * 36.0

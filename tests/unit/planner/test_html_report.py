@@ -16,6 +16,7 @@ from raymega.plan.run_plan import make_plan
 from raymega.planner.bill import make_bill
 from raymega.planner.cost.peak_memory import memory_use, pipeline_memory
 from raymega.planner.cost.step_time import stage_times, step_time
+from raymega.planner.cost.teacher_memory import teacher_memory
 from raymega.planner.html_report import draw_plan, memory_svg
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -60,6 +61,16 @@ def test_a_bars_parts_are_the_states_parts(plan):
         "weights", "gradients", "masters", "moments", "fixed", "activations", "reserved",
     }, "a part of 0 bytes has no block"  # fmt: skip
     assert sum(shown.values()) == pytest.approx(memory_use(plan).total_bytes / 2**30, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["dpo", "distill"])
+def test_a_reference_and_a_teacher_have_parts_of_their_own(name):
+    plan = make_plan(load_job(JOBS / f"{name}.yaml"))
+    found = prediction(plan, H100)
+    page = draw_plan(found, H100, make_bill(plan, H100, found.time.total_s))
+    assert "step, reference: " in page
+    weights_gib = teacher_memory(plan, 0).state_bytes / 2**30
+    assert (f"pp 0, teacher: {weights_gib:.3g} GiB" in page) is (name == "distill")
 
 
 def test_stages_of_the_time_line_are_those_of_the_step(plan):

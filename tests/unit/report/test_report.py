@@ -147,6 +147,13 @@ def test_run_without_a_step_has_a_page(tmp_path, job):
     assert "No step has finished yet." in page and "0 of 4" in page
 
 
+def test_run_that_begins_anew_has_a_page(tmp_path, job):
+    """A restart from step 0, before a checkpoint: the curves are there, and empty."""
+    again = replace(whole_run()[1], attempt=2, step=0)
+    page = page_of(written(tmp_path, job, events=[*whole_run()[:6], again]))
+    assert "0 of 4" in page and "training loss" not in page
+
+
 def test_job_of_another_version_is_shown_as_it_is(tmp_path, job):
     run = written(tmp_path, job)
     path = run / "metrics.jsonl"

@@ -17,11 +17,13 @@ from raymega.api import load_job
 from raymega.events import ArtefactWritten, AttemptFailed, Measured, TasksEvaluated
 from raymega.tracking import mlflow, mlflow_facts, mlflow_recorder
 from raymega.tracking.mlflow import open_recorder, tracking_uri
+from raymega.tracking.mlflow_facts import datasets_of, describe
 from raymega.tracking.mlflow_metrics import last_steps_in, mlflow_name
 from raymega.tracking.mlflow_recorder import Recorder, is_refusal
 from raymega.tracking.names import METRICS
 from raymega.tracking.queued_sink import EventBuffer, QueuedSink
 from raymega.tracking.sink import Stamped
+from tests.support.jobs import make_test_plan
 from tests.support.servers.ports import CLOSED_PORT
 from tests.unit.tracking.events import (
     JOB,
@@ -177,6 +179,25 @@ def test_experiment_opens_as_model_training(client, uri, experiment):
         driver(uri, name, run_started())
         tags = client.get_experiment_by_name(name).tags
         assert tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+@pytest.mark.parametrize(
+    ("sets", "used"),
+    [
+        (["data.validation=[{name: a, path: 'synthetic:v'}]"],
+         [("synthetic", "training"), ("synthetic:v", "validation")]),
+        (["data.stages=[{from_tokens: 99, sources: [{path: 'synthetic:late'}]}]"],
+         [("synthetic", "training"), ("synthetic:late", "training")]),
+    ],
+)  # fmt: skip
+def test_datasets_are_those_of_all_stages_beside_validation_sets(sets, used):
+    job = make_test_plan(*sets).job.model_dump(mode="json")
+    assert [(each.source, each.context) for each in datasets_of(job)] == used
+
+
+def test_description_counts_the_tokens_of_a_ramp():
+    job = make_test_plan("data.batch_ramp=[{until_samples: 100, global_batch_size: 2}]").job
+    assert "(1.28k)" in describe(job.model_dump(mode="json")), "20 steps of 2 rows of 32 tokens"
 
 
 def test_run_has_its_datasets_its_source_and_a_description(

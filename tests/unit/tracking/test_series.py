@@ -1,6 +1,7 @@
 """Each step once over drivers that die: the story in memory, and mistakes in the recorder that it shows."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +56,28 @@ def steps_of(recorder_class, folder):
 
 def test_each_step_is_written_once(tmp_path):
     assert steps_of(series.SeriesRecorder, tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("preference/accuracy", "preference/chosen_reward"),
+        ("preference/divergence", "preference/accuracy", "preference/rejected_reward"),
+        ("distillation/divergence", "distillation/cross_entropy"),
+        ("head/accuracy",),
+    ],
+)
+def test_lost_steps_come_back_under_the_names_that_they_had(tmp_path, names):
+    path, written = tmp_path / "metrics.jsonl", []
+    metrics = dict.fromkeys((*names, "train/loss"), 1.0)
+    lines = open_jsonl(path)
+    for event in (run_started(), attempt_started(1), replace(step_finished(1), metrics=metrics)):
+        lines.emit(event)
+    lines.close(0.0)
+    recorder = series.SeriesRecorder(MemoryRows(written), metrics_file=path)
+    for event in (run_started(is_resumed=True, step=1), attempt_started(2, step=1)):
+        recorder.record([Stamped(time_s=0.0, event=event)])
+    assert (1, {*names, "train/loss"}) in written
 
 
 @pytest.mark.parametrize(

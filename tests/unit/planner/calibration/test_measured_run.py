@@ -64,6 +64,13 @@ def test_layouts_are_read_apart_and_first_steps_left_out(run):
     assert read_layouts(run / "metrics.jsonl") == layouts
 
 
+def test_a_line_that_a_killed_driver_tore_is_left_out(run):
+    whole, path = read_layouts(run), run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], lines[4][:20], *lines[4:], '{"event": "st']))
+    assert read_layouts(run) == whole
+
+
 def test_the_fitted_constants_meet_the_run_and_say_how_wrong_the_old_ones_were(run):
     done = calibrate_on(read_layouts(run), H100)
     for layout in done.layouts:

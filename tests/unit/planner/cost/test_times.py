@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymega.api import load_job
 from raymega.errors import PlanError
 from raymega.plan.hardware.catalog import CATALOGUE, accelerator
+from raymega.plan.memory.activation_bytes import vocabulary_rows
 from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import rank_elements
 from raymega.plan.run_plan import make_plan
@@ -21,6 +22,7 @@ from raymega.planner.cost.end_times import head_time
 from raymega.planner.cost.layer_time import layer_time
 from raymega.planner.cost.peak_memory import micro_batches_in_flight
 from raymega.planner.cost.step_time import step_time, work_s
+from raymega.planner.cost.working_memory import head_bytes_in_backward
 from raymega.planner.kernels.collective_time import all_reduce_s, gather_s, make_span, message_s
 from raymega.planner.kernels.kernel_time import (
     STREAM_SHARE,
@@ -339,3 +341,19 @@ def test_sums_over_tp_hide_behind_weight_gradients(is_cut):
     assert backward == block.backward_s + block.tensor_parallel_s - block.hidden_s
     shape = activation_shape(plan_of(*grid).job)
     assert layer_time(shape, H100, replace(RAYMEGA, makes_steps=False)).hidden_s == 0
+
+
+def test_a_head_of_two_sides_reads_the_decoders_tokens():
+    shape = activation_shape(load_job(JOBS / "t5.yaml"))
+    assert head_time(shape, H100) == head_time(replace(shape, seq_len=2 * shape.seq_len), H100)
+    assert head_bytes_in_backward(shape) < 64 * shape.model.hidden_size * shape.element * 2
+
+
+def test_a_frozen_head_has_no_weight_gradient():
+    whole, tuned = (load_job(SEVEN_B, more) for more in ([], ["model.lora.r=16"]))
+    shape = activation_shape(tuned)
+    forward, backward = head_time(activation_shape(whole), H100)
+    weights_s = matmul_s(
+        H100, shape.model.hidden_size, shape.tokens, vocabulary_rows(shape), element=shape.element
+    )
+    assert head_time(shape, H100) == pytest.approx((forward, backward - weights_s))
