@@ -41,7 +41,7 @@ AddReference = Callable[[Sequence[MicroBatch]], list[MicroBatch]]
 
 @dataclass
 class _Reading:
-    """What a pass reads on the last stage, and what it has found.
+    """Function that reads a pass on the last stage, and the results of one.
 
     Apart from the pipeline, whose stages would else hold it in a cycle, with the results of its last pass.
     """

@@ -102,7 +102,7 @@ FAMILIES: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a norm with an offset multiplies by its weight alone",
         file=NORMS,
-        old="return rms_norm(x, 1 + weight, eps, is_fused=is_fused)",
+        old="return rms_norm(x, weight, eps, is_fused=is_fused, is_offset=True)",
         new="return rms_norm(x, weight, eps, is_fused=is_fused)",
         tests=(LOGITS,),
     ),
