@@ -65,7 +65,7 @@ def flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     # the tower's work on the images among the tokens, model.vision.image_share of them
-    forward += model.vision.images_per_token * image_flops(model)
+    forward += model.vision.images_per_token * image_flops(model, is_mean=True)
     return float(FORWARD_AND_BACKWARD * forward)
 
 
