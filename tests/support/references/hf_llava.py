@@ -106,7 +106,7 @@ def logits(model, tokens, images, vision):
         torch.tensor(each, dtype=torch.float64)[:, None, None]
         for each in (vision.image_mean, vision.image_std)
     )
-    pixels = [(torch.as_tensor(image).double() / 255 - mean) / std for image in images]
+    pixels = [(torch.tensor(image).double() / 255 - mean) / std for image in images]
     with in_float64(model):
         if vision.kind != "qwen2_vl":
             given = {"pixel_values": torch.stack(pixels)} if pixels else {}

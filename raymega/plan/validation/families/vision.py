@@ -17,7 +17,6 @@ from raymega.plan.validation.rule import broken_rows, reads
 
 SIZES = ("image_size", "patch_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
 PLAIN, NO_CHANGES = VisionSection(), AugmentSection()
-MANY_SIZES = "qwen2_vl takes several"
 ROWS = "rows of images predict the next token of text"
 
 
@@ -131,7 +130,7 @@ def several_size_faults(vision: VisionSection) -> Iterator[Fault]:
             (
                 most > 0 and vision.has_positions,
                 f"model.vision.max_pixels={most} with model.vision.kind={kind}",
-                f"its table of positions has one for each patch of one size, so all images are resized to it; {MANY_SIZES} alone",
+                "its table of positions is of one size; qwen2_vl alone, which rotates by row and column, takes several",
                 "set model.vision.image_size, and max_pixels=0",
             ),
             (
@@ -150,7 +149,7 @@ def several_size_faults(vision: VisionSection) -> Iterator[Fault]:
                 (
                     value > most,
                     f"model.vision.{name}={value} with max_pixels={most}",
-                    "it lies below the largest area"
+                    "it is at most the largest area"
                     if most
                     else "images have one size, so it has no effect",
                     f"set model.vision.{name}=0"
