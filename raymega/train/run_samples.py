@@ -37,7 +37,7 @@ class RunSampler:
         self._images = sample_images(codec, texts, self._run.sample_images, vision)
         self._prompts = [
             prompt_ids(codec, text, images, vision)
-            for text, images in zip(texts, self._images or [()] * len(texts), strict=True)
+            for text, images in zip(texts, self._images or [[]] * len(texts), strict=True)
         ]
         self._sampling = Sampling(
             max_tokens=self._run.sample_tokens,
