@@ -125,7 +125,9 @@ def _change_tensors(batch: MicroBatch, change: Change) -> MicroBatch:
 
 
 def _change_images(images: Images, change: Change) -> Images:
-    return images._replace(pixels=change(images.pixels), places=change(images.places))
+    return images._replace(
+        pixels=change(images.pixels), grids=change(images.grids), places=change(images.places)
+    )
 
 
 def _change_pairs(pairs: PairBatch | ScoreBatch, change: Change) -> PairBatch | ScoreBatch:

@@ -14,12 +14,14 @@ It owns dataset.json and the names of the other files; `raymega.data.arrow` owns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from raymega.config.vision.section import CHANNELS
+from raymega.config.vision.sizes import ImageSizes
 from raymega.errors import ConfigError, DataError, Fault
 from raymega.storage.json_objects import damage_at
 
@@ -150,19 +152,31 @@ class ImageMeta:
     """Images of a dataset.
 
     Attributes:
-        size: Height and width of each in pixels.
-        num_patches: Tokens that stand for each.
+        size: Height and width of each in pixels; 0 where they have several sizes. Their pixels have their grid before them then.
+        num_patches: Tokens that stand for each, or for the largest.
         token_id: Id of these tokens.
+        patch_size: Height and width in pixels of what becomes a token; 0 where ``size`` says it.
+        min_pixels: Least area of images of several sizes.
+        max_pixels: Largest area of these.
     """
 
     size: int
     num_patches: int
     token_id: int
+    patch_size: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @property
+    def sizes(self) -> ImageSizes:
+        """Rule by which they were resized."""
+        square = self.patch_size or self.size // max(1, isqrt(self.num_patches))
+        return ImageSizes(square, self.size, self.min_pixels, self.max_pixels)
 
     @property
     def tokens_worth(self) -> int:
         """Number of tokens of text, of four bytes each, that are as large as a patch's token with its pixels."""
-        return 1 + CHANNELS * self.size**2 // (4 * self.num_patches)
+        return 1 + CHANNELS * self.sizes.square**2 // 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

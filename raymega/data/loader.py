@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from raymega.config.heads.section import Pooling
+from raymega.config.vision.section import VisionSection
 from raymega.data.batch_copy import PackedBatches, pack_batches
 from raymega.data.heads.score_batch import score_batch
 from raymega.data.images.image_batch import ImageShare, row_axes
@@ -58,7 +59,7 @@ class Loader(Generic[R]):
         empty: Callable[[int], Row] = empty_row,
         pooling: Pooling | Literal["none"] = "none",
         images: ImageShare | None = None,
-        edge: int = 0,
+        vision: VisionSection | None = None,
         images_of: Callable[[int], Sequence[Image]] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -74,7 +75,7 @@ class Loader(Generic[R]):
             empty: Function from S to the row of a slot without a sample.
             pooling: Tokens of a document that a head's scores are read at; none where documents have no scores.
             images: Share of the images that this rank's tower reads; None without images, and behind the first stage.
-            edge: Tokens along an image's edge, for M-RoPE; 0 without it.
+            vision: Section of the tower, on all stages; None for rows of text.
             images_of: Function of a sample to the images of its row alone, for the rows of other dp ranks; None reads them whole.
             is_guessing: True to load the next step while a step runs.
             timeout_s: Longest wait for a step's micro-batches, in seconds.
@@ -82,7 +83,7 @@ class Loader(Generic[R]):
         self.source, self._dp_rank, self._depth = source, dp_rank, depth
         self._device, self._context = device, context or no_context()
         self._is_encoder, self._empty, self._pooling = is_encoder, empty, pooling
-        self._images, self._edge = images, edge
+        self._images, self._vision = images, vision or VisionSection()
         self._images_of = images_of or (lambda sample: source.row(sample).images)
         self._steps = Ahead[PackedBatches](is_guessing=is_guessing, timeout_s=timeout_s)
 
@@ -156,7 +157,9 @@ class Loader(Generic[R]):
                     images=None
                     if self._images is None
                     else self._images.images(rows, take, others),
-                    axes=row_axes(rows, take, self._edge) if self._edge else None,
+                    axes=row_axes(rows, take, self._vision.num_patches)
+                    if self._vision.mrope_section
+                    else None,
                 ),
                 self._context,
             ),
@@ -164,7 +167,7 @@ class Loader(Generic[R]):
             encoder=_encoder_input(rows, take) if self._is_encoder else None,
             pairs=self._groups(rows, held),
             teacher=_taught(rows, mine),
-            num_image_tokens=_count_image_tokens(rows, mine),
+            image_counts=_image_counts(rows, mine, self._vision.num_patches),
         )
 
     def _places(self, rows: Sequence[Row]) -> tuple[Places, Places] | None:
@@ -209,11 +212,23 @@ def _taught(rows: Sequence[Row], held: npt.NDArray[np.int64]) -> TeacherBatch | 
     return TeacherBatch(ids=take(ids).long(), logits=take(logits))
 
 
-def _count_image_tokens(rows: Sequence[Row], held: npt.NDArray[np.int64]) -> int:
-    """Return the number of tokens at this rank's positions ``held`` [B, S/cp] that stand for patches."""
-    places = [row.image_places for row in rows]
-    found = (at[each] != TEXT for at, each in zip(places, held, strict=True) if at is not None)
-    return sum(int(each.sum()) for each in found)
+def _image_counts(
+    rows: Sequence[Row], held: npt.NDArray[np.int64], num_patches: int
+) -> tuple[int, float]:
+    """Return how many tokens at this rank's positions ``held`` [B, S/cp] stand for patches, and how many images these are.
+
+    A patch of n is one n-th of its image, so that the parts of ranks add up. Places count images by ``num_patches``.
+    """
+    tokens, images = 0, 0.0
+    for row, at in zip(rows, held, strict=True):
+        # a row of text, or a loader without a section, whose counts are unread
+        if row.image_places is None or not row.images or not num_patches:
+            continue
+        found = row.image_places[at]
+        sizes = np.array([image.num_patches for image in row.images])
+        own = sizes[found[found != TEXT] // num_patches]
+        tokens, images = tokens + len(own), images + float((1 / own).sum())
+    return tokens, images
 
 
 def _encoder_input(

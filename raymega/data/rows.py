@@ -9,13 +9,34 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raymega.config.vision.sizes import Grid
+
 Ints = npt.NDArray[np.int64]
 Pixels = npt.NDArray[np.uint8]
 """Pixels of an image, [3, height, width]."""
-Image = Callable[[], Pixels]
-"""Function that makes the pixels of an image; a loader calls it for the images of its own rank."""
 TEXT = -1
 """Feature of a token that stands for no patch of an image."""
+
+
+class Image(NamedTuple):
+    """Image of a row.
+
+    Attributes:
+        make: Function that makes its pixels; a loader calls it for the images of its own rank.
+        grid: Rows and columns of its tokens.
+    """
+
+    make: Callable[[], Pixels]
+    grid: Grid
+
+    def __call__(self) -> Pixels:
+        """Return the pixels."""
+        return self.make()
+
+    @property
+    def num_patches(self) -> int:
+        """Number of tokens that stand for it."""
+        return self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +64,7 @@ class Row:
         taught: A teacher's likeliest next tokens of each token, and their logits, [S, k] each; None where none are stored.
         images: Images of the row.
         image_places: Feature of each token, [S] int64: number of the image in ``images`` times P, plus that of the
-            patch; -1 of text. None where the model reads no images.
+            patch, which are at most P, row after row; -1 of text. None where the model reads no images.
     """
 
     tokens: npt.NDArray[np.int64]

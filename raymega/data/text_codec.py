@@ -94,12 +94,14 @@ def codec_of_dataset(path: str) -> TextCodec | None:
     return codec
 
 
-def prompt_ids(codec: TextCodec, prompt: str, vision: VisionSection) -> list[int]:
+def prompt_ids(
+    codec: TextCodec, prompt: str, images: Sequence[Pixels], vision: VisionSection
+) -> list[int]:
     """Return the tokens of a prompt of a run, with those of each image's patches in the place of its mark."""
     if not vision.is_on:
         return codec.encode(prompt)
     token = vision.image_token_id
-    return with_patches(codec.encode_marked(prompt, token), token, vision.num_patches)
+    return with_patches(codec.encode_marked(prompt, token), token, images, vision.sizes)
 
 
 def sample_images(
@@ -117,7 +119,7 @@ def sample_images(
         if not vision.is_on:
             raise BrokenImageError("model.vision.kind=none")
         _check_marks(codec, prompts, vision.image_token_id)
-        return prompt_images(prompts, paths, vision.image_size, purpose="run.sample_images")
+        return prompt_images(prompts, paths, vision.sizes, purpose="run.sample_images")
     except BrokenImageError as error:
         raise ConfigError(
             fact=f"run.sample_images: {error}",
@@ -159,12 +161,13 @@ def sample_prompt_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         )
         return
     vision, paths = values.get("model.vision", VisionSection()), values.get("run.sample_images", ())
+    images: Sequence[Sequence[Pixels]] = [()] * len(prompts)
     try:
-        sample_images(codec, prompts, paths, vision)
+        images = sample_images(codec, prompts, paths, vision) or images
     except ConfigError as error:
         yield from error.faults
-    for prompt in prompts:
-        length = len(prompt_ids(codec, prompt, vision))
+    for prompt, own in zip(prompts, images, strict=True):
+        length = len(prompt_ids(codec, prompt, own, vision))
         if not 0 < length <= seq_len - tokens:
             yield Fault(
                 fact=f"run.sample_prompts has {prompt[:40]!r} of {length} tokens",

@@ -9,14 +9,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
-from raymega.data.images.files import patch_places
+from raymega.config.vision.section import VisionSection
+from raymega.config.vision.sizes import NO_IMAGES, ImageSizes
+from raymega.data.images.files import held_image, patch_places
 from raymega.data.packing import best_fit
 from raymega.data.rows import TEXT, Image, Pixels, Row
 from raymega.plan.batch import row_length
@@ -62,7 +63,7 @@ def make_request(
     *,
     seq_len: int,
     images: Sequence[Pixels] = (),
-    token_id: int = TEXT,
+    vision: VisionSection = VisionSection(),  # noqa: B008  # it is frozen
 ) -> Request:
     """Return a request of at most ``seq_len`` inputs: of a longer one, the tokens before are cut off.
 
@@ -73,12 +74,14 @@ def make_request(
         num_targets: Number of targets.
         seq_len: Largest number of inputs.
         images: Images of the text, in the order of its patches.
-        token_id: Token of a patch.
+        vision: Section of the tower that reads them.
     """
     whole = np.asarray(tokens, dtype=np.int64)
     kept = whole[-(seq_len + 1) :]
     # of an image that is cut, the patches that stay keep their places
-    places = patch_places(whole, token_id)[-(seq_len + 1) :] if images else None
+    places = None
+    if images:
+        places = patch_places(whole, vision.image_token_id, images, vision.sizes)[-(seq_len + 1) :]
     return Request(
         tokens=kept,
         num_targets=min(num_targets, len(kept) - 1),
@@ -109,7 +112,8 @@ def pack_requests(requests: Sequence[Request]) -> bytes:
         lengths=np.array([len(request.tokens) for request in requests]),
         num_targets=np.array([request.num_targets for request in requests]),
         places=np.concatenate(places).astype(np.int32),
-        pixels=np.stack(pixels) if pixels else np.zeros(0, dtype=np.uint8),
+        pixels=np.concatenate([np.zeros(0, dtype=np.uint8), *(each.ravel() for each in pixels)]),
+        shapes=np.array([each.shape for each in pixels], dtype=int).reshape(-1, 3),
         images=np.array([known[id(image)] for each in requests for image in each.images], int),
         num_images=np.array([len(each.images) for each in requests]),
     )
@@ -124,7 +128,9 @@ def unpack_requests(data: bytes) -> list[Request]:
         parts, targets = np.split(tokens, ends), arrays["num_targets"].tolist()
         places = np.split(arrays["places"].astype(np.int64), ends)
         # views of one array: requests of the same image share it
-        pixels = [*arrays["pixels"]]
+        shapes = arrays["shapes"]
+        flat = np.split(arrays["pixels"], np.cumsum(shapes.prod(1))[:-1]) if len(shapes) else []
+        pixels = [each.reshape(shape) for each, shape in zip(flat, shapes, strict=True)]
         numbers = np.split(arrays["images"], np.cumsum(arrays["num_images"])[:-1])
     return [
         Request(
@@ -175,7 +181,7 @@ def rows_on_grid(requests: Sequence[Request], plan: RunPlan) -> RequestSource:
         requests,
         seq_len=row_length(needed, plan.job),
         multiple=multiple,
-        num_patches=plan.job.model.vision.num_patches,
+        sizes=plan.job.model.vision.sizes,
     )
 
 
@@ -188,7 +194,7 @@ class RequestSource:
         requests: Requests of at most S inputs each.
         seq_len: Number of tokens of a row (S).
         multiple: Multiple to which each request's inputs are padded.
-        num_patches: Features of an image.
+        sizes: Rule of the sizes of images.
     """
 
     def __init__(
@@ -197,9 +203,9 @@ class RequestSource:
         *,
         seq_len: int,
         multiple: int = 1,
-        num_patches: int = 0,
+        sizes: ImageSizes = NO_IMAGES,
     ) -> None:
-        self._requests, self.seq_len, self._num_patches = requests, seq_len, num_patches
+        self._requests, self.seq_len, self._sizes = requests, seq_len, sizes
         self._shared = by_tokens(requests)
         inputs = [len(requests[numbers[0]].tokens) - 1 for numbers in self._shared]
         self._lengths = [-(-each // multiple) * multiple for each in inputs]
@@ -241,9 +247,9 @@ class RequestSource:
             request, start = self._requests[number], self._starts[number]
             if request.places is None:
                 continue
-            own, first = request.places[:-1], len(images) * self._num_patches
+            own, first = request.places[:-1], len(images) * self._sizes.num_patches
             places[start : start + len(own)] = np.where(own == TEXT, TEXT, own + first)
-            images += [partial(_as_they_are, image) for image in request.images]
+            images += [held_image(image, self._sizes) for image in request.images]
         return tuple(images), places if images else None
 
     def members(self, index: int) -> list[int]:
@@ -259,7 +265,3 @@ class RequestSource:
 
 def _no_places(request: Request) -> Ints:
     return np.full(len(request.tokens), TEXT, dtype=np.int64)
-
-
-def _as_they_are(pixels: Pixels) -> Pixels:
-    return pixels

@@ -83,7 +83,7 @@ def write_logits(
         device=device,
         context=scorer.context,
         images=image_share(plan, rank),
-        edge=plan.job.model.vision.mrope_edge,
+        vision=plan.job.model.vision,
     )
     ids, logits = LogitWriter(files.ids), LogitWriter(files.logits)
     size = plan.batch.micro_batch_size

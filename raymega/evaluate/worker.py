@@ -114,7 +114,7 @@ def score_requests(
         device=device,
         context=scorer.context,
         images=image_share(plan, rank) if has_images else None,
-        edge=plan.job.model.vision.mrope_edge if has_images else 0,
+        vision=plan.job.model.vision if has_images else None,
     )
     micro_batch_size = plan.batch.micro_batch_size
     at_once = micro_batch_size * dp * SCORED_MICRO_BATCHES_PER_STAGE * plan.grid.pp

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isqrt
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class Task:
         sampling: Choice of the tokens.
         tokenizer_json: Content of the tokenizer's file.
         end_ids: Tokens that end an answer.
-        images: Pixels of each prompt's images, [3, size, size] uint8 each; empty where no prompt has one.
+        images: Pixels of each prompt's images, [3, height, width] uint8 each; empty where no prompt has one.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -60,11 +59,11 @@ def unpack_task(data: bytes) -> Task:
     )
 
 
-def _coded(image: Pixels) -> str:
-    return base64.b64encode(image.tobytes()).decode()
+def _coded(image: Pixels) -> tuple[int, str]:
+    """Return the height of an image, and its pixels as text."""
+    return image.shape[1], base64.b64encode(image.tobytes()).decode()
 
 
-def _decoded(text: str) -> Pixels:
-    pixels = np.frombuffer(base64.b64decode(text), dtype=np.uint8)
-    edge = isqrt(len(pixels) // CHANNELS)
-    return pixels.reshape(CHANNELS, edge, edge)
+def _decoded(coded: tuple[int, str]) -> Pixels:
+    height, text = coded
+    return np.frombuffer(base64.b64decode(text), dtype=np.uint8).reshape(CHANNELS, height, -1)

@@ -19,7 +19,7 @@ class PromptImages(NamedTuple):
 
     Attributes:
         vision: Section of the tower that reads them.
-        pixels: Pixels of each prompt's images, [3, size, size] uint8; empty where no prompt has one.
+        pixels: Pixels of each prompt's images, [3, height, width] uint8; empty where no prompt has one.
     """
 
     vision: VisionSection
@@ -49,7 +49,7 @@ def read_images(prompts: Sequence[Prompt], vision: VisionSection, folder: Path) 
         found.append([])
         for image in prompt.images:
             try:
-                found[-1].append(read_image(image, folder, vision.image_size, purpose="a prompt"))
+                found[-1].append(read_image(image, folder, vision.sizes, purpose="a prompt"))
             except BrokenImageError as error:
                 faults.append(
                     Fault(
@@ -87,16 +87,16 @@ def prompt_tokens(
     for number, prompt in enumerate(prompts):
         # a chat template writes the token itself
         ids = codec.encode_marked(prompt.text, token, is_rendered=is_rendered)
-        count = len(images.pixels[number]) if images.pixels else 0
-        if ids.count(token) != count:
+        own = images.pixels[number] if images.pixels else ()
+        if ids.count(token) != len(own):
             faults.append(
                 Fault(
-                    fact=f"prompt {number + 1} has {count} images and {ids.count(token)} marks {MARK}",
+                    fact=f"prompt {number + 1} has {len(own)} images and {ids.count(token)} marks {MARK}",
                     rule=f"each mark, token {token} of the model's tokenizer, stands for an image",
                     remedy=f"write {MARK} into the prompt where each image belongs",
                 )
             )
-        found.append(with_patches(ids, token, vision.num_patches))
+        found.append(with_patches(ids, token, own, vision.sizes))
     raise_faults(ConfigError, faults)
     return found
 

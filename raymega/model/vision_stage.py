@@ -24,7 +24,7 @@ class VisionStage(StageModule):
 
     def __init__(self, model: ModelSection, stage: Any, **parts: Any) -> None:
         super().__init__(model, stage, **parts)
-        self.mrope_section, self.edge = model.vision.mrope_section, model.vision.edge
+        self.vision = model.vision
         # set by build: dp ranks that share the images out, with parallel.balance_images
         self.balanced: Group | None = None
 
@@ -44,8 +44,8 @@ class VisionStage(StageModule):
         """Return this rank's columns of the logits, [S, 1, V/tp], of one document [S] on one stage and one cp rank."""
         # one row without padding, as an independent computation has it
         rows: Rows = whole_rows(len(tokens), tokens.device)._replace(images=images)
-        if self.mrope_section:
-            axes = image_axes(images.places[0], (len(tokens),), self.edge)
+        if self.vision.mrope_section:
+            axes = image_axes(images.places[0], (len(tokens),), images.grids, images.num_patches)
             rows = rows._replace(axes=axes[:, None])
         layout = self._token_layout(rows, torch.ones_like(tokens[None]), None)
         x = self._residual_stream(tokens[None], None, layout)
@@ -61,7 +61,10 @@ class VisionStage(StageModule):
         by_axis = [self.rope.rotations(axis.t()) for axis in rows.axes.unbind()]
         cos, sin = (
             torch.cat(
-                [turns[part].split(self.mrope_section, -1)[n] for n, turns in enumerate(by_axis)],
+                [
+                    turns[part].split(self.vision.mrope_section, -1)[n]
+                    for n, turns in enumerate(by_axis)
+                ],
                 -1,
             )
             for part in range(2)

@@ -72,7 +72,7 @@ def forward_flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     # the tower's work on the images among the tokens, model.vision.image_share of them
-    return float(forward + model.vision.images_per_token * image_flops(model))
+    return float(forward + model.vision.images_per_token * image_flops(model, is_mean=True))
 
 
 def _spared_flops(model: ModelSection, seq_len: float) -> float:
@@ -93,7 +93,7 @@ def _spared_flops(model: ModelSection, seq_len: float) -> float:
     ) + _frozen_weights(mtp_tensors(model), model)
     if is_head_frozen(model):
         frozen += of_head * (1 + model.num_nextn_predict_layers) * head_weights(model)
-    tower = model.vision.images_per_token * image_flops(model) * is_tower_frozen(model)
+    tower = model.vision.images_per_token * image_flops(model, is_mean=True) * is_tower_frozen(model)
     return 2 * (frozen + tower)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from raymega.config.vision.sizes import NO_IMAGES, ImageSizes
 from raymega.data.format import local_folder
 from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, Fault, first_few
@@ -53,8 +54,7 @@ class PrepareOptions:
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
         row_format: Form of a row: a text, a conversation, or a chosen and a rejected one.
         chat_template: File with the template of conversations; empty for the tokenizer's own.
-        image_size: Height and width to which images are resized, in pixels; 0 without images.
-        patch_size: Height and width of a patch in pixels.
+        images: Rule by which images are resized; that of nothing without images.
     """
 
     inputs: tuple[str, ...]
@@ -71,8 +71,7 @@ class PrepareOptions:
     parse_special_tokens: bool = False
     row_format: RowFormat = "text"
     chat_template: str = ""
-    image_size: int = 0
-    patch_size: int = 0
+    images: ImageSizes = NO_IMAGES
 
     @property
     def tokenizer_options(self) -> TokenizerOptions:
@@ -80,7 +79,7 @@ class PrepareOptions:
         return TokenizerOptions(
             name=self.tokenizer, eod_token=self.eod_token, add_bos=self.add_bos,
             parse_special_tokens=self.parse_special_tokens, row_format=self.row_format,
-            chat_template=self.chat_template, image_size=self.image_size, patch_size=self.patch_size,
+            chat_template=self.chat_template, images=self.images,
         )  # fmt: skip
 
 
@@ -180,17 +179,29 @@ def _option_faults(options: PrepareOptions) -> Iterator[Fault]:
 
 
 def _image_faults(options: PrepareOptions) -> Iterator[Fault]:
-    size, patch = options.image_size, options.patch_size
+    patch, size, least, most = options.images
+    fact = f"--image-size {size} and --patch-size {patch}"
+    if most or least:
+        fact = f"--image-size {size}, --patch-size {patch}, --min-pixels {least} and --max-pixels {most}"
     if options.row_format != IMAGES_FORMAT:
-        if size or patch:
+        if any(options.images):
             yield Fault(
-                fact=f"--image-size {size} and --patch-size {patch} with --format {options.row_format}",
+                fact=f"{fact} with --format {options.row_format}",
                 rule="these rows have no images",
-                remedy=f"add --format {IMAGES_FORMAT}, or leave both out",
+                remedy=f"add --format {IMAGES_FORMAT}, or leave them out",
+            )
+    elif most or least:
+        if size or patch < 1 or not 0 <= least <= most or most < patch**2:
+            yield Fault(
+                fact=fact,
+                rule="an image keeps about its shape, in whole patches and with an area from one number to the other, which "
+                "has room for a patch; or all are resized to one square",
+                remedy="use those of the model: --max-pixels 1003520 --min-pixels 3136 --patch-size 28 for Qwen2-VL, which "
+                "merges 2 x 2 patches of 14",
             )
     elif size < 1 or patch < 1 or size % patch:
         yield Fault(
-            fact=f"--image-size {size} and --patch-size {patch}",
+            fact=fact,
             rule="an image is resized to a square of whole patches, as the model's vision tower reads it",
             remedy="use those of the model: --image-size 336 --patch-size 14 for LLaVA 1.5, and "
             "--image-size 448 --patch-size 28 for Qwen2-VL, which merges 2 x 2 patches of 14",

@@ -296,7 +296,7 @@ def _build_loader(  # noqa: PLR0913  # build is the one place that calls it
             empty=empty_row_of(job.model),
             pooling=score_pooling(job.model),
             images=image_share(plan, rank),
-            edge=job.model.vision.mrope_edge,
+            vision=job.model.vision,
             images_of=source.images,
             timeout_s=job.elastic.collective_timeout_s,
         )

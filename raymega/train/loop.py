@@ -96,7 +96,10 @@ def run_loop(  # noqa: PLR0913  # the entry is the one place that calls it
             seconds = time.monotonic() - began
         # metrics of the step; all ranks collect them, as some need collectives
         metrics = speed.metrics(
-            samples=outcome.samples, seconds=seconds, image_tokens=outcome.image_tokens
+            samples=outcome.samples,
+            seconds=seconds,
+            image_tokens=outcome.image_tokens,
+            images=outcome.images,
         )
         metrics |= (
             _data_metrics(parts, outcome.state, job)

@@ -34,8 +34,11 @@ class RunSampler:
         assert codec is not None, "sample_prompt_faults has found it"
         self._codec = codec
         vision, texts = plan.job.model.vision, self._run.sample_prompts
-        self._prompts = [prompt_ids(codec, text, vision) for text in texts]
         self._images = sample_images(codec, texts, self._run.sample_images, vision)
+        self._prompts = [
+            prompt_ids(codec, text, images, vision)
+            for text, images in zip(texts, self._images or [[]] * len(texts), strict=True)
+        ]
         self._sampling = Sampling(
             max_tokens=self._run.sample_tokens,
             temperature=self._run.sample_temperature,

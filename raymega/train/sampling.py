@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raymega.data.images.files import patch_places
+from raymega.config.vision.section import VisionSection
+from raymega.data.images.files import held_image, patch_places
 from raymega.data.loader import Loader
 from raymega.data.rows import TEXT, Pixels, Row
 from raymega.model.pipeline_stage import StageModule
@@ -44,8 +45,8 @@ class _TextRows:
     A text's number grows with every pass, so that the loader never takes an earlier pass for this one.
     """
 
-    def __init__(self, seq_len: int, token_id: int) -> None:
-        self.seq_len, self.first, self._token_id = seq_len, 0, token_id
+    def __init__(self, seq_len: int, vision: VisionSection) -> None:
+        self.seq_len, self.first, self._vision = seq_len, 0, vision
         self._texts: Sequence[Tokens] = ()
         self._images: Sequence[Prompted] = ()
 
@@ -66,8 +67,9 @@ class _TextRows:
     def _with_images(self, row: Row, prompt: Prompted) -> Row:
         places, length = np.full(self.seq_len, TEXT, dtype=np.int64), prompt.length
         # a patch's token that the model itself has written stands for no image
-        places[:length] = patch_places(row.tokens[:length], self._token_id)
-        images = tuple(partial(np.asarray, image) for image in prompt.images)
+        token, sizes = self._vision.image_token_id, self._vision.sizes
+        places[:length] = patch_places(row.tokens[:length], token, prompt.images, sizes)
+        images = tuple(held_image(image, sizes) for image in prompt.images)
         return replace(row, images=images, image_places=places)
 
 
@@ -95,13 +97,13 @@ class TokenGenerator:
     ) -> None:
         self._plan, self._forward, self._groups, self._device = plan, forward, groups, device
         vision, rank = plan.job.model.vision, groups.world.ranks[groups.world.index]
-        self._rows = _TextRows(seq_len, vision.image_token_id)
+        self._rows = _TextRows(seq_len, vision)
         # texts alone leave the tower out
         make = partial(
             Loader, self._rows, dp_rank=plan.grid.coords(rank).dp, device=device, context=context
         )
         self._loader = make()
-        self._image_loader = make(images=image_share(plan, rank), edge=vision.mrope_edge)
+        self._image_loader = make(images=image_share(plan, rank), vision=vision)
         self._vocab_size = plan.job.model.vocab_size
         self._prompted: list[Prompted] = []
 

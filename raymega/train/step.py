@@ -64,6 +64,7 @@ class StepOutcome:
         events: Recorded events of this rank; empty unless the step was recorded.
         bad_step: Fault of the step's first pass, if it had one.
         image_tokens: Number of tokens in the global batch that stand for patches of images.
+        images: Number of these images.
     """
 
     state: TrainState
@@ -85,9 +86,10 @@ class StepOutcome:
     bad_step: BadStep | None = None
     pair_loss: float | None = None
     image_tokens: int = 0
+    images: float = 0.0
 
 
-FIXED = 8
+FIXED = 9
 """Sums of a step in front of the statistics of pairs."""
 
 
@@ -160,7 +162,7 @@ def train_step(
         samples=batch.global_batch_size, divisor=round(totals.divisor), tokens=round(totals.tokens),
         is_skipped=seen.is_overflow or is_left_out, stop=totals.stop, save=totals.save, regroup=totals.regroup,
         extra_reductions=totals.extra_reductions, loads=totals.loads, events=tuple(events), bad_step=bad_step,
-        pair_loss=seen.pair_loss, image_tokens=round(totals.image_tokens),
+        pair_loss=seen.pair_loss, image_tokens=round(totals.image_tokens), images=totals.images,
         pair_means=_pair_means(totals, reported_statistics(job)),
     )  # fmt: skip
 
@@ -299,6 +301,7 @@ class _Totals:
     pair_loss_sum: float
     segment_pairs: float
     image_tokens: float
+    images: float
     stop: bool
     save: bool
     regroup: bool
@@ -338,6 +341,7 @@ def _totals_of(
         pair_loss_sum=total[5],
         segment_pairs=total[6],
         image_tokens=total[7],
+        images=total[8],
         pair_statistics=tuple(total[FIXED:others_at]),
         stop=total[others_at] > 0,
         save=round(total[others_at + 1]) % 2 > 0,
@@ -363,8 +367,9 @@ def _own_numbers(
     tokens = sum(batch.num_counted for batch in micro_batches) * counts_loss
     # float64, so that counts of tokens are exact
     segment_pairs = num_segment_pairs(micro_batches) * counts_loss
-    image_tokens = sum(batch.num_image_tokens for batch in micro_batches) * counts_loss
-    counts = [divisor, 0.0, tokens, 0.0, segment_pairs, image_tokens]
+    of_images = ([batch.image_counts[at] for batch in micro_batches] for at in range(2))
+    images = [sum(each) * counts_loss for each in of_images]
+    counts = [divisor, 0.0, tokens, 0.0, segment_pairs, *images]
     sums = [0.0, 0.0, *counts, *[0.0] * len(STATISTICS)]
     mine = to_device([*sums, *others], parts.device)
     # sums that the passes left on the device

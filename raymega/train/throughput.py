@@ -39,11 +39,13 @@ class ThroughputMeter:
         self._world_size = plan.grid.world_size
         self._tokens_per_sample = plan.job.data.seq_len * rows.efficiency
         self._flops = job_flops_per_token(plan.job, seq_len=rows.context)
-        self._patches = plan.job.model.vision.num_patches if plan.job.model.vision.is_on else 0
+        self._has_images = plan.job.model.vision.is_on
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, dtype=plan.job.precision.dtype)
 
-    def metrics(self, *, samples: int, seconds: float, image_tokens: int = 0) -> dict[str, float]:
+    def metrics(
+        self, *, samples: int, seconds: float, image_tokens: int = 0, images: float = 0.0
+    ) -> dict[str, float]:
         """Return the speeds of a step of ``samples`` rows by metric name; ``train/mfu`` only where the peak is known.
 
         Tokens without a label that counts are work too: those of a prompt, and an encoder's that are not masked.
@@ -57,8 +59,8 @@ class ThroughputMeter:
             "train/tokens_per_s_per_worker": per_worker,
             "train/tflops_per_worker": flops / 1e12,
         }
-        if self._patches:
-            speeds["train/images_per_s"] = image_tokens / self._patches / seconds
+        if self._has_images:
+            speeds["train/images_per_s"] = images / seconds
             speeds["data/image_token_share"] = image_tokens / tokens
         return speeds | ({"train/mfu": flops / self._peak} if self._peak else {})
 

@@ -21,6 +21,7 @@ from raymega.config.preference import PreferenceSection
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture
 from raymega.data.heads.form import job_form
+from raymega.data.images.image_batch import canvas
 from raymega.data.open_split import open_split, shape_of
 from raymega.data.row_rules.rules import row_rules
 from raymega.data.rows import Row
@@ -124,7 +125,7 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
     if row.stream_documents is not None:
         yield from _target_losses(module, row)
         return
-    images = _images_of(row)
+    images = _images_of(module, row)
     for start, stop in pairwise(accumulate(row.documents, initial=0)):
         tokens = torch.from_numpy(row.tokens[start:stop].copy())
         labels = torch.from_numpy(row.labels[start:stop].copy())
@@ -140,12 +141,16 @@ def _document_losses(module: StageModule, row: Row) -> Iterator[Tensor]:
         yield cross_entropy(logits, labels, reduction="none")[counted]
 
 
-def _images_of(row: Row) -> Images | None:
+def _images_of(module: StageModule, row: Row) -> Images | None:
     """Return a row's images, with the place of each of its tokens; None where it has none."""
     if not row.images or row.image_places is None:
         return None
-    pixels = np.stack([image() for image in row.images])
-    return Images(torch.from_numpy(pixels), torch.from_numpy(row.image_places[None].copy()))
+    # each has the room of the largest that there may be, so that places are the row's own
+    vision = cast(VisionStage, module).vision
+    size, square = vision.num_patches, vision.sizes.square
+    pixels, grids = canvas(row.images, len(row.images), size, square)
+    places = torch.from_numpy(row.image_places[None].copy())
+    return Images(torch.from_numpy(pixels), torch.from_numpy(grids), places)
 
 
 def _target_losses(module: StageModule, row: Row) -> Iterator[Tensor]:

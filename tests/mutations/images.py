@@ -13,6 +13,11 @@ LLAVA = (
     "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 16, num_heads: 2, "
     "ffn_hidden_size: 32, image_token_id: 255}",
 )  # fmt: skip
+SEVERAL = (
+    *LLAVA[:-1], "model.vision={kind: qwen2_vl, max_pixels: 384, patch_size: 4, spatial_merge_size: 2, num_layers: 2, hidden_size: 16, "
+    "num_heads: 2, ffn_hidden_size: 32, feature_layer: -1, mrope_section: [0, 1, 1], image_token_id: 255}",
+)  # fmt: skip
+"""Images of one to six tokens."""
 EMBEDDING, TOWER = "model/vision/embedding.py", "model/vision/tower.py"
 ROWS, SHARE = "data/images/image_rows.py", "data/images/image_batch.py"
 ROW_TESTS = "tests/unit/data/images/test_image_rows.py"
@@ -80,8 +85,8 @@ IMAGES: tuple[Mutation, ...] = (
     Mutation(
         name="an image is that of another row",
         file=SHARE,
-        old="own + first * self.vision.num_patches",
-        new="own",
+        old="(own // most + first) * size + own % most",
+        new="own // most * size + own % most",
         layout=Layout(dp=1, micro_batch_size=3),
         job=LLAVA,
     ),
@@ -126,6 +131,22 @@ IMAGES: tuple[Mutation, ...] = (
         job=CUT_TOWER,
     ),
     Mutation(
+        name="shapes of images are drawn by process",
+        file=ROWS,
+        old='random = self._random(sample, "grids", document)',
+        new="random = self._random(sample, f\"grids{__import__('os').getpid()}\", document)",
+        layout=Layout(dp=2),
+        job=SEVERAL,
+    ),
+    Mutation(
+        name="an image has the grid of another one that its rank reads",
+        file=EMBEDDING,
+        old="features = self.tower(images.pixels, images.grids)",
+        new="features = self.tower(images.pixels, images.grids.flip(0))",
+        layout=Layout(tp=2),
+        job=SEVERAL,
+    ),
+    Mutation(
         name="changes of images are drawn by process",
         file="data/images/image_rows.py",
         old='self._random(sample, "augment", number))',
@@ -145,8 +166,8 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="an image is that of another document",
         file=SHARE,
-        old="enumerate(every[begin : begin + count])",
-        new="enumerate(every[::-1][begin : begin + count])",
+        old="canvas(every[begin : begin + count],",
+        new="canvas(every[::-1][begin : begin + count],",
         tests=(
             LOGITS,
             f"{ROW_TESTS}::test_ranks_share_the_images_of_a_micro_batch_in_order",
@@ -177,23 +198,67 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="an image moves what follows by its tokens, not by its height",
         file="parallel/context_parallel/images.py",
-        old="(patch == edge**2 - 1) * edge,",
+        old="is_last * torch.maximum(rows, columns),",
         new="torch.ones_like(places),",
         tests=(LOGITS,),
     ),
     ProofMutation(
         name="a token rotates by its column in place of its row",
         file="parallel/context_parallel/images.py",
-        old="time + patch // edge * is_image, time + patch % edge * is_image",
-        new="time + patch % edge * is_image, time + patch // edge * is_image",
+        old="time + patch // columns * is_image, time + patch % columns * is_image",
+        new="time + patch % columns * is_image, time + patch // columns * is_image",
         tests=(LOGITS,),
     ),
     ProofMutation(
         name="patches of a square are merged by column",
         file=TOWER,
-        old="squares.permute(0, 1, 3, 2, 4, 5)",
-        new="squares.permute(0, 1, 3, 4, 2, 5)",
+        old="cut.permute(0, 1, 3, 5, 2, 4, 6)",
+        new="cut.permute(0, 1, 5, 3, 2, 4, 6)",
         tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="patches attend to what lies behind an image on its canvas",
+        file=TOWER,
+        old="attn_mask=is_patch)",
+        new="attn_mask=None)",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="an image has the grid of the image before it",
+        file=SHARE,
+        old="torch.from_numpy(grids), take(places)",
+        new="torch.from_numpy(np.roll(grids, 1, 0)), take(places)",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="a patch rotates by its row and column on a canvas of one shape for all",
+        file=TOWER,
+        old="columns = grids[:, 1:]",
+        new="columns = grids[:, 1:].max().expand(len(grids), 1)",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="positions behind an image are those of its canvas",
+        file="parallel/context_parallel/images.py",
+        old="is_last * torch.maximum(rows, columns),",
+        new="is_last * num_patches,",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="an image moves what follows by its height, not by its longer edge",
+        file="parallel/context_parallel/images.py",
+        old="torch.maximum(rows, columns)",
+        new="rows",
+        tests=(LOGITS,),
+    ),
+    ProofMutation(
+        name="a small image that ended before a window is one of its own",
+        file="data/images/stored.py",
+        old="if len(here):",
+        new="if True:",
+        tests=(
+            "tests/unit/prepare/images/test_image_sizes.py::test_windows_that_begin_inside_an_image_have_the_rest_of_it",
+        ),
     ),
     ProofMutation(
         name="the class token is projected",
@@ -211,9 +276,9 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ),
     ProofMutation(
         name="patches go column by column",
-        file=TOWER,
-        old="cut.permute(0, 2, 4, 1, 3, 5)",
-        new="cut.permute(0, 4, 2, 1, 3, 5)",
+        file=SHARE,
+        old="transpose(1, 3, 0, 2, 4)",
+        new="transpose(3, 1, 0, 2, 4).reshape(into.shape)",
         tests=(LOGITS,),
     ),
     ProofMutation(
@@ -233,8 +298,8 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a request's images are those of the request before it in the row",
         file="evaluate/requests.py",
-        old="own, first = request.places[:-1], len(images) * self._num_patches",
-        new="own, first = request.places[:-1], max(0, len(images) - 1) * self._num_patches",
+        old="own, first = request.places[:-1], len(images) * self._sizes.num_patches",
+        new="own, first = request.places[:-1], max(0, len(images) - 1) * self._sizes.num_patches",
         tests=(SCORES,),
     ),
     ProofMutation(
@@ -254,8 +319,8 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="transformers gets pixels that are not normalised",
         file="generate/image_inputs.py",
-        old="torch.from_numpy(np.stack(images)).float() / WHITE - mean) / std",
-        new="torch.from_numpy(np.stack(images)).float() / WHITE) + 0 * mean + 0 * std",
+        old="torch.from_numpy(image.copy()).float() / WHITE - mean) / std",
+        new="torch.from_numpy(image.copy()).float() / WHITE) + 0 * mean + 0 * std",
         tests=(GREEDY,),
     ),
     ProofMutation(

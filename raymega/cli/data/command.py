@@ -15,6 +15,7 @@ from raymega.cli.data.stored import reference, teacher
 from raymega.cli.options import Address, AsJson, add_command
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
+from raymega.config.vision.sizes import ImageSizes
 from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta, RowFormat
 from raymega.data.inspect import describe, describe_blocks, describe_packing, inspect_dataset
@@ -22,6 +23,7 @@ from raymega.data.open_split import Shape
 from raymega.prepare.origins import trace
 
 if TYPE_CHECKING:
+    from raymega.prepare.pipeline import Prepared
     from raymega.prepare.show import ShownDocument
 
 data_app = typer.Typer(
@@ -44,6 +46,8 @@ def prepare(
     chat_template: str = "",
     image_size: int = 0,
     patch_size: int = 0,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
     text_key: str | None = None,
     max_bad_lines: int = 0,
     address: Address = "auto",
@@ -69,8 +73,10 @@ def prepare(
         format: Form of a row: text, chat (messages, of which the assistant's are learned), preference (chosen and
             rejected), kto (prompt, completion, label), classification (text, label), regression (text, label), token_classification (tokens, tags), multiple_choice (context, question, choices, label), embedding (anchor, positive) or images (text, images, prompt).
         chat_template: File with a jinja template of conversations; default: the tokenizer's own.
-        image_size: images only: height and width to which images are resized, in pixels.
+        image_size: images only: height and width to which all images are resized, in pixels.
         patch_size: images only: height and width of the square of an image that is a token: a patch, or patches that are merged.
+        min_pixels: images only: least area of an image, with --max-pixels.
+        max_pixels: images only: largest area of an image, in place of --image-size: each keeps about its shape (Qwen2-VL's smart_resize).
         text_key: Key of JSON objects or column of tables that holds the text; default: that of the format.
         max_bad_lines: Number of lines, rows or texts that are no document and may be left out.
 
@@ -91,8 +97,7 @@ def prepare(
         text_key=DEFAULT_KEYS[format] if text_key is None else text_key,
         row_format=format,
         chat_template=chat_template,
-        image_size=image_size,
-        patch_size=patch_size,
+        images=ImageSizes(patch_size, image_size, min_pixels, max_pixels),
         max_bad_lines=max_bad_lines,
         address=address,
         eod_token=eod_token,
@@ -101,7 +106,12 @@ def prepare(
     )
     with phase_bars() as on_progress:
         done = run_prepare(options, on_progress=on_progress)
-    result: dict[str, object] = {
+    _show(done.meta, _outcome(done), packing={}, as_json=as_json)
+
+
+def _outcome(done: Prepared) -> dict[str, object]:
+    """Return what is told of a preparation beside its dataset."""
+    return {
         "output": done.uri,
         "seconds": done.seconds,
         "ray_start_seconds": done.ray_start_seconds,
@@ -109,7 +119,6 @@ def prepare(
         or "none",
         "is_cached": done.is_cached,
     }
-    _show(done.meta, result, packing={}, as_json=as_json)
 
 
 def inspect(

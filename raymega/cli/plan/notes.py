@@ -35,6 +35,7 @@ def notes(plan: RunPlan, sizes: list[StateSize]) -> Iterator[str]:
     """Yield what a reader should know before a start; nothing where all is well."""
     yield from _memory_notes(sizes)
     yield from _replica_notes(plan.job)
+    yield from _image_notes(plan.job)
     yield from _machine_notes(plan, this_machine())
 
 
@@ -58,6 +59,17 @@ def _replica_notes(job: Job) -> Iterator[str]:
         yield (
             f"note: elastic.on_replica_loss=continue has no effect on this grid, where {copies} the state: a "
             "loss goes back to the newest snapshot or checkpoint; raise parallel.dp"
+        )
+
+
+def _image_notes(job: Job) -> Iterator[str]:
+    """Yield what is counted of images of several sizes."""
+    vision = job.model.vision
+    if vision.max_pixels:
+        field = "mean" if vision.mean_pixels else "max"
+        yield (
+            f"note: an image is counted as {vision.mean_patches:,} tokens (model.vision.{field}_pixels), and the tower's work and "
+            f"memory for it as those of the largest, of {vision.num_patches:,}"
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from raymega.config.encoder import NO_TOKEN, TokenId
 from raymega.config.fields import Fraction, NonNegative, Positive, PositiveFloat, Section
+from raymega.config.vision.sizes import ImageSizes
 
 CHANNELS = 3
 """Colours of a pixel."""
@@ -18,7 +19,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class VisionSection(Section):
-    """Vision tower and projector (LLaVA): each image becomes a fixed number of tokens of the sequence."""
+    """Vision tower and projector (LLaVA): each image becomes tokens of the sequence, as many as others or by its size."""
 
     kind: Literal["none", "clip", "siglip", "qwen2_vl"] = "none"
     """none: the model reads text alone. clip: CLIP's ViT, with a class token that is left out of the output, and a
@@ -26,7 +27,14 @@ class VisionSection(Section):
     and column in place of a table of positions, and merges patches before the projector."""
     # Sizes of the tower.
     image_size: NonNegative = 0
-    """Height and width of an image in pixels, after it is resized."""
+    """Height and width of an image in pixels, after it is resized; 0 with max_pixels."""
+    max_pixels: NonNegative = 0
+    """qwen2_vl only: largest area of an image in pixels. Each image keeps about its shape and area, in whole tokens
+    (smart_resize), and has as many tokens as it has squares of merged patches. 0 resizes all to image_size."""
+    min_pixels: NonNegative = 0
+    """max_pixels only: least area of an image in pixels; smaller ones are enlarged. An image has one token at least."""
+    mean_pixels: NonNegative = 0
+    """max_pixels only: mean area of the data's images in pixels, for predictions and counts of FLOPs alone; 0 takes max_pixels."""
     patch_size: NonNegative = 0
     """Height and width of a patch in pixels; each is a token of the sequence, unless patches are merged."""
     num_layers: NonNegative = 0
@@ -51,7 +59,7 @@ class VisionSection(Section):
     # Images among tokens.
     mrope_section: Annotated[tuple[NonNegative, ...], Field(max_length=3)] = ()
     """M-RoPE: pairs of a head's features that rotate by a token's time, row and column in its image; text has one
-    position on all three, and an image moves what follows it by its height in tokens. Empty rotates all by place."""
+    position on all three, and an image moves what follows it by its longer edge in tokens. Empty rotates all by place."""
     image_token_id: TokenId = NO_TOKEN
     """Id of the token that stands in the text for a patch; no label."""
     image_mean: Annotated[tuple[Channel, ...], ONE_EACH] = CLIP_MEAN
@@ -70,19 +78,25 @@ class VisionSection(Section):
         return self.kind != "none"
 
     @property
-    def grid(self) -> int:
-        """Patches along an edge of an image."""
-        return self.image_size // max(1, self.patch_size)
-
-    @property
-    def edge(self) -> int:
-        """Tokens along an edge of an image."""
-        return self.grid // self.spatial_merge_size
+    def sizes(self) -> ImageSizes:
+        """Rule by which images are resized."""
+        return ImageSizes(
+            self.patch_size * self.spatial_merge_size,
+            self.image_size,
+            self.min_pixels,
+            self.max_pixels,
+        )
 
     @property
     def num_patches(self) -> int:
-        """P, tokens of an image: its patches, or the squares of patches that are merged."""
-        return self.edge**2
+        """P, tokens of an image, of the largest where they differ: its patches, or the squares of patches that are merged."""
+        return self.sizes.num_patches
+
+    @property
+    def mean_patches(self) -> int:
+        """Tokens of the data's mean image, as the job says it."""
+        square = max(1, self.sizes.square)
+        return max(1, self.mean_pixels // square**2) if self.mean_pixels else self.num_patches
 
     @property
     def has_class_token(self) -> bool:
@@ -92,17 +106,20 @@ class VisionSection(Section):
     @property
     def images_per_token(self) -> float:
         """Mean number of images for each token of the data; 0 without a tower."""
-        return self.image_share / self.num_patches if self.num_patches else 0.0
+        return self.image_share / self.mean_patches if self.num_patches else 0.0
 
     @property
     def num_positions(self) -> int:
-        """Tokens that the tower reads of an image."""
-        return self.grid**2 + self.has_class_token
+        """Tokens that the tower reads of an image, of the largest where they differ."""
+        return self.num_patches * self.spatial_merge_size**2 + self.has_class_token
 
     @property
     def mrope_edge(self) -> int:
-        """Positions by which an image moves what follows it under M-RoPE; 0 without M-RoPE."""
-        return self.edge if self.mrope_section else 0
+        """Most positions by which an image moves what follows it under M-RoPE; 0 without M-RoPE."""
+        if not self.mrope_section:
+            return 0
+        # the longest image is a token high or wide
+        return self.num_patches if self.max_pixels else self.image_size // max(1, self.sizes.square)
 
     @property
     def merged_size(self) -> int:

@@ -106,7 +106,8 @@ def hf_export(
         # what the decoder was trained with is no choice of the tokenizer
         config |= trained_tokens(manifest)
     # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
-    if model.vision.is_on and (model.vision.has_positions or PREPROCESSOR in beside):
+    is_said = model.vision.has_positions or model.vision.max_pixels > 0
+    if model.vision.is_on and (is_said or PREPROCESSOR in beside):
         beside[PREPROCESSOR] = current_preprocessor(model.vision, beside.get(PREPROCESSOR, b""))
     for name, content in sentence_files(model, is_readable=has_tokenizer(beside)).items():
         beside[name] = json.dumps(content, indent=2).encode()

@@ -8,6 +8,7 @@ import numpy as np
 
 from raymega.config.data import is_computed
 from raymega.config.vision.section import VisionSection
+from raymega.config.vision.sizes import ImageSizes
 from raymega.data.arrow import TokenStream
 from raymega.data.format import RowFormat, local_folder
 from raymega.data.megatron import is_megatron
@@ -115,15 +116,23 @@ def image_faults(path: str, field: str, vision: VisionSection) -> Iterator[Fault
             remedy="set model.vision, or prepare the text alone with --format text",
         )
         return
-    # what becomes a token: a patch, or a square of those that are merged
-    square = vision.patch_size * vision.spatial_merge_size
-    found = (images.size, images.num_patches, images.token_id)
-    if found != (vision.image_size, vision.num_patches, vision.image_token_id):
+    found, read = (images.sizes, images.token_id), (vision.sizes, vision.image_token_id)
+    if found != read:
+        options = f"--image-size {vision.image_size}"
+        if vision.max_pixels:
+            options = f"--min-pixels {vision.min_pixels} --max-pixels {vision.max_pixels}"
         yield Fault(
-            fact=f"{field}={path!r} holds images of {images.size} pixels, each {images.num_patches} tokens with id "
-            f"{images.token_id}",
-            rule=f"model.vision reads {vision.image_size} pixels as {vision.num_patches} tokens with id "
-            f"{vision.image_token_id}",
-            remedy=f"prepare it with --image-size {vision.image_size} --patch-size {square} and the model's "
+            fact=f"{field}={path!r} holds images of {_told(images.sizes)} tokens with id {images.token_id}",
+            rule=f"model.vision reads those of {_told(vision.sizes)} tokens with id {vision.image_token_id}",
+            remedy=f"prepare it with {options} --patch-size {vision.sizes.square} and the model's "
             f"tokenizer, or set model.vision.image_token_id={images.token_id} and its sizes",
         )
+
+
+def _told(sizes: ImageSizes) -> str:
+    """Return the sizes of images for a message."""
+    if not sizes.max_pixels:
+        return f"{sizes.image_size} pixels, each {sizes.num_patches}"
+    return (
+        f"{sizes.min_pixels} to {sizes.max_pixels} pixels in all, each at most {sizes.num_patches}"
+    )

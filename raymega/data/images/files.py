@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raymega.config.vision.section import CHANNELS
-from raymega.data.rows import TEXT, Ints, Pixels
+from raymega.config.vision.sizes import ImageSizes
+from raymega.data.rows import TEXT, Image, Ints, Pixels
 from raymega.extras import import_extra
 
 MARK = "<image>"
@@ -27,39 +29,43 @@ class BrokenImageError(Exception):
     """An image cannot be read; the message has its number or path."""
 
 
-def image_pixels(raw: bytes, size: int, name: str, *, purpose: str) -> Pixels:
-    """Return the pixels of an image, [3, size, size] uint8: upright, in RGB, resized by cubic interpolation.
+def image_pixels(raw: bytes, sizes: ImageSizes, name: str, *, purpose: str) -> Pixels:
+    """Return the pixels of an image, [3, height, width] uint8: upright, in RGB, resized by cubic interpolation.
 
     Args:
         raw: Content of the image's file.
-        size: Height and width in pixels.
+        sizes: Rule of its size.
         name: Name of the image in messages.
         purpose: Option that needs Pillow, for the message where it is not installed.
 
     Raises:
-        BrokenImageError: No image can be read.
+        BrokenImageError: No image can be read, or it is too long and narrow.
     """
     pil = import_extra("PIL.Image", extra="images", purpose=purpose)
     ops = import_extra("PIL.ImageOps", extra="images", purpose=purpose)
     try:
         with pil.open(io.BytesIO(raw)) as opened:
             whole = ops.exif_transpose(opened).convert("RGB")
-        resized = whole.resize((size, size), pil.Resampling.BICUBIC)
     # of a damaged file Pillow's formats raise whatever their parsers do, RuntimeError and struct.error among them
     except Exception as error:
         raise BrokenImageError(f"{name} is broken: {' '.join(str(error).split())}") from error
+    try:
+        height, width = sizes.resized(whole.height, whole.width)
+    except ValueError as error:
+        raise BrokenImageError(f"{name} is too long and narrow: {error}") from error
+    resized = whole.resize((width, height), pil.Resampling.BICUBIC)
     pixels = np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
-    assert pixels.shape == (CHANNELS, size, size), "it is RGB"
+    assert pixels.shape == (CHANNELS, height, width), "it is RGB"
     return pixels
 
 
-def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
+def read_image(value: Any, folder: Path, sizes: ImageSizes, *, purpose: str) -> Pixels:
     """Return the pixels of an image that a row or a message names.
 
     Args:
         value: Path, relative to ``folder``; base64 of a file; or ``{path}`` or ``{bytes}`` with one of these.
         folder: Folder of the file that names it.
-        size: Height and width in pixels.
+        sizes: Rule of its size.
         purpose: Option that reads images, for messages.
 
     Raises:
@@ -76,7 +82,7 @@ def read_image(value: Any, folder: Path, size: int, *, purpose: str) -> Pixels:
     except (OSError, ValueError) as error:
         fact = f"{_told(value)} is no file in {str(folder)!r}, and no base64"
         raise BrokenImageError(fact) from error
-    return image_pixels(raw, size, f"image {_told(value)}", purpose=purpose)
+    return image_pixels(raw, sizes, f"image {_told(value)}", purpose=purpose)
 
 
 def _told(value: str) -> str:
@@ -93,14 +99,14 @@ def _is_file(path: Path) -> bool:
 
 
 def prompt_images(
-    prompts: Sequence[str], paths: Sequence[str], size: int, *, purpose: str
+    prompts: Sequence[str], paths: Sequence[str], sizes: ImageSizes, *, purpose: str
 ) -> list[list[Pixels]]:
     """Return the pixels of each prompt's images; none at all where no file is given.
 
     Args:
         prompts: Texts, whose marks stand for the images in order.
         paths: Files of the images of all prompts.
-        size: Height and width in pixels.
+        sizes: Rule of their sizes.
         purpose: Option that reads images, for messages.
 
     Raises:
@@ -111,20 +117,44 @@ def prompt_images(
         raise BrokenImageError(f"{len(paths)} images have {sum(marks)} marks {MARK}")
     left = iter(paths)
     found = [
-        [read_image(path, Path(), size, purpose=purpose) for path in islice(left, count)]
+        [read_image(path, Path(), sizes, purpose=purpose) for path in islice(left, count)]
         for count in marks
     ]
     return found if paths else []
 
 
-def with_patches(tokens: Sequence[int], token_id: int, num_patches: int) -> list[int]:
-    """Return tokens in which each mark, ``token_id``, stands as often as its image has patches."""
+def held_image(pixels: Pixels, sizes: ImageSizes) -> Image:
+    """Return the image of pixels that are at hand."""
+    return Image(partial(np.asarray, pixels), sizes.grid(*pixels.shape[1:]))
+
+
+def with_patches(
+    tokens: Sequence[int], token_id: int, images: Sequence[Pixels], sizes: ImageSizes
+) -> list[int]:
+    """Return tokens in which each mark, ``token_id``, stands as often as its image has patches.
+
+    Args:
+        tokens: Tokens of a text.
+        token_id: Token of a mark.
+        images: Images of its marks, in order; marks behind the last one have the most patches.
+        sizes: Rule of their sizes.
+    """
+    counts = chain(
+        (held_image(image, sizes).num_patches for image in images), repeat(sizes.num_patches)
+    )
     return [
-        each for token in tokens for each in [token] * (num_patches if token == token_id else 1)
+        each for token in tokens for each in [token] * (next(counts) if token == token_id else 1)
     ]
 
 
-def patch_places(tokens: Ints, token_id: int) -> Ints:
-    """Return the feature of each token of a text, [N] int64: the first mark is feature 0; -1 of text."""
-    is_image = tokens == token_id
-    return np.where(is_image, np.cumsum(is_image) - 1, TEXT)
+def patch_places(tokens: Ints, token_id: int, images: Sequence[Pixels], sizes: ImageSizes) -> Ints:
+    """Return the feature of each token of a text with ``images``, [N] int64, as `Row.image_places`."""
+    places = np.full(len(tokens), TEXT, dtype=np.int64)
+    places[tokens == token_id] = np.concatenate(
+        [
+            at * sizes.num_patches + np.arange(held_image(image, sizes).num_patches)
+            for at, image in enumerate(images)
+        ]
+        or [places[:0]]
+    )
+    return places

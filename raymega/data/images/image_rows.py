@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
+from math import isqrt
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from raymega.config.data import is_synthetic
 from raymega.config.schema import Job
 from raymega.config.vision.augment import AugmentSection
 from raymega.config.vision.section import CHANNELS, VisionSection
+from raymega.config.vision.sizes import Grid
 from raymega.data.images.augment import PURPOSE, augmented
 from raymega.data.rows import TEXT, Image, Ints, Pixels, Row
 from raymega.extras import import_extra
@@ -52,35 +54,56 @@ class ImageRows:
         """Return a sample's own images with the changes of ``augment``, which are made when a loader asks."""
         if not self.augment.is_on:
             return tuple(images)
-        return tuple(partial(self._augmented, image, sample, at) for at, image in enumerate(images))
+        return tuple(
+            image._replace(make=partial(self._augmented, image, sample, at))
+            for at, image in enumerate(images)
+        )
 
     def _drawn(self, row: Row, sample: int) -> Row:
         """Return the row with images in the places of text; those of a document lie in its real tokens."""
         # a window is a view of a shard, which other rows read too
         tokens, labels = row.tokens.copy(), row.labels.copy()
         places, images = np.full(len(tokens), TEXT, dtype=np.int64), list[Image]()
-        size, token = self.vision.num_patches, self.vision.image_token_id
+        most, token = self.vision.num_patches, self.vision.image_token_id
         for number, (begin, end) in enumerate(pairwise(accumulate(row.documents, initial=0))):
-            for at in self._begins(sample, number, end - begin):
+            for at, grid in self._begins(sample, number, end - begin):
+                size = grid[0] * grid[1]
                 here = slice(begin + at, begin + at + size)
                 tokens[here] = token
                 # the label of a token is the next one of its document
                 labels[max(begin, here.start - 1) : here.stop - 1] = token
-                places[here] = len(images) * size + np.arange(size)
-                images.append(partial(self._pixels, sample, len(images)))
+                places[here] = len(images) * most + np.arange(size)
+                images.append(Image(partial(self._pixels, sample, len(images), grid), grid))
         return replace(row, tokens=tokens, labels=labels, image_places=places, images=tuple(images))
 
-    def _begins(self, sample: int, document: int, length: int) -> Iterator[int]:
-        """Yield the first tokens of a document's images, which do not overlap."""
-        random, size = self._random(sample, "places", document), self.vision.num_patches
+    def _begins(self, sample: int, document: int, length: int) -> Iterator[tuple[int, Grid]]:
+        """Yield the first tokens of a document's images, which do not overlap, and the grids of these."""
+        random, grids, left = self._random(sample, "places", document), list[Grid](), length
         # text before, between and behind the images: none to all of what is left
-        count = min(int(random.integers(MOST_DRAWN + 1)), length // size)
-        gaps = np.sort(random.integers(length - count * size + 1, size=count))
-        yield from (int(gap) + index * size for index, gap in enumerate(gaps))
+        for grid in self._grids(sample, document, int(random.integers(MOST_DRAWN + 1))):
+            if grid[0] * grid[1] <= left:
+                grids.append(grid)
+                left -= grid[0] * grid[1]
+        before = accumulate((rows * columns for rows, columns in grids), initial=0)
+        gaps = np.sort(random.integers(left + 1, size=len(grids)))
+        yield from ((int(gap) + n, grid) for gap, n, grid in zip(gaps, before, grids, strict=False))
 
-    def _pixels(self, sample: int, image: int) -> Pixels:
+    def _grids(self, sample: int, document: int, count: int) -> Iterator[Grid]:
+        """Yield the rows and columns of tokens of ``count`` images."""
+        most = isqrt(self.vision.num_patches)
+        if not self.vision.max_pixels:
+            yield from [(most, most)] * count
+            return
+        # up to twice as long as a square, and of any smaller size
+        random = self._random(sample, "grids", document)
+        for _ in range(count):
+            rows = int(random.integers(min(2 * most, self.vision.num_patches))) + 1
+            columns = int(random.integers(min(2 * most, self.vision.num_patches // rows))) + 1
+            yield rows, columns
+
+    def _pixels(self, sample: int, image: int, grid: Grid) -> Pixels:
         # made when a loader asks: only the rank whose image it is does
-        shape = (CHANNELS, self.vision.image_size, self.vision.image_size)
+        shape = (CHANNELS, *(edge * self.vision.sizes.square for edge in grid))
         random = self._random(sample, "pixels", image)
         return random.integers(256, size=shape, dtype=np.uint8)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from raymega.config.vision.section import VisionSection
+from raymega.config.vision.sizes import ImageSizes
 from raymega.data.images.files import BrokenImageError, read_image, with_patches
 from raymega.data.rows import Pixels
 from raymega.errors import ConfigError, Fault
@@ -45,15 +46,15 @@ class ImageQuestion:
     images: tuple[Pixels, ...]
 
 
-def read_questions(path: Path, size: int) -> Iterator[ImageQuestion]:
-    """Yield the rows of a file, with images of ``size`` pixels.
+def read_questions(path: Path, sizes: ImageSizes) -> Iterator[ImageQuestion]:
+    """Yield the rows of a file, with images that are resized by the rule of ``sizes``.
 
     Raises:
         ConfigError: A row is in another form, or an image of it is broken.
     """
     for place, found in read_objects(path):
         try:
-            yield _question(place, found, path.parent, size)
+            yield _question(place, found, path.parent, sizes)
         except (KeyError, TypeError, ValueError, BrokenImageError) as error:
             raise ConfigError(
                 Fault(
@@ -64,7 +65,9 @@ def read_questions(path: Path, size: int) -> Iterator[ImageQuestion]:
             ) from error
 
 
-def _question(place: str, found: Mapping[str, Any], folder: Path, size: int) -> ImageQuestion:
+def _question(
+    place: str, found: Mapping[str, Any], folder: Path, sizes: ImageSizes
+) -> ImageQuestion:
     has_choices = found.get("choices") is not None
     answers = [*_list(found, "choices")] if has_choices else [found["text"]]
     if not all(isinstance(each, str) for each in answers):
@@ -76,7 +79,7 @@ def _question(place: str, found: Mapping[str, Any], folder: Path, size: int) -> 
         answers=tuple(answers),
         right=_index(found["answer"], len(answers)) if has_choices else -1,
         images=tuple(
-            read_image(each, folder, size, purpose="--task images")
+            read_image(each, folder, sizes, purpose="--task images")
             for each in _list(found, "images")
         ),
     )
@@ -126,7 +129,7 @@ def images(path: Path, tokenizer: TextTokenizer, settings: Settings) -> Question
             )
         )
     rows, requests = list[ImageQuestion](), list[Request]()
-    for row in read_questions(path, vision.image_size):
+    for row in read_questions(path, vision.sizes):
         if 0 < settings.limit <= len(rows):
             break
         rows.append(row)
@@ -154,15 +157,17 @@ def _request(
     row: ImageQuestion, answer: str, tokenizer: TextTokenizer, settings: Settings
 ) -> Request:
     """Return the request of an answer behind its prompt, with the end of the text."""
-    token_id, size = settings.vision.image_token_id, settings.vision.num_patches
+    token_id, sizes = settings.vision.image_token_id, settings.vision.sizes
+    marked = [[*tokenizer.marked_ids(part, token_id)] for part in (row.prompt, answer)]
+    # what a choice or a text spells may be the mark, too; the prompt's images are the first
+    before, marks = (sum(part.count(token_id) for part in marked[:count]) for count in (1, 2))
+    own = (row.images[:before], row.images[before:])
     prompt, text = (
-        with_patches(tokenizer.marked_ids(part, token_id), token_id, size)
-        for part in (row.prompt, answer)
+        with_patches(part, token_id, images, sizes)
+        for part, images in zip(marked, own, strict=True)
     )
     end = [] if tokenizer.eod_id is None or row.right >= 0 else [tokenizer.eod_id]
     tokens = [*prompt, *text, *end]
-    # what a choice or a text spells may be the mark, too
-    marks = tokens.count(token_id) // size
     if marks != len(row.images) or len(tokens) < 2 or not [*text, *end]:
         raise ConfigError(
             Fault(
@@ -173,7 +178,11 @@ def _request(
             )
         )
     return make_request(
-        tokens, len(text) + len(end), seq_len=settings.seq_len, images=row.images, token_id=token_id
+        tokens,
+        len(text) + len(end),
+        seq_len=settings.seq_len,
+        images=row.images,
+        vision=settings.vision,
     )
 
 

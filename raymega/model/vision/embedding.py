@@ -48,7 +48,7 @@ class ImageEmbedding(Embedding):
             context: Ranks that share a row's tokens.
             balanced: Group of these dp ranks.
         """
-        features = self.tower(images.pixels)
+        features = self.tower(images.pixels, images.grids)
         if self.image_factor != 1.0:
             features = features * self.image_factor
         if self.tower.vision.tensor_parallel:
@@ -60,9 +60,9 @@ class ImageEmbedding(Embedding):
         if not images.sent:
             return features
         assert balanced is not None, "build has set it with parallel.balance_images"
-        size = self.tower.vision.num_patches
         sent, received = (
-            [size * count for count in each] for each in (images.sent, images.received)
+            [images.num_patches * count for count in each]
+            for each in (images.sent, images.received)
         )
         # padding lies behind the last image, and goes nowhere
         return exchange_rows(features[: sum(sent)], balanced, sent=sent, received=received)

@@ -53,29 +53,42 @@ class VisionBlock(nn.Module):
         self.down = back(factory, f"{at}.mlp.down")
         self.activation = named_activation(vision.activation)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Map x [N, T, D] of N images to the same shape; ``turns`` rotate queries and keys, [T, K/2] each."""
+    def forward(
+        self,
+        x: Tensor,
+        turns: tuple[Tensor, Tensor] | None = None,
+        is_patch: Tensor | None = None,
+    ) -> Tensor:
+        """Map x [N, T, D] of N images to the same shape.
+
+        Args:
+            x: Stream of the images' tokens.
+            turns: Cosines and sines that rotate queries and keys, [N, 1, T, K/2] each.
+            is_patch: True where a token is a patch of its image, [N, 1, 1, T]; None where all are.
+        """
         q, k, v = (
             part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for part in self.qkv(self.attention_norm(x)).chunk(3, dim=2)
         )
         if turns is not None:
             q, k = _turned(q, *turns), _turned(k, *turns)
-        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        # behind the last patch are queries, whose answers are unread, and no keys
+        found = scaled_dot_product_attention(q, k, v, attn_mask=is_patch)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))
 
 
 def _turns(
     vision: VisionSection, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each patch, [grid * grid, K/2]: half of the pairs rotate by row, half by column."""
+    """Return cosines and sines of each row or column of patches, [L, K/4], for images of any shape."""
     width = vision.hidden_size // vision.num_heads // 2
     pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
-    at = torch.arange(vision.grid, dtype=torch.float64, device=device)
+    # the longest image is one token high
+    longest = vision.num_patches * vision.spatial_merge_size
+    at = torch.arange(longest, dtype=torch.float64, device=device)
     angles = at[:, None] * ROPE_BASE ** (-pairs / width)
-    rows, columns = angles.repeat_interleave(vision.grid, 0), angles.repeat(vision.grid, 1)
-    both = torch.cat((rows, columns), 1)
-    return both.cos().to(dtype), both.sin().to(dtype)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -120,8 +133,13 @@ class VisionTower(nn.Module):
         self.projector_down = ReplicatedLinear(factory, f"{VISION}.projector.down")
         self.activation = named_activation("gelu")
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Map pixels [N, 3, height, width] uint8 to features [N * P, D] of the language model."""
+    def forward(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Map images to features of the language model, [N * P, D]; those behind an image's last square are of nothing.
+
+        Args:
+            pixels: Images in squares that become a token each, [N, P, 3, edge, edge] uint8.
+            grids: Rows and columns of each, [N, 2].
+        """
         # a convolution whose stride is its size is a product with each patch
         weight = self.patches
         if not self.vision.has_positions:  # both frames of an image are alike
@@ -130,27 +148,49 @@ class VisionTower(nn.Module):
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)
         x = self.pre_norm(x if self.positions is None else x + self.positions)
+        turns, is_patch = self._turns_of(grids, pixels.shape[1]), self._is_patch(grids, x.shape[1])
         for block in self.layers[: self.vision.used_layers]:
             if self.is_remade and torch.is_grad_enabled():
-                x = checkpoint(block, x, self.turns, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block, x, turns, is_patch, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = block(x, self.turns)
+                x = block(x, turns, is_patch)
         # its part is done: the patches have read it
         x = self._merged(x[:, int(self.vision.has_class_token) :]).flatten(0, 1)
         return self.projector_down(self.activation(self.projector_up(x)))
 
     def _merged(self, x: Tensor) -> Tensor:
-        """Normalise and merge squares of patches, [N, grid * grid, D] -> [N, P, D * merge^2], row after row."""
+        """Normalise and merge squares of patches, [N, P * merge^2, D] -> [N, P, D * merge^2]."""
         if self.merge_norm is None:
             return x
-        edges = (self.vision.edge, self.vision.spatial_merge_size)
-        # rows, row inside a square, columns, column inside it
-        squares = self.merge_norm(x).unflatten(1, (self.vision.grid, self.vision.grid))
-        squares = squares.unflatten(2, edges).unflatten(1, edges)
-        return squares.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
+        return self.merge_norm(x).unflatten(1, (-1, self.vision.spatial_merge_size**2)).flatten(2)
+
+    def _turns_of(self, grids: Tensor, num_patches: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines of each patch of images: half of the pairs rotate by row, half by column."""
+        if self.turns is None:
+            return None
+        merge = self.vision.spatial_merge_size
+        at, inside = (torch.arange(n, device=grids.device) for n in (num_patches, merge))
+        columns = grids[:, 1:]
+        # of the square in the image, then of the patch in it: [N, P, merge, merge]
+        places = (
+            (at // columns)[..., None, None] * merge + inside[:, None],
+            (at % columns)[..., None, None] * merge + inside,
+        )
+        rows, columns = (each.expand(-1, -1, merge, merge).flatten(1) for each in places)
+        cos, sin = (torch.cat((table[rows], table[columns]), -1) for table in self.turns)
+        return cos[:, None], sin[:, None]
+
+    def _is_patch(self, grids: Tensor, length: int) -> Tensor | None:
+        """Return where tokens are patches of their image, [N, 1, 1, T]; None where all images have one size."""
+        if not self.vision.max_pixels:
+            return None
+        count = grids.prod(1, keepdim=True) * self.vision.spatial_merge_size**2
+        return (torch.arange(length, device=grids.device) < count)[:, None, None]
 
     def _cut(self, pixels: Tensor) -> Tensor:
-        """Return the normalised patches of images, [N, P, 3 * patch * patch], row after row of the image."""
+        """Return the normalised patches of images, [N, P * merge^2, 3 * patch * patch], row after row of each square."""
         vision, colours = (
             self.vision,
             zip(self.vision.image_mean, self.vision.image_std, strict=True),
@@ -160,11 +200,11 @@ class VisionTower(nn.Module):
         # numbers of Python: a tensor of them would be copied to the device in each forward
         x = torch.stack(
             [
-                ((pixels[:, colour].to(wide) / WHITE - mean) / std).to(self.dtype)
+                ((pixels[:, :, colour].to(wide) / WHITE - mean) / std).to(self.dtype)
                 for colour, (mean, std) in enumerate(colours)
             ],
-            dim=1,
+            dim=2,
         )
-        edges = (vision.grid, vision.patch_size)
-        cut = x.unflatten(3, edges).unflatten(2, edges)  # [N, 3, rows, patch, columns, patch]
-        return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        edges = (vision.spatial_merge_size, vision.patch_size)
+        cut = x.unflatten(4, edges).unflatten(3, edges)  # [N, P, 3, rows, patch, columns, patch]
+        return cut.permute(0, 1, 3, 5, 2, 4, 6).flatten(4).flatten(1, 3)

@@ -232,7 +232,7 @@ class MicroBatch:
         encoder: Token types and pairs of segments; None where the model is no encoder.
         pairs: Pairs of answers, or documents with scores; None where the loss is that of tokens.
         teacher: Answer of a teacher on the tokens; None without one, and before it is known.
-        num_image_tokens: Number of tokens of this rank that stand for patches of images, known to the host.
+        image_counts: Tokens of this rank that stand for patches, and images that these are, known to the host.
     """
 
     tokens: Tensor
@@ -245,7 +245,7 @@ class MicroBatch:
     encoder: EncoderInput | None = None
     pairs: PairBatch | ScoreBatch | None = None
     teacher: TeacherBatch | None = None
-    num_image_tokens: int = 0
+    image_counts: tuple[int, float] = (0, 0.0)
 
     @property
     def divisor(self) -> int:

@@ -79,17 +79,23 @@ def without_unused(tensors: list[GlobalTensor], vision: VisionSection) -> list[G
     ]
 
 
-def image_flops(model: ModelSection) -> float:
-    """Return the forward FLOPs of one image: products with weights, and attention's two over all its tokens."""
+def image_flops(model: ModelSection, *, is_mean: bool = False) -> float:
+    """Return the forward FLOPs of one image: products with weights, and attention's two over all its tokens.
+
+    Of images of several sizes it is one with the room of the largest, which a tower makes for each; or, with ``is_mean``, the
+    mean one without that room.
+    """
     vision = model.vision
     if not vision.is_on:
         return 0.0
-    tokens, width = vision.num_positions, vision.hidden_size
+    count, width = vision.mean_patches if is_mean else vision.num_patches, vision.hidden_size
+    num_cut = count * vision.spatial_merge_size**2
+    tokens = num_cut + vision.has_class_token
     block = 4 * width**2 + 2 * width * vision.ffn_hidden_size
     inner = model.hidden_size if vision.has_positions else vision.merged_size
     projector = inner * (vision.merged_size + model.hidden_size)
-    patches = vision.grid**2 * CHANNELS * vision.patch_size**2 * width
-    weights = vision.used_layers * tokens * block + vision.num_patches * projector + patches
+    patches = num_cut * CHANNELS * vision.patch_size**2 * width
+    weights = vision.used_layers * tokens * block + count * projector + patches
     return 2.0 * weights + vision.used_layers * 4.0 * tokens**2 * width
 
 
@@ -122,9 +128,11 @@ def image_elements(model: ModelSection, tp: int = 1) -> int:
         return 0
     inner = 3 if vision.activation == "quick_gelu" else 2
     cut = tp if vision.tensor_parallel else 1
-    own = (4 * vision.hidden_size + inner * vision.ffn_hidden_size) // cut
+    # queries and keys that rotate are kept from before and behind it
+    heads = 4 if vision.has_positions else 6
+    own = (heads * vision.hidden_size + inner * vision.ffn_hidden_size) // cut
     block = vision.num_positions * (4 * vision.hidden_size + own)
-    patches = vision.grid**2 * CHANNELS * vision.patch_size**2
+    patches = vision.num_patches * CHANNELS * vision.sizes.square**2
     projected = model.hidden_size if vision.has_positions else vision.merged_size
     ends = vision.num_patches * (vision.merged_size + 2 * projected + model.hidden_size) + patches
     return vision.used_layers * block + ends

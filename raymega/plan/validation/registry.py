@@ -112,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     encoder_decoder.run_option_faults,
     vision.idle_vision_faults,
     vision.vision_size_faults,
+    vision.several_size_faults,
     vision.image_length_faults,
     vision.vision_option_faults,
     vision.vision_run_faults,

@@ -14,6 +14,7 @@ from isal import isal_zlib
 from tokenizers import Tokenizer
 
 from raymega.config.hub import hub_name
+from raymega.config.vision.sizes import NO_IMAGES, ImageSizes
 from raymega.data.format import (
     END_OF_DOCUMENT,
     TEMPLATE_FILE,
@@ -52,8 +53,7 @@ class TokenizerOptions:
         parse_special_tokens: True if special tokens that a document spells out become these tokens.
         row_format: Form of the rows; conversations need a chat template.
         chat_template: File of the chat template; empty for the tokenizer's own.
-        image_size: Height and width to which images are resized, in pixels; 0 for rows without images.
-        patch_size: Height and width of a patch in pixels.
+        images: Sizes of images; those of nothing for rows without.
     """
 
     name: str
@@ -62,8 +62,7 @@ class TokenizerOptions:
     parse_special_tokens: bool = False
     row_format: RowFormat = "text"
     chat_template: str = ""
-    image_size: int = 0
-    patch_size: int = 0
+    images: ImageSizes = NO_IMAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +181,16 @@ def _images_of(
                 f"'{MARK}', special=True)]), then save_pretrained",
             )
         )
-    count = (options.image_size // max(1, options.patch_size)) ** 2
-    found = ImageMeta(size=options.image_size, num_patches=count, token_id=vocabulary[patch])
+    sizes = options.images
+    found = ImageMeta(
+        size=sizes.image_size,
+        num_patches=sizes.num_patches,
+        token_id=vocabulary[patch],
+        # what one size says by itself is left out, as older datasets have it
+        patch_size=sizes.square if sizes.max_pixels else 0,
+        min_pixels=sizes.min_pixels,
+        max_pixels=sizes.max_pixels,
+    )
     return found, patch
 
 
@@ -294,7 +301,9 @@ def _recipe(identity: str, options: TokenizerOptions, made: DatasetTokenizer) ->
     if made.rules.chat:
         recipe["chat_template"] = f"{isal_zlib.crc32(repr(made.rules.chat).encode()):08x}"
     if made.rules.images:
-        recipe["images"] = f"{options.image_size}/{options.patch_size}"
+        sizes = options.images
+        area = f"{sizes.min_pixels}-{sizes.max_pixels}"
+        recipe["images"] = f"{sizes.image_size or area}/{sizes.square}"
     if meta.eod_token != END_OF_DOCUMENT:
         recipe["eod_token"] = meta.eod_token
     if options.add_bos:

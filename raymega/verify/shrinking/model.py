@@ -7,6 +7,7 @@ too are query heads per key-value head, the parities of head width and depth, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 
 from raymega.config.schema import MlaSection
 from raymega.errors import ConfigError
@@ -70,17 +71,23 @@ def cut_images(draft: Draft) -> None:
     """Cut images so that several fit into a shrunk row, and the tower to a few narrow blocks with the same parts."""
     vision = draft.job().model.vision
     merge = vision.spatial_merge_size
-    grid, patch = min(vision.edge, MAX_GRID) * merge, min(vision.patch_size, MAX_PATCH)
+    patch = min(vision.patch_size, MAX_PATCH)
+    edge, square = min(isqrt(vision.num_patches), MAX_GRID), patch * merge
     layers = min(vision.num_layers, MAX_TOWER_LAYERS)
     heads = min(vision.num_heads, MAX_TOWER_HEADS)
     smaller = {
-        "image_size": grid * patch, "patch_size": patch, "num_layers": layers, "num_heads": heads,
+        "patch_size": patch, "num_layers": layers, "num_heads": heads,
         # a head no wider than before, which the tower's rotation may ask a multiple of
         "hidden_size": heads * min(vision.hidden_size // vision.num_heads, STATE_WIDTH),
         "ffn_hidden_size": min(vision.ffn_hidden_size, 2 * heads * STATE_WIDTH),
         # as many blocks behind the projected one as fit
         "feature_layer": max(1 - layers, min(-1, vision.used_layers - vision.num_layers - 1)),
     }  # fmt: skip
+    if vision.max_pixels:
+        # as many tokens at most as a square of that edge, in several shapes
+        smaller |= {"max_pixels": (edge * square) ** 2, "min_pixels": 0, "mean_pixels": 0}
+    else:
+        smaller["image_size"] = edge * square
     # a tower that is as deep as before keeps its projected block
     if vision.num_layers == layers:
         smaller.pop("feature_layer")

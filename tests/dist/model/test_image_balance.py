@@ -8,7 +8,7 @@ from raymega.data.rows import TEXT
 from raymega.data.samples import open_samples
 from raymega.plan.run_plan import read_plan
 from raymega.train.build import image_share
-from tests.mutations.images import LLAVA
+from tests.mutations.images import LLAVA, SEVERAL
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.ranks import run_grid
 from tests.support.references.plain_training import TRAINING_LIMIT, train_rank, whole_weights
@@ -22,19 +22,23 @@ OPTIONS = {
 }
 
 
-def _plan(layout, *options):
+JOBS = {"one size": LLAVA, "several": SEVERAL}
+
+
+def _plan(layout, *options, job=LLAVA):
     return make_test_plan(
-        *LLAVA, *layout_overrides(layout), "run.eval_samples=0", "optimizer.lr=1e-2", *options
+        *job, *layout_overrides(layout), "run.eval_samples=0", "optimizer.lr=1e-2", *options
     )
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_balanced_run_is_the_unbalanced_one(layout):
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_a_balanced_run_is_the_unbalanced_one(layout, job):
     found = []
     for is_balanced in (False, True):
         options = [*OPTIONS.get(layout, ()), f"parallel.balance_images={str(is_balanced).lower()}"]
-        plan = _plan(layout, *options)
+        plan = _plan(layout, *options, job=job)
         found.append(run_grid(train_rank, plan.grid, plan.to_json()))
     (plain, _), (even, _) = found[0][0], found[1][0]
     np.testing.assert_allclose(even, plain, rtol=TRAINING_LIMIT)
@@ -45,7 +49,6 @@ def test_a_balanced_run_is_the_unbalanced_one(layout):
         )
 
 
-CUT = (LLAVA[-1].replace("clip", "clip, tensor_parallel: true"),)
 CUT_LAYOUTS = {
     "tp2": (),
     "tp2-cp2": ("parallel.sequence_parallel=true", "memory.recompute=full"),
@@ -55,8 +58,10 @@ CUT_LAYOUTS = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", CUT_LAYOUTS)
-def test_a_tower_that_tp_cuts_trains_the_run_of_one_rank(layout):
-    one, cut = _plan("tp1"), _plan(layout, *CUT, *CUT_LAYOUTS[layout])
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_a_tower_that_tp_cuts_trains_the_run_of_one_rank(layout, job):
+    cut = (*job[:-1], job[-1].replace("{kind", "{tensor_parallel: true, kind"))
+    one, cut = _plan("tp1", job=job), _plan(layout, *CUT_LAYOUTS[layout], job=cut)
     assert cut.job.model.vision.tensor_parallel
     (wanted, _), *_ = found = run_grid(train_rank, one.grid, one.to_json())
     whole = whole_weights(found)

@@ -47,10 +47,10 @@ def kind(request):
     return request.param
 
 
-def _imported(folder, model):
+def _imported(folder, model, kind):
     done = imported(folder, model)
     # config.json of Qwen2-VL does not say how large images are
-    vision = done.model.vision.model_copy(update={"image_size": hf_llava.IMAGE_SIZE})
+    vision = done.model.vision.model_copy(update=hf_llava.sizes_of(kind))
     return replace(done, model=done.model.model_copy(update={"vision": vision}))
 
 
@@ -91,7 +91,7 @@ def _outputs(env, model, uri, num_stages, is_cut):
         device="cpu",
         context=context,
         images=share,
-        edge=model.vision.mrope_edge,
+        vision=model.vision,
     )
     batch = make_batch(global_batch_size=NUM_ROWS, micro_batch_size=NUM_ROWS, dp=1)
     (micro,) = loader.micro_batches(batch, 0)
@@ -124,30 +124,33 @@ def test_a_factor_on_the_embedding_is_on_images_too(tmp_path):
 def _check_logits(folder, kind, layout):
     """Compare the logits of rows with transformers' and return the model."""
     theirs, (grid, pp, is_cut) = hf_llava.make_model(kind), LAYOUTS[layout]
-    done = _imported(folder, theirs)
-    assert done.model.vision.kind == {"granite": "clip"}.get(kind, kind)
+    done = _imported(folder, theirs, kind)
+    named = {"granite": "clip", "native": "qwen2_vl"}
+    assert done.model.vision.kind == named.get(kind, kind)
     parts = run_grid(_outputs, grid, done.model, done.uri, pp, is_cut)
     width = parts[0][2].shape[2]
     ours = torch.full((NUM_ROWS, LENGTH, width * grid.tp), torch.nan, dtype=torch.float64)
     for tp, at, columns in parts:
         ours[:, at, width * tp : width * tp + columns.shape[2]] = columns
-    rows, counts = _Rows(done.model.vision), set()
+    rows, counts, grids = _Rows(done.model.vision), set(), set()
     for number in range(NUM_ROWS):
         row = rows.row(number)
         counts.add(len(row.images))
-        images = np.stack([image() for image in row.images]) if row.images else []
+        images = [image() for image in row.images]
+        grids |= {*map(hf_llava.grid_of, images)}
         with torch.no_grad():
             tokens = torch.from_numpy(row.tokens)[None]
             wanted = hf_llava.logits(theirs, tokens, images, done.model.vision)[0]
         found = ours[number, :, : done.model.vocab_size]
         assert plain_models.difference(found, wanted) < LOGITS_LIMIT
     assert counts == {0, 1, 2, 3}
+    assert len(grids) > 5 if kind == "native" else len(grids) == 1
     return done.model
 
 
 def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
     theirs = hf_llava.make_model(kind)
-    done = _imported(tmp_path, theirs)
+    done = _imported(tmp_path, theirs, kind)
     hf_export(done.uri, tmp_path / "back")
     again, wanted = hf_llava.load_model(tmp_path / "back", kind), theirs.state_dict()
     assert again.state_dict().keys() == wanted.keys()
@@ -155,9 +158,9 @@ def test_way_back_is_bit_exact_and_transformers_loads_it(tmp_path, kind):
         assert torch.equal(values, wanted[name]), name
     settings, mine = theirs.config.to_dict(), again.config.to_dict()
     named = ("vision_feature_layer", "vision_feature_select_strategy", "image_token_index")
-    for name in ("image_token_id",) if kind == "qwen2_vl" else named:
+    for name in ("image_token_id",) if hf_llava.is_qwen2_vl(kind) else named:
         assert mine[name] == settings[name], name
-    if kind == "qwen2_vl":
+    if hf_llava.is_qwen2_vl(kind):
         assert mine["text_config"]["rope_parameters"] == settings["text_config"]["rope_parameters"]
         return
     pixels = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
@@ -177,14 +180,15 @@ TRAINED = {
 @pytest.mark.parametrize("layout", ["tp1", "tp2-pp2", "cp2", "dp3", "tp2-sp-cp2"])
 def test_steps_are_those_of_a_plain_loop(tmp_path, kind, layout, trained):
     theirs = hf_llava.make_model(kind)
-    done = _imported(tmp_path, theirs)
+    done = _imported(tmp_path, theirs, kind)
     options = (f"checkpoint.init_from={done.uri}", *TRAINED[trained])
     plan = training_plan(done.model, layout, *options)
     results = run_grid(train_rank, plan.grid, plan.to_json())
     if trained == "frozen tower":
-        tower = theirs.model.visual if kind == "qwen2_vl" else theirs.model.vision_tower
+        is_qwen2_vl = hf_llava.is_qwen2_vl(kind)
+        tower = theirs.model.visual if is_qwen2_vl else theirs.model.vision_tower
         tower.requires_grad_(False)
-        if kind == "qwen2_vl":
+        if is_qwen2_vl:
             tower.merger.requires_grad_(True)
     curve = hf_llava.train_plainly(theirs, plan)
     assert curve[0][1] > plan.job.optimizer.max_grad_norm, "the gradient is clipped"

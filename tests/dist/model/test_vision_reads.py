@@ -1,6 +1,7 @@
 """Scores and text of models that read images equal transformers', on any grid, from files of images."""
 
 import json
+from math import prod
 
 import numpy as np
 import pytest
@@ -34,13 +35,12 @@ GRIDS = {
     "tp2 sp pp2": "tp=2,sequence_parallel=true,pp=2",
     "cp2 dp2": "cp=2,dp=2",
 }
-SIZE = f"model.vision.image_size={hf_llava.IMAGE_SIZE}"
 PROMPTS = (("<image>the cat", 1), ("a<image> b<image>c", 2), ("no picture", 0))
 
 
-@pytest.fixture(scope="module", params=["clip", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["clip", "qwen2_vl", "native"])
 def model(request, tmp_path_factory):
-    """A model of transformers, the folder of its import, and three pictures beside it."""
+    """A model of transformers, the folder of its import with three pictures beside it, and options of their sizes."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = hf_llava.make_model(request.param, seed=1)
     theirs.save_pretrained(folder / "theirs")
@@ -49,32 +49,42 @@ def model(request, tmp_path_factory):
     (folder / "theirs" / "tokenizer_config.json").write_text(json.dumps(settings))
     hf_import(folder / "theirs", str(folder / "ours"), created=NOW, make_vocab_size_divisible_by=8)
     for number in range(3):
-        pixels = np.random.default_rng(number).integers(256, size=(20, 30, 3), dtype=np.uint8)
+        # 3 x 2, 1 x 5 and 2 x 2 tokens where they keep their shape
+        shape = ((30, 20, 3), (7, 32, 3), (18, 25, 3))[number]
+        pixels = np.random.default_rng(number).integers(256, size=shape, dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
-    return theirs, folder
+    sizes = hf_llava.sizes_of(request.param).items()
+    return theirs, folder, tuple(f"model.vision.{name}={value}" for name, value in sizes)
 
 
-def _pixels(folder, number):
-    """A picture as a model of 12 pixels sees it, [3, 12, 12]."""
-    edge = (hf_llava.IMAGE_SIZE,) * 2
+def _pixels(folder, number, vision):
+    """A picture as the model sees it, [3, 12, 12], or of about its own shape as transformers' processor makes it."""
     with Image.open(folder / f"{number}.png") as opened:
-        return np.asarray(opened.resize(edge, Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+        height, width = (hf_llava.IMAGE_SIZE,) * 2
+        if vision.max_pixels:
+            # seconds, which ranks do without
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+            rule = (hf_llava.SQUARE, hf_llava.SQUARE**2, hf_llava.MAX_PIXELS)
+            height, width = smart_resize(opened.height, opened.width, *rule)
+        resized = opened.resize((width, height), Image.Resampling.BICUBIC)
+        return np.asarray(resized).transpose(2, 0, 1)
 
 
-def _tokens(text):
-    """Bytes of a text, with four tokens for each mark."""
-    parts = text.split("<image>")
-    found = list(parts[0].encode())
-    for part in parts[1:]:
-        found += [hf_llava.TOKEN] * hf_llava.PATCHES + list(part.encode())
+def _tokens(text, images):
+    """Bytes of a text, with the tokens of an image for each mark."""
+    first, *parts = text.split("<image>")
+    found = list(first.encode())
+    for part, image in zip(parts, images, strict=True):
+        found += [hf_llava.TOKEN] * prod(hf_llava.grid_of(image)) + list(part.encode())
     return found
 
 
-def _vision(folder):
+def _vision(folder, sizes):
     return prepare_generation(
         str(folder / "ours"),
         Prompts(texts=("a",)),
-        GenerateOptions(grid="tp=1", overrides=(SIZE,)),
+        GenerateOptions(grid="tp=1", overrides=sizes),
     ).plan.job.model.vision
 
 
@@ -82,12 +92,12 @@ def _greedy(theirs, folder, vision, count):
     """Transformers' likeliest tokens behind each prompt, by a whole pass for each."""
     answers, seen = [], 0
     for text, num_images in PROMPTS:
-        images = [_pixels(folder, seen + at) for at in range(num_images)]
-        tokens, seen = _tokens(text), seen + num_images
+        images = [_pixels(folder, seen + at, vision) for at in range(num_images)]
+        tokens, seen = _tokens(text, images), seen + num_images
         begin = len(tokens)
         for _ in range(count):
             with torch.no_grad():
-                logits = hf_llava.logits(theirs, torch.tensor([tokens]), np.array(images), vision)
+                logits = hf_llava.logits(theirs, torch.tensor([tokens]), images, vision)
             tokens.append(int(logits[0, -1].argmax()))
         answers.append(tokens[begin:])
     return answers
@@ -112,17 +122,17 @@ def _continued(env, plan_json, uri, task):
 
 
 def test_greedy_text_behind_images_is_that_of_transformers(model):
-    theirs, folder = model
+    theirs, folder, sizes = model
     uri, prompts = str(folder / "ours"), _write_prompts(folder)
-    wanted = _greedy(theirs, folder, _vision(folder), 4)
+    wanted = _greedy(theirs, folder, _vision(folder, sizes), 4)
     sampling = Sampling(max_tokens=4)
     for grid in GRIDS.values():
-        options = GenerateOptions(sampling=sampling, grid=grid, overrides=(SIZE,))
+        options = GenerateOptions(sampling=sampling, grid=grid, overrides=sizes)
         ready = prepare_generation(uri, prompts, options)
         found = run_grid(_continued, ready.plan.grid, ready.plan.to_json(), uri, ready.task.pack())
         assert all(each == wanted for each in found), grid
     by_theirs = prepare_generation(
-        uri, prompts, GenerateOptions(sampling=sampling, overrides=(SIZE,))
+        uri, prompts, GenerateOptions(sampling=sampling, overrides=sizes)
     )
     assert [list(each.tokens) for each in by_theirs.run("", lambda *_: None)] == wanted
 
@@ -146,10 +156,10 @@ def _their_scores(theirs, folder, vision):
     """Sums of log-probabilities of each row's answers, by transformers; texts with their end."""
     found = []
     for row in ROWS:
-        images = np.array([_pixels(folder, name[0]) for name in row["images"]])
+        images = [_pixels(folder, name[0], vision) for name in row["images"]]
         for answer in row.get("choices", [row.get("text")]):
             end = [] if "choices" in row else [END]
-            tokens = _tokens(row["prompt"]) + list(answer.encode()) + end
+            tokens = _tokens(row["prompt"], images) + list(answer.encode()) + end
             with torch.no_grad():
                 logits = hf_llava.logits(theirs, torch.tensor([tokens]), images, vision)[0]
             log_probs = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
@@ -160,10 +170,10 @@ def _their_scores(theirs, folder, vision):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_scores_of_rows_with_images_are_those_of_transformers(model, grid):
-    theirs, folder = model
+    theirs, folder, sizes = model
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     uri = str(folder / "ours")
-    options = EvalOptions(grid=grid, seq_len=40, overrides=(SIZE,))
+    options = EvalOptions(grid=grid, seq_len=40, overrides=sizes)
     ready = prepare_evaluation(uri, "images", folder / "rows.jsonl", options)
     packed = pack_requests(ready.questions.requests)
     wanted = _their_scores(theirs, folder, ready.plan.job.model.vision)
@@ -187,7 +197,7 @@ def test_the_served_application_answers_texts(model):
     pytest.importorskip("ray.serve", reason="needs raymega[serve]")
     from raymega.generate.ray_serve import Model
 
-    theirs, folder = model
+    theirs, folder, _ = model
     found = Model(str(folder / "theirs"), device="cpu").answer({"prompt": "no", "max_tokens": 2})
     tokens = list(b"no")
     for _ in range(2):

@@ -3,6 +3,8 @@
 The import takes seconds, so functions do it: ranks import this module too.
 """
 
+from math import prod
+
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,9 +23,23 @@ TOWER = {
 QWEN_TOWER = {
     "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "patch_size": 3, "hidden_size": SIZES["hidden_size"],
 }  # fmt: skip
-KINDS = ("clip", "siglip", "qwen2_vl")
-IMAGE_SIZE = 12
-PATCHES = 4
+KINDS = ("clip", "siglip", "qwen2_vl", "native")
+"""Kinds of models; native is Qwen2-VL with images of several sizes."""
+IMAGE_SIZE, MAX_PIXELS = 12, 216
+PATCHES, SQUARE = 4, 6
+"""Tokens of an image of one size, and height and width in pixels of what becomes one."""
+
+
+def sizes_of(kind):
+    """Fields of the vision section that config.json does not say."""
+    if kind == "native":
+        return {"image_size": 0, "max_pixels": MAX_PIXELS}
+    return {"image_size": IMAGE_SIZE}
+
+
+def grid_of(image):
+    """Rows and columns of an image's tokens."""
+    return image.shape[1] // SQUARE, image.shape[2] // SQUARE
 
 
 def make_model(kind, seed=0):
@@ -43,7 +59,7 @@ def make_model(kind, seed=0):
 def _make(kind):
     import transformers as hf
 
-    if kind == "qwen2_vl":
+    if is_qwen2_vl(kind):
         # heads of 3 pairs: one of time, one of the row, one of the column
         rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 1]}
         config = hf.Qwen2VLConfig(
@@ -67,72 +83,83 @@ def _make(kind):
     return hf.LlavaForConditionalGeneration(config)
 
 
+def is_qwen2_vl(kind):
+    """True if the model is Qwen2-VL."""
+    return kind in ("qwen2_vl", "native")
+
+
 def load_model(folder, kind):
     """Load a folder with the class of transformers that made it."""
     import transformers as hf
 
     made = (
         hf.Qwen2VLForConditionalGeneration
-        if kind == "qwen2_vl"
+        if is_qwen2_vl(kind)
         else hf.LlavaForConditionalGeneration
     )
     return made.from_pretrained(folder, dtype="auto").eval()
 
 
 def logits(model, tokens, images, vision):
-    """Logits [B, S, V] of tokens [B, S] with images [N, 3, height, width] uint8 in the order of their tokens."""
+    """Logits [1, S, V] of tokens [1, S] with images [3, height, width] uint8 in the order of their tokens."""
     mean, std = (
         torch.tensor(each, dtype=torch.float64)[:, None, None]
         for each in (vision.image_mean, vision.image_std)
     )
-    pixels = (torch.as_tensor(images).double() / 255 - mean) / std if len(images) else None
+    pixels = [(torch.tensor(image).double() / 255 - mean) / std for image in images]
     with in_float64(model):
         if vision.kind != "qwen2_vl":
-            return model(input_ids=tokens, pixel_values=pixels, use_cache=False).logits
+            given = {"pixel_values": torch.stack(pixels)} if pixels else {}
+            return model(input_ids=tokens, use_cache=False, **given).logits
         # angles of rows and columns were made in float32, as those of text
         turns = model.model.visual.rotary_pos_emb
         for name, angles in type(turns)(turns.config).named_buffers():
             setattr(turns, name, angles)
-        given = {} if pixels is None else _as_patches(pixels, vision)
-        kinds = (tokens == TOKEN).int()
-        if any(map(_has_neighbours, tokens)):
+        given = _as_patches(pixels, vision) if pixels else {}
+        kinds, grids = (tokens == TOKEN).int(), [*map(grid_of, images)]
+        positions = _positions(tokens[0], grids)
+        if _has_neighbours(tokens[0], len(images)):
             # transformers takes images without a token between them for one, and fails
-            given["position_ids"] = torch.stack([_positions(row, vision.edge) for row in tokens], 1)
+            given["position_ids"] = positions[:, None]
         else:
             found, _ = model.model.get_rope_index(tokens, kinds, given.get("image_grid_thw"))
-            assert (found[:, 0] == _positions(tokens[0], vision.edge)).all()
+            assert (found[:, 0] == positions).all()
         return model(input_ids=tokens, mm_token_type_ids=kinds, use_cache=False, **given).logits
 
 
-def _has_neighbours(tokens):
+def _has_neighbours(tokens, num_images):
     """Return whether an image of a row follows another at once."""
     runs = "".join("i" if token == TOKEN else " " for token in tokens.tolist()).split()
-    return any(len(run) > PATCHES for run in runs)
+    return len(runs) < num_images
 
 
-def _positions(tokens, edge):
+def _positions(tokens, grids):
     """Time, row and column of each token of a row, [3, S], token by token as Qwen2-VL's paper says."""
-    found, position, patch = [], 0, 0
+    found, position, patch, left = [], 0, 0, iter(grids)
+    rows = columns = 1
     for token in tokens.tolist():
         if token != TOKEN:
             found.append((position,) * 3)
             position += 1
             continue
-        found.append((position, position + patch // edge, position + patch % edge))
-        patch = (patch + 1) % edge**2
-        position += edge if patch == 0 else 0
+        rows, columns = (rows, columns) if patch else next(left)
+        found.append((position, position + patch // columns, position + patch % columns))
+        patch = (patch + 1) % (rows * columns)
+        position += max(rows, columns) if patch == 0 else 0
     return torch.tensor(found).t()
 
 
 def _as_patches(pixels, vision):
     """Pixels as Qwen2-VL's processor gives them: patches of both frames, square after square."""
-    edges = (vision.edge, vision.spatial_merge_size, vision.patch_size)
-    cut = pixels.unflatten(3, edges).unflatten(
-        2, edges
-    )  # image, colour, then rows and columns in three steps each
-    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)[..., None, :, :].expand(*[-1] * 6, 2, -1, -1)
-    sizes = torch.tensor([[1, vision.grid, vision.grid]] * len(pixels))
-    return {"pixel_values": cut.flatten(5).flatten(0, 4), "image_grid_thw": sizes}
+    edges = (-1, vision.spatial_merge_size, vision.patch_size)
+    patches, sizes = [], []
+    for image in pixels:
+        cut = image.unflatten(2, edges).unflatten(1, edges)
+        # colour, then rows and columns in three steps each
+        cut = cut.permute(1, 4, 2, 5, 0, 3, 6)[..., None, :, :].expand(*[-1] * 5, 2, -1, -1)
+        patches.append(cut.flatten(4).flatten(0, 3))
+        sizes.append([1, *(edge // vision.patch_size for edge in image.shape[1:])])
+    return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(sizes)}
 
 
 def _document_losses(model, row, vision):
@@ -142,13 +169,15 @@ def _document_losses(model, row, vision):
     for length in row.documents:
         here = slice(begin, begin + length)
         tokens = torch.from_numpy(row.tokens[here].copy())[None]
-        count = int((tokens == TOKEN).sum()) // PATCHES
-        images = [image() for image in row.images[seen : seen + count]]
+        left, images = int((tokens == TOKEN).sum()), []
+        while left:
+            images.append(row.images[seen + len(images)]())
+            left -= prod(grid_of(images[-1]))
         # torch leaves out labels of -100
         labels = torch.from_numpy(np.where(row.mask, row.labels, -100)[here])
-        found = logits(model, tokens, np.stack(images) if images else [], vision)[0]
+        found = logits(model, tokens, images, vision)[0]
         yield cross_entropy(found, labels, reduction="sum")
-        begin, seen = begin + length, seen + count
+        begin, seen = begin + length, seen + len(images)
     assert seen == len(row.images), "each image has its tokens"
 
 
@@ -164,10 +193,11 @@ def train_plainly(model, plan):
         betas=(section.beta1, section.beta2),
         eps=section.eps,
     )
-    samples, curve, counts = open_samples(plan.job), [], set()
+    samples, curve, counts, grids = open_samples(plan.job), [], set(), set()
     for step in range(STEPS):
         rows = [samples.row(number) for number in range(step * size, (step + 1) * size)]
         counts |= {len(row.images) for row in rows}
+        grids |= {grid_of(image()) for row in rows for image in row.images}
         count = sum(int(row.mask.sum()) for row in rows)
         optimizer.zero_grad()
         total = 0.0
@@ -184,5 +214,6 @@ def train_plainly(model, plan):
             group["lr"] = learning_rate(section, total_steps=plan.job.run.steps, step=step)
         optimizer.step()
         curve.append((total, norm))
+    assert len(grids) > 5 or not plan.job.model.vision.max_pixels, "images have several sizes"
     assert {0, 1, 2, 3} <= counts or len(counts) > 3, "rows have no, one and several images"
     return curve

@@ -140,3 +140,20 @@ def test_notes_say_what_keeps_a_run_from_starting_here(monkeypatch):
         "parallel.data_parallel_shard_degree=2",
     )
     assert "all replicas share the state" in told(*continuing, *shared)[0]
+
+
+def test_a_note_says_what_is_counted_of_images_of_several_sizes(monkeypatch):
+    monkeypatch.setattr(
+        "raymega.cli.plan.notes.this_machine", lambda: Machine(num_cpus=2, has_gpu=False)
+    )
+    tower = (
+        "kind: qwen2_vl, patch_size: 4, num_layers: 2, hidden_size: 16, num_heads: 2, ffn_hidden_size: 8, "
+        "feature_layer: -1, image_token_id: 255, max_pixels: 96"
+    )
+    for more, fact in (
+        ("", "6 tokens (model.vision.max_pixels)"),
+        (", mean_pixels: 32", "2 tokens"),
+    ):
+        plan = make_test_plan(f"model.vision={{{tower}{more}}}")
+        (note,) = notes(plan, rank_sizes(plan))
+        assert f"an image is counted as {fact}" in note and note.endswith("of the largest, of 6")

@@ -92,9 +92,9 @@ def test_what_is_no_image_or_has_no_mark_is_refused(pictures, prompt, vision, to
 
 def test_images_of_a_runs_samples_are_checked_before_it_starts(pictures):
     paths = [str(pictures / "1.png")]
-    (images,) = prompt_images(["a <image>"], paths, 8, purpose="a test")
+    (images,) = prompt_images(["a <image>"], paths, VISION.sizes, purpose="a test")
     assert _level(images[0]) == 1
-    assert prompt_ids(CODEC, "a<image>", VISION) == [97] + [TOKEN] * 4
+    assert prompt_ids(CODEC, "a<image>", (), VISION) == [97] + [TOKEN] * 4
     write_dataset(pictures / "data", train=(50,), valid=(40,))
     (pictures / "data" / "tokenizer.json").write_text(byte_tokenizer("<image>"))
     values = {
@@ -128,13 +128,13 @@ def test_a_sample_that_spells_an_images_token_is_refused(pictures):
 @pytest.mark.parametrize("text", ["a" * 300, "a" * 4000, "x\0y", "."])
 def test_a_text_that_is_no_name_of_a_file_is_told(pictures, text):
     with pytest.raises(BrokenImageError):
-        read_image(text, pictures, 8, purpose="a test")
+        read_image(text, pictures, VISION.sizes, purpose="a test")
 
 
 def test_an_image_of_bytes_is_that_of_its_file(pictures):
     stream = io.BytesIO((pictures / "2.png").read_bytes())
     coded = base64.b64encode(stream.getvalue()).decode()
-    assert _level(read_image({"bytes": coded}, pictures, 8, purpose="a test")) == 2
+    assert _level(read_image({"bytes": coded}, pictures, VISION.sizes, purpose="a test")) == 2
 
 
 @pytest.mark.parametrize("option", ["file", "chat"])
@@ -154,7 +154,7 @@ def test_images_of_a_line_are_a_list(pictures):
 def test_keys_without_a_value_are_left_out_of_a_question(pictures):
     row = {"set": None, "prompt": None, "text": "a <image>", "choices": None, "images": ["1.png"]}
     (pictures / "rows.jsonl").write_text(json.dumps(row))
-    (question,) = read_questions(pictures / "rows.jsonl", 8)
+    (question,) = read_questions(pictures / "rows.jsonl", VISION.sizes)
     assert (question.part, question.prompt, question.answers) == ("", "", ("a <image>",))
 
 
@@ -174,7 +174,7 @@ def test_keys_without_a_value_are_left_out_of_a_question(pictures):
 def test_a_question_of_another_form_is_told(tmp_path, row, told):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=told):
-        list(read_questions(tmp_path / "rows.jsonl", 8))
+        list(read_questions(tmp_path / "rows.jsonl", VISION.sizes))
 
 
 def test_an_answer_without_a_token_is_told(tmp_path):

@@ -22,10 +22,10 @@ def test_speed_is_of_the_run_and_of_one_worker_and_a_cpu_has_no_mfu():
     assert "train/mfu" not in found
 
 
-def test_images_are_the_steps_patches_over_those_of_one():
+def test_images_are_those_of_the_step():
     vision = "model.vision={kind: clip, image_size: 8, patch_size: 4, num_layers: 2, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, image_token_id: 99}"
     meter = ThroughputMeter(make_test_plan(vision), CPU, ROWS)
-    found = meter.metrics(samples=40, seconds=0.5, image_tokens=120)
+    found = meter.metrics(samples=40, seconds=0.5, image_tokens=120, images=30.0)
     assert found["train/images_per_s"] == 60
     tokens = found["train/tokens_per_s"] * 0.5
     assert found["data/image_token_share"] == 120 / tokens

@@ -13,7 +13,7 @@ from raymega.plan.layers.family_parts import family_parts
 from raymega.plan.validation.rule import broken_rows, reads
 
 SEEN = (
-    "image_size", "patch_size", "spatial_merge_size", "image_token_id", "image_mean", "image_std", "mrope_edge",
+    "image_size", "min_pixels", "max_pixels", "patch_size", "spatial_merge_size", "image_token_id", "image_mean", "image_std", "mrope_edge",
     "tensor_parallel",
 )  # fmt: skip
 """Fields of a vision section that decide an image's pixels, the ranks that read it, its tokens and their positions."""

@@ -43,14 +43,17 @@ def idle_vision_faults(vision: VisionSection) -> Iterator[Fault]:
 @reads("model.vision, data.seq_len")
 def image_length_faults(vision: VisionSection, seq_len: int) -> Iterator[Fault]:
     """Check that an image is shorter than a row."""
-    square = vision.patch_size * vision.spatial_merge_size
+    square, count = vision.sizes.square, vision.num_patches
     is_whole = square > 0 and vision.image_size % square == 0
-    if vision.is_on and is_whole and vision.num_patches >= seq_len:
+    if vision.is_on and is_whole and count >= seq_len:
+        half = max(1, seq_len // 2)
+        smaller = f"image_size={isqrt(half) * square}"
+        if vision.max_pixels:
+            smaller = f"max_pixels={half * square**2}"
         yield Fault(
             fact=f"data.seq_len={seq_len}",
-            rule=f"an image is {vision.num_patches} tokens, and some text has to follow it",
-            remedy=f"set data.seq_len={2 * vision.num_patches} or more, or "
-            f"model.vision.image_size={max(1, isqrt(seq_len // 2)) * square} or less",
+            rule=f"an image is {count} tokens{' at most' * (vision.max_pixels > 0)}, and some text has to follow it",
+            remedy=f"set data.seq_len={2 * count} or more, or model.vision.{smaller} or less",
         )
 
 
@@ -59,7 +62,8 @@ def vision_size_faults(vision: VisionSection, vocab_size: int) -> Iterator[Fault
     """Check the sizes of the tower, and the token of an image; a model section by itself has them, too."""
     if not vision.is_on:
         return
-    missing = [name for name in SIZES if not getattr(vision, name)]
+    # images of several sizes have no one
+    missing = [name for name in SIZES[bool(vision.max_pixels) :] if not getattr(vision, name)]
     if missing:
         yield Fault(
             fact=f"model.vision.{missing[0]}=0 with model.vision.kind={vision.kind}",
@@ -68,7 +72,7 @@ def vision_size_faults(vision: VisionSection, vocab_size: int) -> Iterator[Fault
         )
         return
     # the smallest square of pixels that is a token
-    square = vision.patch_size * vision.spatial_merge_size
+    square = vision.sizes.square
     edge, patch, token = vision.image_size, vision.patch_size, vision.image_token_id
     layers, used = vision.num_layers, vision.used_layers
     yield from broken_rows(
@@ -109,6 +113,49 @@ def vision_size_faults(vision: VisionSection, vocab_size: int) -> Iterator[Fault
                 f"half of a head's feature pairs rotate by row and half by column, so {4 * vision.num_heads} must "
                 f"divide model.vision.hidden_size={vision.hidden_size}",
                 "set fewer heads, or a larger model.vision.hidden_size",
+            ),
+        )
+    )
+
+
+@reads("model.vision")
+def several_size_faults(vision: VisionSection) -> Iterator[Fault]:
+    """Check the areas of images of several sizes, and that the tower takes them; a model section by itself has them, too."""
+    if not vision.is_on:
+        return
+    square, most, kind = vision.sizes.square, vision.max_pixels, vision.kind
+    bounds = {"min_pixels": vision.min_pixels, "mean_pixels": vision.mean_pixels}
+    yield from broken_rows(
+        (
+            (
+                most > 0 and vision.has_positions,
+                f"model.vision.max_pixels={most} with model.vision.kind={kind}",
+                "its table of positions is of one size; qwen2_vl alone, which rotates by row and column, takes several",
+                "set model.vision.image_size, and max_pixels=0",
+            ),
+            (
+                most > 0 and vision.image_size > 0,
+                f"model.vision.image_size={vision.image_size} with max_pixels={most}",
+                "images have one size, or each has about its own",
+                "set model.vision.image_size=0, or max_pixels=0",
+            ),
+            (
+                0 < most < square**2,
+                f"model.vision.max_pixels={most}",
+                f"an image has a token at least, of {square} x {square} = {square**2} pixels",
+                f"set model.vision.max_pixels={square**2} or more",
+            ),
+            *(
+                (
+                    value > most,
+                    f"model.vision.{name}={value} with max_pixels={most}",
+                    "it is at most the largest area"
+                    if most
+                    else "images have one size, so it has no effect",
+                    f"set model.vision.{name}=0"
+                    + f", or max_pixels={value}" * (not vision.has_positions),
+                )
+                for name, value in bounds.items()
             ),
         )
     )

@@ -116,6 +116,7 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
               "attention.sinks", *(f"encoder.{field}" for field in EncoderSection.model_fields),
               "encoder_decoder.num_encoder_layers", "encoder_decoder.relative_attention_num_buckets",
               "head.kind", "head.num_labels", "head.num_choices", "vision.kind", "vision.image_size", "vision.patch_size",
+              "vision.min_pixels", "vision.max_pixels",
               "vision.num_layers", "vision.hidden_size", "vision.num_heads", "vision.ffn_hidden_size",
               "vision.spatial_merge_size", *(f"layer_sizes.{field}" for field in LayerSizesSection.model_fields)}  # fmt: skip
     training = {"initializer_range", "hidden_dropout", "attention_dropout", "label_smoothing", "z_loss", "loss",
@@ -123,7 +124,8 @@ def test_every_field_that_changes_the_function_but_no_shape_is_watched():
                 "moe.router_jitter_noise", "moe.router_dtype", "moe.load_balancing_type", "moe.router_aux_loss_coef",
                 "moe.sinkhorn_rounds", "moe.expert_bias_update_rate", "moe.router_z_loss_coef",
                 "moe.pad_expert_input_to_capacity", "encoder_decoder.decoder_seq_len", "head.temperature", "head.normalize",
-                "vision.initializer_range", "vision.image_share", "vision.tensor_parallel"}  # fmt: skip
+                "vision.initializer_range", "vision.image_share", "vision.mean_pixels",
+                "vision.tensor_parallel"}  # fmt: skip
     sections = {"moe": MoeSection, "mla": MlaSection, "attention": AttentionSection}
     sections |= {"multipliers": MultipliersSection, "encoder": EncoderSection, "head": HeadSection}
     sections |= {

@@ -2,8 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.config import model_from
 from raymega.convert.huggingface.families.images.llava import current_preprocessor, with_pixels
 from raymega.errors import ConfigError
@@ -84,3 +88,20 @@ def test_a_broken_file_of_the_preprocessor_is_named(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json' cannot be read"):
         with_pixels(LLAVA, tmp_path)
+
+
+def test_a_preprocessor_of_several_sizes_says_their_bounds():
+    vision = VisionSection(
+        kind="qwen2_vl", patch_size=14, spatial_merge_size=2, min_pixels=3136, max_pixels=50176
+    )
+    for carried in (b"{", json.dumps({"min_pixels": 1, "do_resize": True}).encode()):
+        found = json.loads(current_preprocessor(vision, carried))
+        assert (found["min_pixels"], found["max_pixels"]) == (3136, 50176)
+        assert found["size"] == {"shortest_edge": 3136, "longest_edge": 50176}
+        assert found["do_resize"]
+    processor = Qwen2VLImageProcessorPil.from_dict(json.loads(current_preprocessor(vision, b"{")))
+    pixels = np.random.default_rng(0).integers(256, size=(100, 400, 3), dtype=np.uint8)
+    (_, rows, columns) = processor(Image.fromarray(pixels), return_tensors="np")["image_grid_thw"][
+        0
+    ]
+    assert (14 * rows, 14 * columns) == vision.sizes.resized(100, 400)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raymega.config.schema import ModelSection, ParallelSection
 from raymega.config.vision.section import VisionSection
+from raymega.data.samples import open_samples
 from raymega.model.vision.tower import VisionTower
 from raymega.plan import stages
 from raymega.plan.flops import flops_per_token, tower_cost
@@ -34,6 +35,22 @@ VISION = VisionSection(
 SIGLIP = VISION.model_copy(
     update={"kind": "siglip", "feature_layer": -1, "activation": "gelu_tanh"}
 )
+SEVERAL = VISION.model_copy(
+    update={
+        "kind": "qwen2_vl", "feature_layer": -1, "image_size": 0, "patch_size": 7, "spatial_merge_size": 2,
+        "max_pixels": 8 * 14**2,
+    }
+)  # fmt: skip
+KINDS = pytest.mark.parametrize(
+    "vision", [VISION, SIGLIP, SEVERAL], ids=["clip", "siglip", "several"]
+)
+
+
+def _images(vision, count):
+    """Black images of the largest size, and their grids."""
+    square = vision.sizes.square
+    pixels = torch.zeros((count, vision.num_patches, 3, square, square), dtype=torch.uint8)
+    return pixels, torch.tensor([[1, vision.num_patches]] * count)
 
 
 def _model(vision=VISION, **fields):
@@ -60,14 +77,14 @@ def test_parameters_of_a_published_model():
     assert count_parameters(model) == LLAVA_PARAMETERS
 
 
-@pytest.mark.parametrize("vision", [VISION, SIGLIP], ids=["clip", "siglip"])
+@KINDS
 def test_flops_of_images_are_those_that_torch_counts(vision):
     model = _model(vision)
     tower = VisionTower(make_model_factory(model, dtype=torch.float32), vision)
-    pixels = torch.zeros((3, 3, 28, 28), dtype=torch.uint8)
+    images = _images(vision, 3)
     # the plain formula of attention, whose products the counter sees on a CPU too
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        tower(pixels)
+        tower(*images)
     assert counter.get_total_flops() == 3 * image_flops(model)
 
 
@@ -78,14 +95,28 @@ def test_flops_of_a_token_have_its_share_of_an_image():
     assert more == pytest.approx(3 * 0.25 / 16 * image_flops(own))
 
 
-@pytest.mark.parametrize("vision", [VISION, SIGLIP], ids=["clip", "siglip"])
+@KINDS
 def test_kept_numbers_of_an_image_are_near_those_of_the_formula(vision):
     model, images = _model(vision), 5
     tower = VisionTower(make_model_factory(model, dtype=torch.float32), vision)
-    pixels = torch.zeros((images, 3, 28, 28), dtype=torch.uint8)
-    with SavedBytes([*tower.parameters(), pixels]) as kept:
-        tower(pixels)
+    given = _images(vision, images)
+    with SavedBytes([*tower.parameters(), *given]) as kept:
+        tower(*given)
     assert kept.total == pytest.approx(4 * images * image_elements(model), rel=0.1)
+
+
+def test_images_of_several_sizes_are_counted_by_their_mean_and_worked_on_as_the_largest():
+    own = _model(SEVERAL.model_copy(update={"mean_pixels": 2 * 14**2, "image_share": 0.25}))
+    assert own.vision.images_per_token == 0.25 / 2
+    # four times as many as of the largest, each with the room of one
+    largest = _model(SEVERAL.model_copy(update={"image_share": 0.25}))
+    parallel = ParallelSection()
+    count, fewer = (images_at_once(each, parallel, tokens=1024) for each in (own, largest))
+    assert count == 4 * fewer == 128
+    assert image_flops(own) == image_flops(largest)
+    # the run's own FLOPs are those of the patches that there are
+    small = _model(SEVERAL.model_copy(update={"max_pixels": 2 * 14**2, "image_share": 0.25}))
+    assert flops_per_token(own, seq_len=32) == flops_per_token(small, seq_len=32)
 
 
 def test_what_lies_behind_the_projected_block_is_frozen():
@@ -153,6 +184,26 @@ def test_a_shrunk_tower_of_few_narrow_heads_is_one_that_a_job_may_have():
     small = shrink_job(plan.job, steps=2, max_params=100_000, max_ranks=4, is_data_there=False).job
     assert (small.model.vision.num_heads, small.model.vision.hidden_size) == (2, 8)
     make_plan(small)
+
+
+def test_a_small_job_keeps_its_several_sizes():
+    plan = make_test_plan(
+        "model.vocab_size=4096", "data.seq_len=1024", "model.max_positions=1024", "data.packing=best_fit",
+        "model.vision={kind: qwen2_vl, max_pixels: 200704, min_pixels: 3136, mean_pixels: 50176, patch_size: 14, "
+        "spatial_merge_size: 2, num_layers: 2, hidden_size: 64, num_heads: 2, ffn_hidden_size: 64, feature_layer: -1, "
+        "image_token_id: 4000}",
+    )  # fmt: skip
+    small = shrink_job(plan.job, steps=2, max_params=100_000, max_ranks=4, is_data_there=False).job
+    vision = small.model.vision
+    assert (vision.image_size, vision.num_patches, vision.min_pixels, vision.mean_pixels) == (
+        0,
+        4,
+        0,
+        0,
+    )
+    rows = open_samples(small)
+    grids = {image.grid for sample in range(40) for image in rows.row(sample).images}
+    assert len(grids) > 4
 
 
 def test_auto_moves_blocks_away_from_the_tower():

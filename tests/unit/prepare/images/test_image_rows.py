@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from raymega.config.vision.section import VisionSection
+from raymega.config.vision.sizes import ImageSizes
 from raymega.data import arrow
 from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.checks import training_faults
@@ -64,7 +65,7 @@ def _prepare(folder, rows=ROWS, *, lines=(), **options):
         pq.write_table(pa.Table.from_pylist(rows), folder / "in" / "a.parquet")
     if lines:
         (folder / "in" / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    given = {"row_format": "images", "image_size": SIZE, "patch_size": PATCH} | options
+    given = {"row_format": "images", "images": ImageSizes(PATCH, SIZE)} | options
     return prepare(
         PrepareOptions(
             inputs=(str(folder / "in"),), out=str(folder / "out"), valid_fraction=0, **{"tokenizer": "bytes", **given}
@@ -227,9 +228,7 @@ def test_marks_become_the_token_of_the_tokenizer_that_is_given(tmp_path):
     pad = "<|image_pad|>"
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer(pad))
     rows = [{"text": "a<image>b", "images": [_picture(1)]}] * 3
-    meta = _prepare(
-        tmp_path / "whole", rows, tokenizer=str(tmp_path / "tokenizer.json"), image_size=8
-    )
+    meta = _prepare(tmp_path / "whole", rows, tokenizer=str(tmp_path / "tokenizer.json"))
     stream = TokenStream(tmp_path / "whole" / "out", meta.splits["train"])
     assert meta.images.token_id == TOKEN
     assert stream.read(0, 7).tolist() == [ord("a"), *[TOKEN] * PATCHES, ord("b"), EOD]
@@ -249,7 +248,7 @@ def test_a_grey_or_turned_picture_is_upright_in_rgb():
     plain.save(stream, "PNG", exif=exif)
     coded = base64.b64encode(stream.getvalue()).decode()
     text = json.dumps({"text": "<image>", "prompt": "", "images": [coded]})
-    meta = type("Meta", (), {"size": 8, "num_patches": 4, "token_id": 9})()
+    meta = ImageMeta(size=8, num_patches=4, token_id=9)
     found = image_document(
         text, lambda part: np.array([9] * bool(part), dtype=np.uint32), meta, bos_id=1, eod_id=2
     )
@@ -263,8 +262,8 @@ def test_a_grey_or_turned_picture_is_upright_in_rgb():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"image_size": 0}, "--image-size 0"),
-        ({"patch_size": 3}, "whole patches"),
+        ({"images": ImageSizes(PATCH, 0)}, "--image-size 0"),
+        ({"images": ImageSizes(3, SIZE)}, "whole patches"),
         ({"row_format": "text"}, "these rows have no images"),
     ],
 )
@@ -282,9 +281,9 @@ def test_a_job_with_other_images_is_refused(tmp_path):
     assert "holds images, and model.vision.kind=none" in fault.fact
     other = vision.model_copy(update={"patch_size": 2})
     (fault,) = training_faults({**values, "model.vision": other})
-    assert "each 4 tokens" in fault.fact and "as 16 tokens" in fault.rule
+    assert "each 4 tokens" in fault.fact and "each 16 tokens" in fault.rule
     merged = vision.model_copy(
         update={"kind": "qwen2_vl", "patch_size": 2, "spatial_merge_size": 4}
     )
     (fault,) = training_faults({**values, "model.vision": merged})
-    assert "as 1 tokens" in fault.rule and "--patch-size 8" in fault.remedy
+    assert "each 1 tokens" in fault.rule and "--patch-size 8" in fault.remedy

@@ -58,7 +58,7 @@ IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
         known_name=qwen2_vl.known_name,
         vision_names=qwen2_vl.vision_names,
         unfolded=qwen2_vl.unfolded,
-        unsaid=(*llava.TRAINING, "image_size"),
+        unsaid=(*llava.TRAINING, "image_size", "min_pixels", "max_pixels", "mean_pixels"),
     ),
 }
 """Architectures by the value of model_type in config.json."""

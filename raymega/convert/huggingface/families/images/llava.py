@@ -16,7 +16,7 @@ from raymega.config.vision.section import CHANNELS, CLIP_MEAN, CLIP_STD, VisionS
 from raymega.convert.huggingface.architectures import Config, alike, ours, theirs, unlike
 from raymega.convert.huggingface.families.family import Names
 from raymega.errors import ConfigError, Fault, raise_faults
-from raymega.plan.layers.vision import VISION
+from raymega.plan.layers.vision import FRAMES, VISION
 
 LLAVA, CLASS = "llava", "LlavaForConditionalGeneration"
 TEXT_PREFIX, TOWER_PREFIX = "language_model.", "vision_tower.vision_model."
@@ -200,13 +200,33 @@ def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def preprocessor(vision: VisionSection) -> dict[str, Any]:
     """Return the preprocessor_config.json of a model, by which a processor makes the pixels that it was trained on."""
+    if vision.max_pixels:
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True, "do_normalize": True,
+            "resample": 3, "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": FRAMES, **_stated(vision),
+        }  # fmt: skip
     # the whole image as a square, which is what `raymega data prepare` makes
     size = {"height": vision.image_size, "width": vision.image_size}
     kind = "SiglipImageProcessor" if vision.kind == "siglip" else "CLIPImageProcessor"
     return {
         "image_processor_type": kind, "do_resize": True, "size": size, "do_center_crop": False, "do_rescale": True,
-        "do_normalize": True, "resample": 3, "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
+        "do_normalize": True, "resample": 3, **_stated(vision),
     }  # fmt: skip
+
+
+def _stated(vision: VisionSection) -> dict[str, Any]:
+    """Return what a preprocessor's file says of pixels, and of areas where images have several sizes."""
+    found: dict[str, Any] = {
+        "image_mean": list(vision.image_mean),
+        "image_std": list(vision.image_std),
+    }
+    if vision.max_pixels:
+        # a token at least, as smart_resize would else make nothing of a small image
+        least, most = max(vision.min_pixels, vision.sizes.square**2), vision.max_pixels
+        found |= {"min_pixels": least, "max_pixels": most}
+        found["size"] = {"shortest_edge": least, "longest_edge": most}
+    return found
 
 
 def current_preprocessor(vision: VisionSection, carried: bytes) -> bytes:
@@ -220,7 +240,7 @@ def current_preprocessor(vision: VisionSection, carried: bytes) -> bytes:
     patch = max(1, vision.patch_size)
     if vision.has_positions and any(edge // patch * patch != vision.image_size for edge in sizes):
         return json.dumps(preprocessor(vision), indent=2).encode()
-    now = {"image_mean": list(vision.image_mean), "image_std": list(vision.image_std)}
+    now = _stated(vision)
     if all(found.get(name) == value for name, value in now.items()):
         return carried
     return json.dumps(found | now, indent=2).encode()
