@@ -93,7 +93,9 @@ def _spared_flops(model: ModelSection, seq_len: float) -> float:
     ) + _frozen_weights(mtp_tensors(model), model)
     if is_head_frozen(model):
         frozen += of_head * (1 + model.num_nextn_predict_layers) * head_weights(model)
-    tower = model.vision.images_per_token * image_flops(model, is_mean=True) * is_tower_frozen(model)
+    tower = (
+        model.vision.images_per_token * image_flops(model, is_mean=True) * is_tower_frozen(model)
+    )
     return 2 * (frozen + tower)
 
 
