@@ -114,17 +114,27 @@ IMAGES = (
 )  # fmt: skip
 
 
+# each picture has its own size
+SEVERAL = (
+    IMAGES[0].replace("clip, image_size: 8, patch_size: 4", "qwen2_vl, max_pixels: 96, patch_size: 2, spatial_merge_size: 2"),
+    *IMAGES[1:],
+)  # fmt: skip
+
+
 @pytest.mark.wide
-def test_samples_see_their_images_on_every_layout(tmp_path):
+@pytest.mark.parametrize("images", [IMAGES, SEVERAL], ids=["one size", "several"])
+def test_samples_see_their_images_on_every_layout(tmp_path, images):
     write_dataset(tmp_path, train=(50,) * 5, valid=(40,) * 5)
     (tmp_path / TOKENIZER_FILE).write_text(byte_tokenizer("<image>"))
     for number in range(3):
-        pixels = np.random.default_rng(number).integers(256, size=(8, 8, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(number).integers(
+            256, size=(8, 4 + 4 * number, 3), dtype=np.uint8
+        )
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
 
     def run(order, *layout):
         files = [str(tmp_path / f"{number}.png") for number in order]
-        own = (*IMAGES, f"run.sample_images={files}", "model.vocab_size=264")
+        own = (*images, f"run.sample_images={files}", "model.vocab_size=264")
         return _run(f"data.path={tmp_path}", *own, *layout)
 
     curve, wanted = run((0, 1, 2))
