@@ -346,7 +346,8 @@ class StageModule(nn.Module):
 
     def _run_layers(self, x: Tensor, token_layout: TokenLayout) -> Tensor:
         blocks = list(self.layers.values())
-        self.adapters.keys = token_layout.keys  # of the head's parts too, on a stage without blocks
+        if not blocks:  # the head's parts have adapters too
+            self.adapters.keys = token_layout.keys
         if not torch.is_grad_enabled() or not (self.blocks_together or self.offloader):
             return self._run_blocks(blocks, x, token_layout)
         for start in range(0, len(blocks), self.blocks_together or 1):
