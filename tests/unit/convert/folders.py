@@ -1,4 +1,4 @@
-"""Folders of Hugging Face weights, written without transformers."""
+"""Folders of Hugging Face weights, written without transformers, and checkpoints of drawn weights."""
 
 import json
 
@@ -7,8 +7,11 @@ import numpy as np
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.config import config_from
 from raymega.convert.huggingface.names import hf_tensors
+from raymega.convert.native import write_weights as write_native_weights
 from raymega.convert.number_formats import recast
 from raymega.convert.safetensors_files import NewTensor, write_weights
+from raymega.plan.tensor_table import saved_tensors
+from raymega.storage.registry import open_store
 
 NOW = "2025-01-01T00:00:00+00:00"
 
@@ -43,3 +46,14 @@ def write_folder(folder, model, *, values=None, dtype="float32", max_file_bytes=
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("stays behind")
     return folder
+
+
+def write_checkpoint(uri, model, *, base="none", seed=3, **job):
+    """Write drawn float64 weights of what a run of ``model`` on ``base`` saves; return ``uri``."""
+    numbers = np.random.default_rng(seed)
+    job = {"model": model.model_dump(mode="json"), "checkpoint": {"init_from": base}, **job}
+    write_native_weights(
+        open_store(uri), saved_tensors(model), lambda tensor: numbers.normal(size=tensor.shape),
+        dtype="float64", job=job, created=NOW,
+    )  # fmt: skip
+    return uri

@@ -16,15 +16,14 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
-from raymega.convert.native import model_of, tuned_model_of, write_weights
+from raymega.convert.native import model_of, tuned_model_of
 from raymega.convert.tuned.merge import merge
 from raymega.convert.tuned.peft_export import _config as peft_export_config
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
 from raymega.errors import CheckpointError, ConfigError
-from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
-from tests.unit.convert.folders import NOW, make_model, write_folder
+from tests.unit.convert.folders import NOW, make_model, write_checkpoint, write_folder
 
 LORA = LoraSection(r=2, lora_alpha=3.0, target_modules=("attention.q", "layers.1.mlp.down"))
 MODEL = make_model(lora=LORA)
@@ -36,26 +35,13 @@ DORA = make_model(lora=LORA.model_copy(update={"use_dora": True}))
 OTHER = make_model(lora=LoraSection(r=3, lora_alpha=6.0, target_modules=("mlp.down",)))
 
 
-def _write_adapters(uri, model, base, *, seed=3):
-    numbers = np.random.default_rng(seed)
-    job = {"model": model.model_dump(mode="json"), "checkpoint": {"init_from": base}}
-    write_weights(
-        open_store(uri),
-        saved_tensors(model),
-        lambda tensor: numbers.normal(size=tensor.shape),
-        dtype="float64",
-        job=job,
-        created=NOW,
-    )
-
-
 @pytest.fixture
 def places(tmp_path):
     """URIs of a base and of adapters for it."""
     write_folder(tmp_path / "theirs", make_model(), dtype="float64")
     base, adapters = str(tmp_path / "base"), str(tmp_path / "adapters")
     hf_import(tmp_path / "theirs", base, created=NOW, make_vocab_size_divisible_by=8)
-    _write_adapters(adapters, MODEL, base)
+    write_checkpoint(adapters, MODEL, base=base)
     return base, adapters
 
 
@@ -76,7 +62,7 @@ def test_a_merge_adds_the_scaled_product_to_the_base(places, tmp_path):
 
 def test_a_merge_of_dora_gives_rows_their_magnitudes(places, tmp_path):
     base, _ = places
-    _write_adapters(str(tmp_path / "dora"), DORA, base)
+    write_checkpoint(str(tmp_path / "dora"), DORA, base=base)
     done = merge([str(tmp_path / "dora")], str(tmp_path / "merged"), created=NOW)
     assert done.num_adapters == 3
     before, adapter, after = (
@@ -104,7 +90,7 @@ def test_a_merge_of_dora_gives_rows_their_magnitudes(places, tmp_path):
 @pytest.fixture
 def two(places, tmp_path):
     """URIs of two adapters for one base: of other ranks, on other layers."""
-    _write_adapters(str(tmp_path / "other"), OTHER, places[0], seed=5)
+    write_checkpoint(str(tmp_path / "other"), OTHER, base=places[0], seed=5)
     return [places[1], str(tmp_path / "other")]
 
 
@@ -201,10 +187,12 @@ def test_checkpoints_that_do_not_fit_are_refused(uris, options, words, places, t
     wider = make_model(ffn_hidden_size=32)
     write_folder(tmp_path / "wide", wider)
     hf_import(tmp_path / "wide", str(tmp_path / "wider"), created=NOW)
-    _write_adapters(str(tmp_path / "alone"), MODEL, "none")
-    _write_adapters(str(tmp_path / "other"), OTHER, places[0])
-    _write_adapters(str(tmp_path / "dora"), DORA, places[0])
-    _write_adapters(str(tmp_path / "headed"), make_model(lora=LORA, train=("*norm*",)), places[0])
+    write_checkpoint(str(tmp_path / "alone"), MODEL)
+    write_checkpoint(str(tmp_path / "other"), OTHER, base=places[0])
+    write_checkpoint(str(tmp_path / "dora"), DORA, base=places[0])
+    write_checkpoint(
+        str(tmp_path / "headed"), make_model(lora=LORA, train=("*norm*",)), base=places[0]
+    )
     if "base" in options:
         options = {"base": str(tmp_path / options["base"])}
     out = tmp_path / "out"
@@ -240,7 +228,7 @@ def test_a_run_with_adapters_keeps_the_base_that_it_began_with(places, tmp_path)
     base, adapters = places
     began = pinned(base, open_store(adapters), field=BASE)
     assert began == f"{base}/{open_checkpoint(base).manifest.key}"
-    _write_adapters(str(tmp_path / "run"), MODEL, began)
+    write_checkpoint(str(tmp_path / "run"), MODEL, base=began)
     own = open_store(str(tmp_path / "run"))
     # the base is trained further: its newest checkpoint is another one
     manifest = open_checkpoint(base).manifest
@@ -255,7 +243,7 @@ def test_a_run_with_adapters_keeps_the_base_that_it_began_with(places, tmp_path)
     for other in (f"{base}/{newer.key}", "none"):
         (fault,) = pin_faults(other, own, field=BASE)
         assert fault.remedy.startswith(f"set checkpoint.init_from={began}")
-    _write_adapters(str(tmp_path / "random"), MODEL, "none")
+    write_checkpoint(str(tmp_path / "random"), MODEL)
     (fault,) = pin_faults(began, open_store(str(tmp_path / "random")), field=BASE)
     assert "begun with none" in fault.fact
     assert pinned("nowhere", open_store(str(tmp_path / "random")), field=BASE) == "nowhere"
@@ -292,7 +280,7 @@ def test_folders_of_peft_with_something_else_are_refused(config, tensors, words,
     ("factors", "magnitudes"), [("float16", "float16"), ("bfloat16", "float32")]
 )
 def test_formats_of_an_adapter_are_imported_without_rounding(factors, magnitudes, places, tmp_path):
-    _write_adapters(str(tmp_path / "dora"), DORA, places[0])
+    write_checkpoint(str(tmp_path / "dora"), DORA, base=places[0])
     peft_export(str(tmp_path / "dora"), tmp_path / "peft")
     wanted = {
         name: torch.from_numpy(values).to(
@@ -372,7 +360,7 @@ def test_folders_without_a_file_are_refused(places, tmp_path):
     ],
 )
 def test_adapters_that_peft_cannot_have_are_not_exported(model, words, tmp_path):
-    _write_adapters(str(tmp_path / "ours"), model, "none")
+    write_checkpoint(str(tmp_path / "ours"), model)
     with pytest.raises(ConfigError, match=words):
         peft_export(str(tmp_path / "ours"), tmp_path / "peft")
     assert not (tmp_path / "peft").exists()

@@ -14,17 +14,15 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection
 from raymega.convert.huggingface.importer import hf_import
-from raymega.convert.native import write_weights
 from raymega.convert.tuned.merge import merge, whole_weights
 from raymega.errors import ConfigError
 from raymega.evaluate.plan import EvalOptions, plan_of
 from raymega.evaluate.requests import Request
 from raymega.evaluate.worker import score_requests
-from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
 from raymega.train.build_scorer import build_scorer, load_weights
 from tests.support.params import ALONE
-from tests.unit.convert.folders import NOW, make_model, write_folder
+from tests.unit.convert.folders import NOW, make_model, write_checkpoint, write_folder
 
 CPU = torch.device("cpu")
 LIMIT = 1e-10
@@ -32,15 +30,8 @@ LIMIT = 1e-10
 
 def _write(uri, lora, base, *, sources=None, **fields):
     model = make_model(lora=LoraSection(**lora), **fields)
-    numbers = np.random.default_rng(3)
-    job = {
-        "model": model.model_dump(mode="json"), "checkpoint": {"init_from": base},
-        "precision": {"dtype": "float64"}, SOURCES: sources or {},
-    }  # fmt: skip
-    write_weights(
-        open_store(uri), saved_tensors(model), lambda t: numbers.normal(size=t.shape),
-        dtype="float64", job=job, created=NOW,
-    )  # fmt: skip
+    job = {"precision": {"dtype": "float64"}, SOURCES: sources or {}}
+    write_checkpoint(uri, model, base=base, **job)
 
 
 @pytest.fixture

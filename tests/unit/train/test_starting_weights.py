@@ -10,17 +10,15 @@ from raymega.checkpoint.format.keys import CheckpointId, manifest_key
 from raymega.checkpoint.load.init_from import start_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.config.schema import CheckpointSection
-from raymega.convert.native import write_weights
 from raymega.convert.tuned.adapted_weights import merged_model
 from raymega.errors import StorageError
-from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
 from raymega.train.build import build_parts
 from raymega.train.distillation.teacher import load_teacher
 from raymega.train.start.weights import init_from, load_codes
 from tests.support.jobs import layout_overrides, make_test_plan
 from tests.support.params import ALONE
-from tests.unit.convert.folders import NOW
+from tests.unit.convert.folders import write_checkpoint
 
 LORA = SimpleNamespace(job=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(r=0))))
 
@@ -43,27 +41,14 @@ def test_damage_of_anothers_checkpoint_is_told_as_such(field, tmp_path):
             init_from(parts, CheckpointSection(**{field: uri}))
 
 
-def _write(uri, model, *, base="none"):
-    numbers = np.random.default_rng(len(uri))
-    job = {"model": model.model_dump(mode="json"), "checkpoint": {"init_from": base}}
-    write_weights(
-        open_store(uri),
-        saved_tensors(model),
-        lambda tensor: numbers.normal(size=tensor.shape),
-        dtype="float64",
-        job=job,
-        created=NOW,
-    )
-    return uri
-
-
 def test_adapters_start_with_what_their_run_trained_beside_them(tmp_path):
     lora = "model.lora={r: 2, target_modules: [attention.q]}"
     plan = make_test_plan(lora, "model.train=['*norm*']", *layout_overrides("tp1"))
     model, device = plan.job.model, torch.device("cpu")
-    base = _write(str(tmp_path / "base"), merged_model(model))
+    base = write_checkpoint(str(tmp_path / "base"), merged_model(model))
     section = CheckpointSection(
-        init_from=base, init_adapter=_write(str(tmp_path / "adapters"), model, base=base)
+        init_from=base,
+        init_adapter=write_checkpoint(str(tmp_path / "adapters"), model, base=base, seed=4),
     )
     assert start_faults(section, model) == []
     parts = build_parts(plan, rank=0, groups=ALONE, device=device)

@@ -106,23 +106,6 @@ def test_packed_rows_have_each_document_with_its_images(tmp_path, seq_len):
     assert seen == len(ROWS)
 
 
-def test_windows_that_begin_inside_an_image_have_the_rest_of_it(tmp_path):
-    meta = _prepare(tmp_path)
-    stream = TokenStream(tmp_path / "out", meta.splits["train"])
-    whole = StoredImages(stream.read_images, meta.images).held(0, stream.num_tokens)
-    row_of = open_split(str(tmp_path / "out"), "train", Shape(seq_len=7), seed=0).row
-    cut = 0
-    for index in range((stream.num_tokens - 1) // 7):
-        row, places = row_of(index), whole.places[7 * index : 7 * index + 7]
-        assert ((row.image_places == TEXT) == (places == TEXT)).all()
-        for own, all_ in zip(row.image_places, places, strict=True):
-            if own != TEXT:
-                assert own % PATCHES == all_ % PATCHES
-                assert (row.images[own // PATCHES]() == whole.images[all_ // PATCHES]()).all()
-        cut += bool(places[0] != TEXT and places[0] % PATCHES)
-    assert cut > 2
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -16,7 +16,8 @@ from raymega.data.open_split import Shape, open_split
 from raymega.data.rows import TEXT
 from raymega.errors import ConfigError
 from raymega.prepare.images import documents
-from tests.unit.prepare.images.test_image_rows import TOKEN, _prepare
+from tests.unit.prepare.images.test_image_rows import PATCHES, TOKEN, _prepare
+from tests.unit.prepare.images.test_image_rows import ROWS as SQUARE_ROWS
 
 pytestmark = pytest.mark.usefixtures("without_ray", "small_groups")
 
@@ -76,23 +77,30 @@ def test_each_image_has_its_own_size_in_packed_rows(tmp_path):
     assert sorted(seen) == sorted([0, 1, 2, 3, 4, 5, 1, 0, 5, 2])
 
 
-def test_windows_that_begin_inside_an_image_have_the_rest_of_it(tmp_path):
-    meta = _prepare(tmp_path, ROWS, **OPTIONS)
+@pytest.mark.parametrize(
+    ("rows", "options", "seq_len", "most"),
+    [(SQUARE_ROWS, {}, 7, PATCHES), (ROWS, OPTIONS, 5, MOST)],
+    ids=["one-size", "several"],
+)
+def test_windows_that_begin_inside_an_image_have_the_rest_of_it(
+    tmp_path, rows, options, seq_len, most
+):
+    meta = _prepare(tmp_path, rows, **options)
     stream = TokenStream(tmp_path / "out", meta.splits["train"])
     whole = StoredImages(stream.read_images, meta.images).held(0, stream.num_tokens)
-    row_of = open_split(str(tmp_path / "out"), "train", Shape(seq_len=5), seed=0).row
+    row_of = open_split(str(tmp_path / "out"), "train", Shape(seq_len=seq_len), seed=0).row
     cut = 0
-    for index in range((stream.num_tokens - 1) // 5):
-        row, places = row_of(index), whole.places[5 * index : 5 * index + 5]
+    for index in range((stream.num_tokens - 1) // seq_len):
+        row, places = row_of(index), whole.places[seq_len * index : seq_len * (index + 1)]
         assert ((row.image_places == TEXT) == (places == TEXT)).all()
         for own, all_ in zip(row.image_places, places, strict=True):
             if own != TEXT:
-                assert own % MOST == all_ % MOST
-                assert row.images[own // MOST].grid == whole.images[all_ // MOST].grid
-                assert (row.images[own // MOST]() == whole.images[all_ // MOST]()).all()
+                assert own % most == all_ % most
+                assert row.images[own // most].grid == whole.images[all_ // most].grid
+                assert (row.images[own // most]() == whole.images[all_ // most]()).all()
         # a small image that ended before the window is none of its own
-        assert {*(row.image_places[row.image_places != TEXT] // MOST)} == {*range(len(row.images))}
-        cut += bool(places[0] != TEXT and places[0] % MOST)
+        assert {*(row.image_places[row.image_places != TEXT] // most)} == {*range(len(row.images))}
+        cut += bool(places[0] != TEXT and places[0] % most)
     assert cut > 2
 
 
