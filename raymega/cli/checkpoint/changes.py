@@ -10,11 +10,11 @@ import typer
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import absence_faults, open_checkpoint
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
-from raymega.cli.options import AsJson, Uri
+from raymega.cli.options import AsJson, Uri, is_number
 from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
 from raymega.convert.huggingface.extra_files import bring_along
-from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, counted, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
 from raymega.orchestrate.jobs import client as jobs_client
 from raymega.orchestrate.jobs.find_run import find_run
@@ -23,7 +23,7 @@ from raymega.storage.registry import drop_unfinished, open_store, reading_faults
 
 def prune(
     uri: Annotated[str, typer.Argument()],
-    older_than_h: Annotated[float, typer.Option("--older-than", min=0)] = 24.0,
+    older_than_h: Annotated[float, typer.Option("--older-than", min=0, callback=is_number)] = 24.0,
     keep_last: Annotated[int, typer.Option(min=0)] = 0,
     keep_every: Annotated[int, typer.Option(min=0)] = 0,
     keep_best: Annotated[int, typer.Option(min=0)] = 0,
@@ -110,8 +110,8 @@ def copy_(
         )  # fmt: skip
         return
     print(
-        f"{store.uri}/{done.key}: {done.num_bytes:,} bytes, {done.num_written} files written, "
-        f"{done.num_found} existed already; {num_along} files of tokenizer and published model written"
+        f"{store.uri}/{done.key}: {counted(done.num_bytes, 'byte')}, {counted(done.num_written, 'file')} written, "
+        f"{done.num_found} existed already; {counted(num_along, 'file')} of tokenizer and published model written"
     )
 
 
