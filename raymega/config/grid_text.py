@@ -18,8 +18,12 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Axes that have a degree in the section ``parallel``."""
 OPTIONS = ("sequence_parallel", "cp_method")
 """Other fields of that section that a grid may name: how ranks of an axis cut a sequence."""
-SHORT_FORMS = {"parallel=auto": "parallel.layout=auto"}
-"""Overrides that a job file may state so for short, with the fields that they mean."""
+SHORT_FORMS = {
+    re.compile(r"parallel=(auto)"): "parallel.layout",
+    re.compile(r"plugins=(\[.*\])"): "plugins.modules",
+    re.compile(r"precision=(\w+)"): "precision.dtype",
+}
+"""Overrides of a whole section that stand for one of its fields, as a job file states two of them for short."""
 _DEGREE = re.compile(r"\s*-?\d+\s*")
 _PAIR = re.compile(r"([a-z]+)\s*=?\s*(\d+)")
 
@@ -118,8 +122,9 @@ def _bad_override(override: str, rule: str, meant: str = "") -> Fault:
 def _nearest(override: str) -> str:
     """Return the override that a text without a section means: optimizer.lr=1e-3 for lr=1e-3; or empty."""
     pair = override.replace(":", "=", 1)
-    if (short := "".join(pair.split())) in SHORT_FORMS:
-        return SHORT_FORMS[short]
+    for form, field in SHORT_FORMS.items():
+        if found := form.fullmatch("".join(pair.split())):
+            return f"{field}={found[1]}"
     field, _, value = pair.partition("=")
     if "." in field:
         return f"{field.strip()}={value.strip()}" if value and ":" in override else ""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from raymega.config.fields import PLUGIN_NAME, Section, as_section, section_of
+from raymega.config.fields import MOST, PLUGIN_NAME, Section, as_section, section_of
 from raymega.config.grid_text import apply_override, override_list
 from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
@@ -322,7 +322,9 @@ def _meant(value: object, details: Sequence[ErrorDetails], text: str, field: Fie
     if any(detail["type"] == "int_type" for detail in details):
         unit = _UNITS.fullmatch(given)
         plain = given.replace("_", "").replace(",", "").removesuffix(".0")
-        return unit[1] if unit else plain if plain.isdecimal() else ""
+        number = unit[1] if unit else plain
+        # digits of any script, in those that YAML reads
+        return str(int(number)) if number.isdecimal() and len(number) <= len(str(MOST)) else ""
     if any(detail["type"] == "tuple_type" for detail in details):
         of_mappings = any(map(as_section, get_args(field.annotation)))
         is_entry = isinstance(value, Mapping if of_mappings else str | int | float)

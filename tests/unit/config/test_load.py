@@ -144,11 +144,25 @@ def test_numbers_that_make_no_run_are_refused(override):
     assert len(parse_job(VERIFY, [override]).faults) == 1
 
 
-@pytest.mark.parametrize("override", ["parallel=auto", "parallel: auto", " parallel = auto"])
-def test_short_form_of_a_file_is_told_as_the_override_that_it_means(override):
-    text = _texts(parse_job(VERIFY, [override]))
-    assert "did you mean --set parallel.layout=auto?" in text
-    assert parse_job(VERIFY, ["parallel.layout=auto"]).values["parallel.layout"] == "auto"
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("parallel=auto", "parallel.layout=auto"),
+        ("parallel: auto", "parallel.layout=auto"),
+        (" parallel = auto", "parallel.layout=auto"),
+        ("plugins=[acme]", "plugins.modules=[acme]"),
+        ("precision=bfloat16", "precision.dtype=bfloat16"),
+    ],
+)
+def test_short_form_of_a_file_is_told_as_the_override_that_it_means(override, meant):
+    assert f"did you mean --set {meant}?" in _texts(parse_job(VERIFY, [override]))
+    assert not parse_job(VERIFY, [meant]).faults
+
+
+@pytest.mark.parametrize("text", ["\uff12\uff10", "0020", "20 steps", "\uff12\uff10 steps"])
+def test_digits_of_any_script_are_told_as_the_number_that_yaml_reads(text):
+    assert "write run.steps=20;" in _texts(parse_job(VERIFY, [f"run.steps='{text}'"]))
+    assert "write run.steps" not in _texts(parse_job(VERIFY, [f"run.steps='{'9' * 5000}'"]))
 
 
 @pytest.mark.parametrize(
