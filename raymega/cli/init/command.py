@@ -8,13 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
-from raymega.cli.init.new_job import CPU_PROCESSES, GPU, Answers, new_job
+from raymega.cli.init.new_job import CPU_PROCESSES, GPU, Answers, as_word, new_job
 from raymega.cli.init.recipes import RECIPES
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -66,7 +65,7 @@ def init(
     print(f"{answers.out}: {made.choice.reasons[0]}")
     print(f"{answers.out.with_name(SCHEMA_FILE)}: JSON schema, which editors read")
     print("next:")
-    job_file = quote(str(answers.out))
+    job_file = as_word(answers.out)
     for line in (*made.before, f"raymega plan {job_file}", f"raymega train {job_file}"):
         print(f"  {line}")
 
@@ -143,19 +142,19 @@ def _place_faults(out: Path) -> Iterator[Fault]:
             yield Fault(
                 fact=f"--out {out}",
                 rule="the JSON schema beside the job file has that name",
-                remedy=f"give --out {quote(str(out.with_name('my-job.yaml')))}",
+                remedy=f"give --out {as_word(out.with_name('my-job.yaml'))}",
             )
         elif out.exists():
             yield Fault(
                 fact=f"--out {out} exists",
                 rule="a job file is never overwritten",
-                remedy=f"give another file, --out {quote(str(_free_name(out)))}, or remove it",
+                remedy=f"give another file, --out {as_word(_free_name(out))}, or remove it",
             )
         elif not out.parent.is_dir():
             yield Fault(
                 fact=f"--out {out}: there is no folder {out.parent}",
                 rule="init makes no folders",
-                remedy=f"run mkdir -p {quote(str(out.parent))}",
+                remedy=f"run mkdir -p {as_word(out.parent)}",
             )
 
 

@@ -84,6 +84,11 @@ class NewJob:
     before: list[str]
 
 
+def as_word(path: Path) -> str:
+    """Return a path as a word of a command line: quoted, and none of its options."""
+    return quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
 def new_job(answers: Answers) -> NewJob:
     """Return the job of ``answers``, on the grid that the planner recommends.
 
@@ -238,8 +243,8 @@ def _head(answers: Answers, recipe: Recipe, before: list[str]) -> list[str]:
         f"Trains {recipe.summary}. Written by `raymega init {recipe.name}`; every field is yours to change.",
         "`raymega plan` shows what follows from the file. In this order:",
         *(f"  {line}" for line in before),
-        f"  raymega plan {quote(str(answers.out))}",
-        f"  raymega train {quote(str(answers.out))}",
+        f"  raymega plan {as_word(answers.out)}",
+        f"  raymega train {as_word(answers.out)}",
     ]
 
 

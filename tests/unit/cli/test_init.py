@@ -290,12 +290,14 @@ def test_a_file_of_measured_cpus_is_no_gpu(folder):
     assert job.cluster.accelerator == "mine.yaml"
 
 
-@pytest.mark.parametrize("name", ["1e3.yaml", "my job.yaml"])
+@pytest.mark.parametrize("name", ["1e3.yaml", "my job.yaml", "-x.yaml"])
 def test_a_file_of_any_name_loads_and_its_lines_can_be_pasted(name, folder):
     ended = called("init", "pretrain", "--out", name)
     assert ended.code == 0, ended.stderr
-    assert api.load_job(name).run.name == name.removesuffix(".yaml").replace(" ", "-")
-    assert shlex.split(ended.stdout.splitlines()[-1]) == ["raymega", "train", name]
+    assert api.load_job(name).run.name == name.removesuffix(".yaml").replace(" ", "-").lstrip("-")
+    program, command, path = shlex.split(ended.stdout.splitlines()[-1])
+    assert (program, command) == ("raymega", "train")
+    assert called("plan", path).code == 0, "no option of the command"
 
 
 @pytest.mark.parametrize(
