@@ -14,7 +14,7 @@ from raymega.chaos.command import drill
 from raymega.chaos.experiment import DrillOptions, Verdict, verdict_object
 from raymega.chaos.faults import KINDS, PHASES
 from raymega.chaos.time_accounting import Incident
-from raymega.cli.options import AsJson, JobFile, Overrides, is_number
+from raymega.cli.options import AsJson, JobFile, Overrides
 from raymega.cli.output import print_json, table
 
 HEADERS = (
@@ -32,7 +32,7 @@ def chaos(
     faults: Annotated[str, typer.Option("--fault", metavar="KIND@WHEN,..", help=_FAULTS)] = "",
     mtbf_s: Annotated[float, typer.Option("--mtbf", min=0)] = 0.0,
     kinds: Annotated[str, typer.Option(metavar="KIND,..")] = "",
-    seconds: Annotated[float, typer.Option(min=0, callback=is_number)] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     nodes: Annotated[int, typer.Option(min=2)] = 3,
     hold_s: Annotated[float, typer.Option(min=0)] = 3.0,

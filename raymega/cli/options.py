@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable
 from copy import copy
-from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -38,13 +37,6 @@ AsJsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object
 # The section `Options:` of a docstring, and one entry with its continuation lines.
 _OPTIONS = re.compile(r"^Options:\n((?: .*\n|\n)*)", re.MULTILINE)
 _OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-
-
-def is_number(value: float) -> float:
-    """Return a number of the command line; NaN, which no range excludes, is refused."""
-    if isnan(value):
-        raise typer.BadParameter("nan is not a number.")
-    return value
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:

@@ -10,7 +10,7 @@ import typer
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import absence_faults, open_checkpoint
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
-from raymega.cli.options import AsJson, Uri, is_number
+from raymega.cli.options import AsJson, Uri
 from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
 from raymega.convert.huggingface.extra_files import bring_along
@@ -23,7 +23,7 @@ from raymega.storage.registry import drop_unfinished, open_store, reading_faults
 
 def prune(
     uri: Annotated[str, typer.Argument()],
-    older_than_h: Annotated[float, typer.Option("--older-than", min=0, callback=is_number)] = 24.0,
+    older_than_h: Annotated[float, typer.Option("--older-than", min=0)] = 24.0,
     keep_last: Annotated[int, typer.Option(min=0)] = 0,
     keep_every: Annotated[int, typer.Option(min=0)] = 0,
     keep_best: Annotated[int, typer.Option(min=0)] = 0,

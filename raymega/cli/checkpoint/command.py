@@ -21,7 +21,7 @@ from raymega.checkpoint.tools.inspection import (
 )
 from raymega.cli.checkpoint.changes import copy_, now, prune
 from raymega.cli.checkpoint.merge import merge_
-from raymega.cli.options import AsJson, Uri, add_command, is_number
+from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
 from raymega.errors import counted
 from raymega.messages import SavedBox
@@ -74,7 +74,7 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
 def diff(
     uri: Uri,
     other: Annotated[str, typer.Argument(metavar="URI2")],
-    limit: Annotated[float, typer.Option(min=0, callback=is_number)] = inf,
+    limit: Annotated[float, typer.Option(min=0)] = inf,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them.

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from raymega.cli.options import is_number
 from raymega.config.schema import Job
 from raymega.errors import RaymegaError
 from raymega.events import RunEvent, RunStarted
@@ -29,7 +28,6 @@ Price = Annotated[
     typer.Option(
         min=0,
         max=MOST_DOLLARS,
-        callback=is_number,
         help="Dollars for an hour of one GPU, or of one worker on CPUs: --price 2.5",
     ),
 ]

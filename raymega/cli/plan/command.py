@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from raymega import api
-from raymega.cli.options import Grid, Overrides, is_number
+from raymega.cli.options import Grid, Overrides
 from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
 from raymega.cli.plan.bill import MOST_DOLLARS, Price, priced
@@ -75,10 +75,10 @@ def plan(
     gpu: Annotated[str, typer.Option(help=_GPU)] = "",
     gpus: Annotated[int, typer.Option(min=0)] = 0,
     top: Annotated[int, typer.Option(min=0)] = 0,
-    straggler: Annotated[float, typer.Option(min=1.0, max=1e6, callback=is_number)] = 1.0,
+    straggler: Annotated[float, typer.Option(min=1.0, max=1e6)] = 1.0,
     price: Price = 0.0,
-    spot_price: Annotated[float, typer.Option(min=0, max=MOST_DOLLARS, callback=is_number)] = 0.0,
-    interruptions: Annotated[float, typer.Option(min=0, max=1e6, callback=is_number)] = 0.0,
+    spot_price: Annotated[float, typer.Option(min=0, max=MOST_DOLLARS)] = 0.0,
+    interruptions: Annotated[float, typer.Option(min=0, max=1e6)] = 0.0,
     draw: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
     runs: Path | None = None,
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
