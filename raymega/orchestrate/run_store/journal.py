@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import asdict, dataclass, replace
-from shlex import quote
 from threading import Lock
 from typing import Annotated, Any
 
@@ -315,7 +314,7 @@ def read_record(store: Store) -> RunRecord | None:
             name=name,
             rule="the record repeats what the checkpoints and the journal say, which count instead",
             remedy="start the same job again, which writes it anew; "
-            f"raymega checkpoint verify {quote(store.uri)}",
+            f"raymega checkpoint verify {store.uri}",
         )
     except KeyError:
         return None
