@@ -363,7 +363,7 @@ def _as_yaml(value: object) -> str:
 
 
 def _check_number(num_devices: int) -> None:
-    """Raise if no plan has so many ranks, of which a search would only try the factors.
+    """Raise if no plan lists that number of ranks; a search would only try its factors.
 
     Raises:
         PlanError: There are too many.
