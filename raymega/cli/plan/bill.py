@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import repeat
 from typing import Annotated, Any
 
 import typer
@@ -78,8 +77,8 @@ def _prompt_tokens(job: Job) -> int:
     prompts, vision = job.run.sample_prompts, job.model.vision
     with suppress(RaymegaError):
         if codec := codec_of_dataset(next(iter(job.data.datasets))):
-            images = sample_images(codec, prompts, job.run.sample_images, vision) or repeat([])
-            own = zip(prompts, images, strict=False)
+            images = sample_images(codec, prompts, job.run.sample_images, vision)
+            own = zip(prompts, images or [[]] * len(prompts), strict=True)
             return max(len(prompt_ids(codec, text, each, vision)) for text, each in own)
     # a token has a byte at least; an image has as many tokens as its pixels say
     return job.data.seq_len if vision.is_on else max(len(text.encode()) for text in prompts)
