@@ -19,6 +19,7 @@ from raymega.checkpoint.load.init_from import ADAPTER, resume_faults, start_faul
 from raymega.checkpoint.load.pinned_source import pin_faults, pinned, teacher_faults
 from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
 from raymega.config.fields import Section
+from raymega.config.grid_text import override_list
 from raymega.config.load import ParsedJob, parse_job
 from raymega.config.schema import (
     CheckpointSection,
@@ -109,6 +110,7 @@ def load_chosen(
 
     ``defaults`` has values, by dotted path, of fields that neither the file nor an override sets.
     """
+    overrides = override_list(overrides)
     parsed = parse_job(path, overrides)
     unset = [f"{field}={text}" for field, text in (defaults or {}).items()
              if field not in parsed.stated]  # fmt: skip

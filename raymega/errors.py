@@ -150,6 +150,12 @@ def first_few(items: Sequence[str], most: int = 5) -> str:
     return f"{', '.join(items[:most])}{more}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things for people: ``1 file``, ``2 files``, ``1,024 micro-batches``."""
+    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Return a time for people in its two largest units, such as ``2 h 05 min`` or ``3.2 s``."""
     minutes, rest = divmod(round(seconds), 60)

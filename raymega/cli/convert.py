@@ -21,6 +21,7 @@ from raymega.convert.torch_dcp.importer import Reading, dcp_import
 from raymega.convert.torch_dcp.names import DIALECTS
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
+from raymega.errors import counted
 
 convert_app = typer.Typer(
     help="Import and export Hugging Face, torch.distributed.checkpoint and PEFT models.\n\nExample: raymega convert hf-import Llama-3.2-1B/ --out llama-1b",
@@ -193,7 +194,7 @@ def import_peft(
     if as_json:
         print_json(json_object(done, uri="output", key="manifest"))
         return
-    print(f"# adapters of {done.num_adapters} layers in {done.dtype}; in a job file:")
+    print(f"# adapters of {counted(done.num_adapters, 'layer')} in {done.dtype}; in a job file:")
     print(model_yaml(done.model), end="")
     print("checkpoint:")
     print(f"  init_from: {json.dumps(done.base)}\n  init_adapter: {json.dumps(done.uri)}")
@@ -218,7 +219,7 @@ def export_peft(
         print_json(json_object(done, folder="output", key="manifest"))
         return
     print(
-        f"{done.folder}: step {done.step}, adapters of {done.num_adapters} layers, "
+        f"{done.folder}: step {done.step}, adapters of {counted(done.num_adapters, 'layer')}, "
         f"{done.num_parameters:,} parameters"
     )
     print("\n".join(done.files))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from raymega import api
 from raymega.cli.options import Address, AsJson, Overrides
 from raymega.cli.output import print_json, table
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, counted, raise_faults
 from raymega.orchestrate.diagnostics.checks import CheckFinding, examine
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.hardware.catalog_file import SUFFIXES
@@ -62,9 +63,11 @@ def doctor(
         print_json({"problems": num_problems, "findings": findings})
     else:
         _show_bandwidth(findings)
-        print(f"{num_problems} problems" if num_problems else "no problems")
+        print(counted(num_problems, "problem") if num_problems else "no problems")
         if calibrate is not None:
-            print(f"wrote {calibrate}: raymega plan {job_file} --gpu {calibrate}")
+            print(
+                f"wrote {calibrate}: raymega plan {quote(str(job_file))} --gpu {quote(str(calibrate))}"
+            )
     raise typer.Exit(1 if num_problems else 0)
 
 

@@ -12,6 +12,7 @@ import typer
 from raymega.cli.options import Address, AsJsonLines, Overrides
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import phase_bars
+from raymega.errors import counted
 from raymega.evaluate.recording import OF_RUN
 from raymega.evaluate.run import EvalOptions, EvalReport, evaluate_each
 from raymega.evaluate.tasks.table import TASKS
@@ -131,8 +132,8 @@ def _compare(reports: Sequence[EvalReport]) -> None:
 
 def _counts(report: EvalReport) -> str:
     degrees = " ".join(f"{axis}{degree}" for axis, degree in report.grid.items() if degree > 1)
-    words = f", {report.words:,} words" if report.words else ""
+    words = f", {counted(report.words, 'word')}" if report.words else ""
     return (
-        f"{report.documents:,} document{'s' * (report.documents != 1)}, {report.tokens:,} tokens scored{words}; "
+        f"{counted(report.documents, 'document')}, {counted(report.tokens, 'token')} scored{words}; "
         f"{degrees or 'one rank'}; {report.seconds:.1f} s"
     )

@@ -11,6 +11,7 @@ import typer
 from raymega.cli.options import Address, AsJsonLines, Overrides, Uri
 from raymega.cli.output import print_json
 from raymega.cli.progress import phase_bars
+from raymega.errors import counted
 from raymega.generate.run import BATCH_SIZE, Answer, GenerateOptions, Prompts
 from raymega.generate.run import generate as run_generate
 from raymega.generate.serving import ENGINES, PORT, as_line, serving_line
@@ -98,4 +99,4 @@ def generate(  # the options of the command
 def _show(answer: Answer) -> None:
     """Print an answer behind its prompt."""
     print(f"{answer.prompt}{answer.text}")
-    print(f"-- {len(answer.tokens)} tokens, {answer.finish_reason}")
+    print(f"-- {counted(len(answer.tokens), 'token')}, {answer.finish_reason}")

@@ -14,6 +14,7 @@ from raymega.cli.options import AsJsonLines, JobFile, Overrides
 from raymega.cli.output import print_json, table
 from raymega.cli.progress import OnProgress, phase_bars
 from raymega.config.grid_text import set_options
+from raymega.errors import counted
 from raymega.verify.compare import Deviation
 from raymega.verify.layout import DEGREES, OPTIONS, Device
 from raymega.verify.rounding import LIMIT_OF_SPREAD, Precision
@@ -160,7 +161,7 @@ def _show_report(report: Report) -> None:
         # passed: the largest deviation
         worst = _worst(report)
         print(
-            f"same run on all {report.num_layouts} layouts over {report.options.steps} steps: "
+            f"same run on all {counted(report.num_layouts, 'layout')} over {counted(report.options.steps, 'step')}: "
             f"largest deviation {worst.value:.1e} ({worst.quantity}, step {worst.step}), limit "
             f"{_limit(report.options)}; {report.seconds:.1f} s"
         )
@@ -168,7 +169,9 @@ def _show_report(report: Report) -> None:
     assert report.smallest, "a layout failed, so there is a smallest one"
     # failed: the smallest layout, and the settings that reproduce it
     failed = sum(not outcome.is_same for outcome in report.outcomes)
-    print(f"NOT the same run on {failed} of {len(report.outcomes)} layouts; {report.seconds:.1f} s")
+    print(
+        f"NOT the same run on {failed} of {counted(len(report.outcomes), 'layout')}; {report.seconds:.1f} s"
+    )
     print(f"smallest layout that reproduces it: {report.smallest.layout.describe()}")
     if report.smallest.resumed_from:
         print(f"resumed from a checkpoint of {report.smallest.resumed_from.describe()}")

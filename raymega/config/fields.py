@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 MOST = 2**63 - 1
@@ -79,3 +80,13 @@ def _texts_below(section: type[Section]) -> dict[str, str]:
         and isinstance(below, ast.Expr)
         and isinstance(below.value, ast.Constant)
     }
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section class of a field; None for a field that is not a section."""
+    return as_section(field.annotation)
+
+
+def as_section(kind: object) -> type[Section] | None:
+    """Return a type if it is a section class, else None."""
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from raymega.config.fields import PLUGIN_NAME, Section
+from raymega.config.fields import MOST, PLUGIN_NAME, Section, as_section, section_of
+from raymega.config.grid_text import apply_override, override_list
 from raymega.config.paths import PATH_LISTS, make_absolute, with_absolute_paths
 from raymega.config.schema import Job
 from raymega.config.shipped_files import shipped_file
@@ -96,7 +97,7 @@ class ParsedJob:
     def with_overrides(self, overrides: Iterable[str]) -> ParsedJob:
         """Return the job with ``a.b=c`` overrides applied and every field validated again."""
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.raw.items()}
-        faults = [fault for override in overrides for fault in _apply(raw, override)]
+        faults = [fault for override in overrides for fault in apply_override(raw, override)]
         _spell_fp8_out(raw)
         return _parsed(raw, [*self.of_no_field, *faults])
 
@@ -107,7 +108,8 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
     Relative paths in the job become absolute here, once, against the working folder.
 
     Raises:
-        ConfigError: The file is missing or is not a YAML mapping; faults of fields are returned.
+        ConfigError: The file is missing or is not a YAML mapping, or the overrides are no list; faults of fields
+            are returned.
     """
     # The mapping, with overrides and short forms written out, then each field.
     raw = _read(Path(path))
@@ -115,7 +117,8 @@ def parse_job(path: Path | str, overrides: Iterable[str] = ()) -> ParsedJob:
         raw["parallel"] = {"layout": "auto"}
     if isinstance(raw.get("plugins"), tuple):
         raw["plugins"] = {"modules": raw["plugins"]}
-    faults = [fault for override in overrides for fault in _apply(raw, override)]
+    given = override_list(overrides)
+    faults = [fault for override in given for fault in apply_override(raw, override)]
     _spell_fp8_out(raw)
     for section, key in _PATHS:
         make_absolute(raw.get(section), key)
@@ -138,7 +141,7 @@ def parse_mapping(raw: Mapping[str, Any]) -> ParsedJob:
     values: dict[str, Any] = {}
     faults = _unknown_keys(raw, Job, prefix="")
     for name, field in Job.model_fields.items():
-        section = _section_of(field)
+        section = section_of(field)
         assert section is not None, name
         faults += section_faults(raw.get(name, {}), section, name, values)
     return ParsedJob(values=values, faults=tuple(faults), raw=raw)
@@ -156,16 +159,22 @@ def _read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file does not exist, or is not a YAML mapping.
     """
-    if not path.exists() and not path.is_absolute():
-        path = shipped_file(path.as_posix()) or path
-    if not path.is_file():
+    try:
+        if not path.exists() and not path.is_absolute():
+            path = shipped_file(path.as_posix()) or path
+        if not path.is_file():
+            raise ConfigError(
+                fact=f"job file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}",
+                rule="a job is a YAML file",
+                remedy="give its path; jobs/verify.yaml is one that runs as it is",
+            )
+        raw = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
         raise ConfigError(
-            fact=f"job file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}",
+            fact=f"job file {str(path)!r:.200} cannot be read: {error.strerror}",
             rule="a job is a YAML file",
             remedy="give its path; jobs/verify.yaml is one that runs as it is",
-        )
-    try:
-        raw = read_yaml(path.read_text(encoding="utf-8"))
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         cause, remedy = yaml_fault(error)
         raise ConfigError(
@@ -190,48 +199,11 @@ def _content(raw: object) -> str:
     return "holds a list" if isinstance(raw, tuple) else f"holds the one value {raw!r:.60}"
 
 
-def _apply(raw: dict[str, Any], override: str) -> list[Fault]:
-    """Write one override into ``raw``, or return the fault of an override that cannot be read."""
-    path, equals, text = override.partition("=")
-    *sections, field = path.strip().split(".")
-    if not equals or not sections or not all((*sections, field)):
-        return [_bad_override(override, "it must read section.field=value", _nearest(override))]
-    try:
-        value = read_yaml(text)
-    except yaml.YAMLError as error:
-        return [_bad_override(override, f"its value must be YAML ({yaml_fault(error)[0]})")]
-    # Sections on the way are created; unknown ones are faults of the validation.
-    section = raw
-    for name in sections:
-        if not isinstance(section.get(name), dict):
-            section[name] = {}
-        section = section[name]
-    section[field] = value
-    return []
-
-
 def _spell_fp8_out(raw: dict[str, Any]) -> None:
     """Expand ``precision.dtype: fp8`` to ``fp8: rowwise`` with ``dtype: bfloat16``."""
     precision = raw.get("precision")
     if isinstance(precision, dict) and precision.get("dtype") == "fp8":
         raw["precision"] = {"fp8": "rowwise", **precision, "dtype": "bfloat16"}
-
-
-def _bad_override(override: str, rule: str, meant: str = "") -> Fault:
-    remedy = f"did you mean --set {meant}?" if meant else "write for example --set run.steps=50"
-    return Fault(fact=f"override {override!r}", rule=rule, remedy=remedy)
-
-
-def _nearest(override: str) -> str:
-    """Return the override that a text without a section means: optimizer.lr=1e-3 for lr=1e-3; or empty."""
-    field, _, value = override.replace(":", "=", 1).partition("=")
-    if "." in field:
-        return f"{field.strip()}={value.strip()}" if value and ":" in override else ""
-    for name, info in Job.model_fields.items():
-        section = _section_of(info)
-        if section is not None and field.strip() in section.model_fields and value:
-            return f"{name}.{field.strip()}={value.strip()}"
-    return ""
 
 
 def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) -> list[Fault]:
@@ -240,7 +212,7 @@ def _unknown_keys(raw: Mapping[str, Any], model: type[Section], *, prefix: str) 
     for key in raw:
         if key in known:
             continue
-        below = {name: _section_of(field) for name, field in model.model_fields.items()}
+        below = {name: section_of(field) for name, field in model.model_fields.items()}
         inner = [
             f"{name}.{key}" for name, each in below.items() if each and key in each.model_fields
         ]
@@ -270,15 +242,6 @@ def _not_a_mapping(name: str, given: object, section: type[Section]) -> Fault:
     )
 
 
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section class of a field; None for a field that is not a section."""
-    return _as_section(field.annotation)
-
-
-def _as_section(kind: object) -> type[Section] | None:
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
 def section_faults(
     given: object, section: type[Section], name: str, values: dict[str, Any]
 ) -> list[Fault]:
@@ -290,10 +253,10 @@ def section_faults(
         path = f"{name}.{key}"
         value = given.get(key, _ABSENT)
         # A section inside this one: its faults, or as a whole a value.
-        inner = _section_of(field)
+        inner = section_of(field)
         kind = field.annotation  # one of two forms, the other is a word; of a list it is none
         if inner is None and isinstance(value, Mapping) and get_origin(kind) is not tuple:
-            inner = next(filter(None, map(_as_section, get_args(kind))), None)
+            inner = next(filter(None, map(as_section, get_args(kind))), None)
         if inner is not None and value is not _ABSENT:
             found = section_faults(value, inner, path, {})
             faults += found
@@ -359,9 +322,11 @@ def _meant(value: object, details: Sequence[ErrorDetails], text: str, field: Fie
     if any(detail["type"] == "int_type" for detail in details):
         unit = _UNITS.fullmatch(given)
         plain = given.replace("_", "").replace(",", "").removesuffix(".0")
-        return unit[1] if unit else plain if plain.isdecimal() else ""
+        number = unit[1] if unit else plain
+        # digits of any script, in those that YAML reads
+        return str(int(number)) if number.isdecimal() and len(number) <= len(str(MOST)) else ""
     if any(detail["type"] == "tuple_type" for detail in details):
-        of_mappings = any(map(_as_section, get_args(field.annotation)))
+        of_mappings = any(map(as_section, get_args(field.annotation)))
         is_entry = isinstance(value, Mapping if of_mappings else str | int | float)
         return yaml.safe_dump((value,), default_flow_style=True, width=1000).strip() * is_entry
     if not known:

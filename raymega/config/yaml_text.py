@@ -9,6 +9,8 @@ import yaml
 
 from raymega.errors import one_line
 
+MOST_VALUES = 100_000
+"""Most values of a text, those that aliases repeat included: ten lines of aliases of aliases make billions."""
 MOST_SHOWN = 60
 """Most characters of a faulty line that a message repeats."""
 
@@ -29,6 +31,14 @@ class _Yaml12Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the text's one node, unless its aliases repeat too many values."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _num_values(node, {}) > MOST_VALUES:
+            problem = f"its values and aliases make more than {MOST_VALUES:,} values"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
         """Refuse a duplicate key, of which PyYAML would silently take the last."""
         keys = [key.value for key, _ in node.value]
@@ -47,6 +57,18 @@ class _Yaml12Loader(yaml.SafeLoader):
     def refuse_tag(self, node: yaml.Node) -> object:
         """Raise for an explicit ``!!timestamp``, a tag that YAML 1.2 does not have."""
         return self.construct_undefined(node)
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values below a node, each as often as aliases repeat it; ``known`` has those of nodes so far."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1  # a node that holds itself is refused later
+        is_mapping = isinstance(node, yaml.MappingNode)
+        inner = [each for pair in node.value for each in pair] if is_mapping else node.value
+        known[id(node)] = 1 + sum(_num_values(each, known) for each in inner)
+    return known[id(node)]
 
 
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:seq", _Yaml12Loader.construct_tuple)
@@ -90,6 +112,9 @@ def yaml_fault(error: yaml.YAMLError | UnicodeDecodeError) -> tuple[str, str]:
     if isinstance(error, UnicodeDecodeError):
         at = f"byte {error.start} ({error.object[error.start]:#04x}) is no UTF-8 text"
         return at, "give a text file; a job is written in an editor"
+    if isinstance(error, yaml.reader.ReaderError):
+        at = f"character {error.position + 1} (U+{error.character:04X}) is none that YAML has"
+        return at, "remove it, or write it as an escape in quotes"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return one_line(error), "correct the value"
     # PyYAML draws a caret below the line; in one line the column says the same
@@ -100,6 +125,8 @@ def yaml_fault(error: yaml.YAMLError | UnicodeDecodeError) -> tuple[str, str]:
     remedy = f"correct line {mark.line + 1}"
     if "'\\t'" in str(error.problem):
         remedy = "indent with spaces, YAML allows no tabs there"
+    elif "aliases make" in str(error.problem):
+        remedy = "write fewer values, without aliases (*name) of aliases"
     elif "stands twice" in str(error.problem):
         remedy = "remove one of the two lines"
     elif opened is not None and opened.line < mark.line:

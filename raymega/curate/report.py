@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from raymega.drawing.bars import Bars, draw_bars
 from raymega.drawing.page import charts, facts, folded, note, page, table
-from raymega.errors import duration
+from raymega.errors import counted, duration
 
 MOST_LANGUAGES = 30
 FILLS = {"kept": "#0072b2", "removed": "#d55e00"}
@@ -82,7 +82,7 @@ def _languages(languages: Mapping[str, Sequence[int]], whole: int) -> str:
         for language, (documents, size) in list(languages.items())[:MOST_LANGUAGES]
     ]
     left = len(languages) - len(rows)
-    more = note(f"{left} others") if left > 0 else ""
+    more = note(counted(left, "other")) if left > 0 else ""
     return table(("language", "documents", "text", "share"), rows) + more
 
 
@@ -102,7 +102,9 @@ def _examples(step: Mapping[str, Any]) -> str:
     reasons = table(("reason", "documents"), list(step["reasons"].items()))
     rows = [(each["reason"], each["source"], each["text"]) for each in step["examples"]]
     shown = table(("reason", "source", "text"), rows)
-    title = f"{step['name']}: {sum(step['reasons'].values()):,} documents, {len(rows)} shown"
+    title = (
+        f"{step['name']}: {counted(sum(step['reasons'].values()), 'document')}, {len(rows)} shown"
+    )
     return f"<h3>{escape(step['name'])}</h3>{reasons}{folded(title, shown)}"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymega.curate.steps.quality_model import FEATURE_BITS, LinearModel, features
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, counted
 from raymega.prepare.documents import read_documents
 from raymega.prepare.groups import make_groups
 from raymega.prepare.sources import list_files, split_of
@@ -76,7 +76,7 @@ def train_quality_model(
     labels = [example[2] for example in train]
     if len(set(labels)) < 2 or len({example[2] for example in held}) < 2:
         raise ConfigError(
-            fact=f"--good has {int(sum(labels))} documents to train on, --raw {labels.count(0.0)}",
+            fact=f"--good has {counted(int(sum(labels)), 'document')} to train on, --raw {labels.count(0.0)}",
             rule="both need some, and a tenth of each is held out to measure",
             remedy="give some dozens of documents of each kind",
         )

@@ -10,7 +10,7 @@ from raymega.config.vision.section import VisionSection
 from raymega.data.images.files import MARK, BrokenImageError, read_image, with_patches
 from raymega.data.rows import Pixels
 from raymega.data.text_codec import TextCodec
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, counted, raise_faults
 from raymega.generate.prompts import Prompt
 
 
@@ -91,7 +91,7 @@ def prompt_tokens(
         if ids.count(token) != len(own):
             faults.append(
                 Fault(
-                    fact=f"prompt {number + 1} has {len(own)} images and {ids.count(token)} marks {MARK}",
+                    fact=f"prompt {number + 1} has {counted(len(own), 'image')} and {counted(ids.count(token), 'mark')} {MARK}",
                     rule=f"each mark, token {token} of the model's tokenizer, stands for an image",
                     remedy=f"write {MARK} into the prompt where each image belongs",
                 )

@@ -18,7 +18,7 @@ from raymega.convert.huggingface.extra_files import GENERATION_CONFIG, carried_c
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.text_codec import TextCodec
 from raymega.data.tokenizer_files import special_ids
-from raymega.errors import ConfigError, Fault, WorkerError, raise_faults
+from raymega.errors import ConfigError, Fault, WorkerError, counted, raise_faults
 from raymega.evaluate.run import EvalOptions, plan_of
 from raymega.evaluate.tokenizer import model_files
 from raymega.extras import import_extra
@@ -304,7 +304,7 @@ def _length_faults(
     for number, (text, tokens) in enumerate(zip(texts, prompts, strict=True), start=1):
         if not 0 < len(tokens) < most:
             yield Fault(
-                fact=f"prompt {number} ({text[:40]!r}) has {len(tokens)} tokens",
+                fact=f"prompt {number} ({text[:40]!r}) has {counted(len(tokens), 'token')}",
                 rule=f"a prompt has at least 1 token, and the model reads at most {most} with the answer",
                 remedy="shorten it" if tokens else "give a prompt with text",
             )

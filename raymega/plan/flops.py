@@ -31,6 +31,7 @@ from raymega.plan.tensor_table import (
     is_head_frozen,
     is_tower_frozen,
     layer_tensors,
+    like_blocks,
     mtp_tensors,
 )
 from raymega.schedule.simulate import Durations
@@ -67,8 +68,11 @@ def forward_flops_per_token(model: ModelSection, *, seq_len: float) -> float:
     # blocks and head; then multi-token prediction
     attention = _attention_flops(model, seq_len)
     head = head_weights(model)
-    layers = (layer_tensors(model, layer) for layer in range(model.num_layers))
-    forward = sum(2 * active_weights(layer, model) + attention for layer in layers) + 2 * head
+    weights = sum(
+        times * active_weights(layer_tensors(model, layer), model)
+        for layer, times in like_blocks(model).items()
+    )
+    forward = 2 * weights + model.num_layers * attention + 2 * head
     forward += 2 * active_weights(mtp_tensors(model), model)
     forward += model.num_nextn_predict_layers * (attention + 2 * head)
     # the tower's work on the images among the tokens, model.vision.image_share of them
@@ -82,14 +86,15 @@ def _spared_flops(model: ModelSection, seq_len: float) -> float:
     """
     if not (model.freeze or model.lora.r):
         return 0.0
-    shares, of_head = [1.0] * model.num_layers, 1.0
+    sides, of_head = [1.0, 1.0], 1.0
     if parts_of(model).is_encoder_decoder:
         sides = [length / seq_len for length in side_lengths(model, seq_len)]
-        shares = [sides[is_decoder_layer(model, layer)] for layer in range(model.num_layers)]
         of_head = sides[1]
     frozen = sum(
-        share * _frozen_weights(layer_tensors(model, layer), model)
-        for layer, share in enumerate(shares)
+        times
+        * sides[is_decoder_layer(model, layer)]
+        * _frozen_weights(layer_tensors(model, layer), model)
+        for layer, times in like_blocks(model).items()
     ) + _frozen_weights(mtp_tensors(model), model)
     if is_head_frozen(model):
         frozen += of_head * (1 + model.num_nextn_predict_layers) * head_weights(model)
@@ -152,11 +157,11 @@ def layer_costs(model: ModelSection, seq_len: float) -> tuple[float, ...]:
         flops = layer_flops(model, seq_len)
     elif has_unlike_layers(model):
         kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+        # one layer of each kind
         once = {
             kind: 2 * active_weights(layer_tensors(model, layer), model)
             + _attention_flops(one_layer(model, layer), seq_len)
-            for layer, kind in enumerate(kinds)
-            if kind not in kinds[:layer]
+            for kind, layer in dict(zip(kinds, range(model.num_layers), strict=True)).items()
         }
         flops = [once[kind] for kind in kinds]
     else:
@@ -186,9 +191,12 @@ def trained_share(model: ModelSection) -> float:
     """Return the share of the blocks' weight gradients that are computed: those of frozen weights are not."""
     if not (model.freeze or model.lora.r):
         return 1.0
-    tensors = [t for layer in range(model.num_layers) for t in layer_tensors(model, layer)]
-    trained = active_weights((t for t in tensors if t.is_trained), model)
-    return trained / active_weights(tensors, model)
+    trained = whole = 0.0
+    for layer, times in like_blocks(model).items():
+        tensors = layer_tensors(model, layer)
+        trained += times * active_weights((t for t in tensors if t.is_trained), model)
+        whole += times * active_weights(tensors, model)
+    return trained / whole
 
 
 def pass_times(model: ModelSection, *, seq_len: int) -> Durations:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import Fault
@@ -255,13 +255,38 @@ def _cheapest_of(costs: Sequence[float], num_stages: int, loss_cost: float) -> t
         more, least = (loss_cost, 0) if is_last else (0.0, 1)
         best = {
             n: min(
-                (max(dearest, total[n] - total[first] + more), (*counts, n - first))
-                for first, (dearest, counts) in best.items()
-                if first + least <= n
+                (max(best[first][0], total[n] - total[first] + more), (*best[first][1], n - first))
+                for first in _cheapest_cuts(best, total, n, more=more, least=least)
             )
             for n in range(min(best) + least, len(costs) + 1)
         }
     return best[len(costs)][1]
+
+
+def _cheapest_cuts(
+    best: Mapping[int, tuple[float, tuple[int, ...]]],
+    total: Sequence[float],
+    n: int,
+    *,
+    more: float,
+    least: int,
+) -> Iterator[int]:
+    """Yield the layers before a last stage that ends at layer ``n``, of which the dearer of both parts is cheapest.
+
+    With more layers the first part is dearer and the last cheaper: the cheapest are around the place where they cross.
+    """
+    counts = range(min(best), min(max(best), n - least) + 1)
+
+    def cost(at: int) -> float:
+        return max(best[counts[at]][0], total[n] - total[counts[at]] + more)
+
+    cross = bisect_left(
+        counts, 0.0, key=lambda first: best[first][0] - (total[n] - total[first] + more)
+    )
+    near = [at for at in (cross - 1, cross) if 0 <= at < len(counts)]
+    least_cost = min(map(cost, near))
+    for ats in (range(cross - 1, -1, -1), range(cross, len(counts))):
+        yield from (counts[at] for at in takewhile(lambda at: cost(at) == least_cost, ats))
 
 
 def _expand(text: str) -> str:

@@ -5,11 +5,13 @@ One table serves construction, initialisation, counting, checkpoints and export;
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from math import sqrt
 
 from raymega.config.schema import ModelSection
-from raymega.plan.adapters import with_tuning
+from raymega.plan.adapters import tuned_kind, with_tuning
 from raymega.plan.layers.encoder_decoder import block_tensors, position_tables
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.global_tensor import BELOW, GlobalTensor, Role
@@ -275,6 +277,19 @@ def layer_tensors(model: ModelSection, layer: int) -> list[GlobalTensor]:
     inner = [] if has_one and kind not in ALONE else inner
     table = (replace(_scaled(each, model), layer=layer) for each in norms + attention + inner)
     return with_tuning(table, model)
+
+
+@lru_cache(maxsize=16)
+def kinds_of_blocks(model: ModelSection) -> tuple[object, ...]:
+    """Return the kind of each block: blocks of one kind have tensors of the same sizes, which are trained alike."""
+    layers = range(model.num_layers)
+    return tuple((tensor_kind(model, layer), tuned_kind(model, layer)) for layer in layers)
+
+
+def like_blocks(model: ModelSection) -> dict[int, int]:
+    """Return the first block of each kind, and the number of its kind: sums over blocks need no more of them."""
+    first: dict[object, int] = {}
+    return Counter(first.setdefault(kind, n) for n, kind in enumerate(kinds_of_blocks(model)))
 
 
 def _scaled(tensor: GlobalTensor, model: ModelSection) -> GlobalTensor:

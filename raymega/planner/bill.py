@@ -1,7 +1,7 @@
 """Compute what a whole run costs: time, device-hours and dollars, on demand and on spot nodes.
 
-The step time is predicted or measured by others; the module multiplies, and adds evaluations and what
-interruptions of spot nodes cost.
+The step time is predicted or measured by others; the module multiplies, and adds evaluations, samples of text and
+what interruptions of spot nodes cost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymega.config.schema import Job, RunSection
-from raymega.errors import duration
+from raymega.errors import counted, duration
 from raymega.plan.batch import phases
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
@@ -54,6 +54,7 @@ class Bill:
         tokens: Tokens that they read.
         step_s: Seconds of a step with the whole batch.
         evaluation_s: Seconds of the evaluations between them.
+        samples_s: Seconds of the samples of text between them.
         seconds: Seconds of all together, without interruptions.
         device_hours: Hours of all devices together.
         dollars: Dollars at the price of the device; None without a price.
@@ -65,6 +66,7 @@ class Bill:
     tokens: int
     step_s: float
     evaluation_s: float
+    samples_s: float
     seconds: float
     device_hours: float
     dollars: float | None
@@ -78,6 +80,7 @@ def make_bill(
     *,
     first_step: int = 0,
     tasks_s: float = 0.0,
+    sample_s: float = 0.0,
 ) -> Bill:
     """Return the bill of the steps after ``first_step``.
 
@@ -87,6 +90,7 @@ def make_bill(
         step_s: Seconds of a step with the whole batch.
         first_step: Number of steps that are done.
         tasks_s: Seconds of one evaluation of run.eval_tasks, for which the ranks that train wait.
+        sample_s: Seconds in which the ranks that train draw run.samples_every's texts once.
     """
     job, world = plan.job, plan.grid.world_size
     steps = max(0, job.run.steps - first_step)
@@ -94,7 +98,10 @@ def make_bill(
     training_s = step_s * sum(number * weight for number, weight, _ in weighted)
     evaluation_s = _evaluation_s(job, step_s, first_step)
     evaluation_s += tasks_s * _num_evaluations(job.run, job.run.eval_tasks_every, first_step)
-    seconds = training_s + evaluation_s
+    every = job.run.samples_every
+    # samples are drawn after a step that is due, and not at the end
+    num_samples = max(0, job.run.steps // every - first_step // every) if every else 0
+    seconds = training_s + evaluation_s + num_samples * sample_s
     hours = seconds / 3600 * world
     return Bill(
         num_steps=steps,
@@ -102,6 +109,7 @@ def make_bill(
         tokens=job.data.seq_len * sum(number * size for number, _, size in weighted),
         step_s=step_s,
         evaluation_s=evaluation_s,
+        samples_s=num_samples * sample_s,
         seconds=seconds,
         device_hours=hours,
         dollars=hours * device.price_per_hour if device.price_per_hour else None,
@@ -163,9 +171,12 @@ def bill_lines(bill: Bill, device: Accelerator) -> Iterator[str]:
         if bill.dollars is not None
         else "--price DOLLARS an hour gives the cost"
     )
-    tests = f", {duration(bill.evaluation_s)} of it evaluation" if bill.evaluation_s >= 1 else ""
+    parts = {"evaluation": bill.evaluation_s, "samples of text": bill.samples_s}
+    tests = "".join(
+        f", {duration(part_s)} of it {name}" for name, part_s in parts.items() if part_s >= 1
+    )
     yield (
-        f"{bill.num_steps:,} steps, {_count(bill.tokens)} tokens: {duration(bill.seconds)}{tests}; "
+        f"{counted(bill.num_steps, 'step')}, {_count(bill.tokens)} tokens: {duration(bill.seconds)}{tests}; "
         f"{_digits(bill.device_hours)} {unit}; {cost}"
     )
     spot = bill.spot

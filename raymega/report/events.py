@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raymega.drawing.page import card, folded, note, table
+from raymega.errors import counted
 from raymega.report.summary import duration
 from raymega.tracking.history import Incident, Record, RunHistory
 from raymega.tracking.incidents import STATE_SOURCES
@@ -24,15 +25,16 @@ def incidents_section(history: RunHistory) -> Iterator[str]:
             (
                 each.get("attempt", 0),
                 each["step"],
-                " ".join(f"{axis}{n}" for axis, n in each["grid"].items() if n > 1) or "one rank",
+                " ".join(f"{axis}{n}" for axis, n in each.get("grid", {}).items() if n > 1)
+                or "one rank",
                 each.get("reason", ""),
             )
             for each in history.attempts
         ]
-        yield folded(f"{len(rows)} attempts", table(headers, rows))
+        yield folded(counted(len(rows), "attempt"), table(headers, rows))
     if history.signs:
         signs = [(each.get("step", 0), _sign(each)) for each in history.signs[-MOST_SIGNS:]]
-        yield folded(f"{len(history.signs)} warnings", table(("step", "warning"), signs))
+        yield folded(counted(len(history.signs), "warning"), table(("step", "warning"), signs))
 
 
 def _card(number: int, incident: Incident) -> str:

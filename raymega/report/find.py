@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
 from raymega.config.schema import CheckpointSection
 from raymega.errors import ConfigError, Fault
@@ -65,7 +66,7 @@ def _absence(text: str, place: RunPlace, root: Path) -> Fault:
         return Fault(
             fact=f"{text!r} holds runs and is none itself: {', '.join(below[:MOST_NAMED])}",
             rule=rule,
-            remedy=f"raymega report {place.folder / below[0]}",
+            remedy=f"raymega report {quote(str(place.folder / below[0]))}",
         )
     if (place.folder / RECORD_KEY).is_file() or local_path(text) is None:
         return Fault(
@@ -80,7 +81,9 @@ def _absence(text: str, place: RunPlace, root: Path) -> Fault:
     return Fault(
         fact=f"there is no run at {text!r}{there}",
         rule=rule,
-        remedy=f"raymega report {root / near[0]}" if near else "raymega train jobs/verify.yaml",
+        remedy=f"raymega report {quote(str(root / near[0]))}"
+        if near
+        else "raymega train jobs/verify.yaml",
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from raymega.config.schema import Job
 from raymega.drawing.bars import Bars, draw_bars
 from raymega.drawing.page import charts, folded, note, table
-from raymega.errors import RaymegaError
+from raymega.errors import RaymegaError, counted
 from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.html_report import FILLS, memory_parts
 from raymega.tracking.history import RunHistory
@@ -72,7 +72,9 @@ def memory_section(history: RunHistory, plan: RunPlan | None) -> str:
         )
     )
     details = (
-        folded(f"each of {len(peaks)} ranks", _ranks(plan, peaks, planned, unit)) if peaks else ""
+        folded(f"each of {counted(len(peaks), 'rank')}", _ranks(plan, peaks, planned, unit))
+        if peaks
+        else ""
     )
     said = ON_CPU if plan.job.cluster.device == "cpu" else ON_GPU
     return "".join((charts([picture]), note(said), details))

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from raymega.errors import duration
+from raymega.errors import counted, duration
 from raymega.events import (
     ArtefactWritten,
     AttemptFailed,
@@ -161,7 +161,7 @@ def _run_started(event: RunStarted) -> str:
         return (
             f"Run {event.name} resumes from step {event.step} of {event.total_steps}. {event.uri}"
         )
-    return f"Run {event.name} starts; {event.total_steps} steps. {event.uri}"
+    return f"Run {event.name} starts; {counted(event.total_steps, 'step')}. {event.uri}"
 
 
 def _attempt_started(event: AttemptStarted) -> str:
@@ -237,7 +237,7 @@ def _recovered(event: Recovered) -> str:
     return (
         f"Recovered: detected in {event.detection_s:.1f} s, back {event.recovery_s:.1f} s later; "
         f"resumed from step {event.restored_step}{_from(event)}, "
-        f"{_count(event.lost_steps, 'lost step')} recomputed{_phases(event)}."
+        f"{counted(event.lost_steps, 'lost step')} recomputed{_phases(event)}."
     )
 
 
@@ -257,8 +257,8 @@ def _news(event: RunEvent) -> str:
         case SparesChanged():
             return f"{event.ready} of {event.wanted} spares are loaded after step {event.step}."
         case WorkersStarted():
-            nodes = _count(len(set(event.nodes.values())), "node")
-            return f"{_count(len(event.pids), 'worker')} started on {nodes}."
+            nodes = counted(len(set(event.nodes.values())), "node")
+            return f"{counted(len(event.pids), 'worker')} started on {nodes}."
         case NodesChecked():
             return f"Nodes checked in {event.seconds:.1f} s: {event.detail}."
         # results
@@ -298,10 +298,6 @@ def _saves_and_files(event: RunEvent) -> str:
             return f"{event.title}: {event.path}"
         case _:
             return repr(event)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _size(num_bytes: int) -> str:

@@ -26,6 +26,29 @@ MOST_READ_BYTES = 64 * 2**20
 Record = dict[str, Any]  # Any: a line of JSON
 PLACE = frozenset({"event", "step", "attempt", "grid"})
 """Fields of a step's line that are no metrics."""
+NUMBER, TEXT, OBJECT = (int, float), (str,), (dict,)
+NEEDED: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "attempt": {"step": NUMBER},
+    "step": {"step": NUMBER},
+    "evaluation": {"step": NUMBER},
+    "tasks": {"step": NUMBER},
+    "checkpoint": {"step": NUMBER},
+    "recovered": dict.fromkeys(("lost_steps", "detection_s", "recovery_s"), NUMBER),
+    "finished": {"status": TEXT, "wall_s": NUMBER, "goodput": NUMBER},
+    "bad_step": {"fact": TEXT, "action": TEXT},
+    "straggler": {"rank": NUMBER, "ratio": NUMBER},
+    "routing_collapsed": {"layer": NUMBER, "experts": (list,)},
+}
+"""Fields that readers of a line take for granted, with the types of their values."""
+GIVEN: Mapping[str, tuple[type, ...]] = {
+    "name": TEXT,
+    "uri": TEXT,
+    "total_steps": NUMBER,
+    "job": OBJECT,
+    "grid": OBJECT,
+    "plan": OBJECT,
+}
+"""Types of fields that a line may lack."""
 SIGNS = frozenset({"bad_step", "straggler", "routing_collapsed", "save_failed"})
 
 
@@ -105,7 +128,13 @@ class RunHistory:
         return self.attempts[-1].get("grid", {}) if self.attempts else {}
 
     def add(self, record: Record) -> None:
-        """Add the next line."""
+        """Add the next line.
+
+        Raises:
+            KeyError: It lacks a field.
+            TypeError: A field has a value of another type.
+        """
+        _check(record)
         match record["event"]:
             case "run":
                 self.run, self.end = record, None
@@ -131,9 +160,6 @@ class RunHistory:
     def _restart(self, record: Record) -> None:
         """Add an attempt; the values of the lost one beyond its start do not count."""
         first = record["step"]
-        for name in ("grid", "plan"):
-            if not isinstance(record.get(name, {}), Mapping):
-                raise TypeError(f"{name}={record[name]!r} is no object")
         # The first attempt of a run is no restart.
         if self.attempts:
             lost = max(self.step, first)
@@ -187,7 +213,7 @@ def load_history(path: Path, *, most_bytes: int = MOST_READ_BYTES) -> RunHistory
         try:
             history.add(record)
             num_events += 1
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             _warn(place, repr(error))
     if not num_events and path.read_bytes().strip():
         raise ValueError("no line is an event")
@@ -221,6 +247,14 @@ def _placed_records(path: Path, *, stride: int = 1) -> Iterator[tuple[tuple[Path
             yield (part, byte), record
         else:
             _warn((part, byte), "it is no event")
+
+
+def _check(record: Record) -> None:
+    """Raise if a line lacks a field that readers need, or has one of another type."""
+    needed = NEEDED.get(record["event"], {})
+    for name, kinds in {**GIVEN, **needed}.items():
+        if (name in record or name in needed) and not isinstance(record[name], kinds):
+            raise TypeError(f"{name}={record[name]!r} is no {kinds[0].__name__}")
 
 
 def _warn(place: tuple[Path, int], why: str) -> None:

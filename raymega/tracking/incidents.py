@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from raymega.errors import counted
 from raymega.events import (
     ArtefactWritten,
     AttemptFailed,
@@ -179,7 +180,7 @@ def _ranks(first: AttemptFailed, nodes: Mapping[int, str]) -> Iterator[str]:
     states = set(first.whereabouts.values())
     if len(states) == 1 and len(first.whereabouts) > 1:
         alike = f"all {len(first.whereabouts)}, {first.rank} failed first"
-        yield f"| {alike} | {len(set(nodes.values())) or 1} nodes | {_line(states.pop())} |"
+        yield f"| {alike} | {counted(len(set(nodes.values())) or 1, 'node')} | {_line(states.pop())} |"
         return
     for rank in sorted(first.whereabouts)[:MAX_RANKS]:
         mark = " (failed first)" if rank == first.rank else ""

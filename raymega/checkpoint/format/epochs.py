@@ -16,6 +16,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from shlex import quote
 from typing import Annotated
 
 from pydantic import AfterValidator, TypeAdapter
@@ -211,7 +212,7 @@ def read_grant(store: Store, epoch: int) -> LeaseGrant:
     """
     raw, name = store.get(grant_key(epoch)), f"{store.uri}/{grant_key(epoch)}"
     rule = "it says who drives the run, and which checkpoints count; the grant before it counts instead"
-    remedy = f"start the same job again, which takes a new one; raymega checkpoint list {store.uri}"
+    remedy = f"start the same job again, which takes a new one; raymega checkpoint list {quote(store.uri)}"
     grant = parse_object(raw, _ADAPTER, name=name, rule=rule, remedy=remedy)
     if grant.epoch != epoch:
         where = raw.find(b'"epoch"'), f"epoch: {grant.epoch}, not {epoch}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from shlex import quote
 
 from raymega.checkpoint.format.keys import ROOT, is_manifest
 from raymega.checkpoint.format.manifest import Manifest, find_restore
@@ -72,7 +73,7 @@ def teacher_faults(uri: str, model: ModelSection) -> list[Fault]:
     if isinstance(found, list):
         faults = found
     else:
-        remedy = f"set distillation.teacher_model to the checkpoint's model section, which `raymega checkpoint show {uri}` prints"
+        remedy = f"set distillation.teacher_model to the checkpoint's model section, which `raymega checkpoint show {quote(uri)}` prints"
         unlike = unlike_faults(CheckpointSection(init_from=uri), model, found)
         faults = [replace(fault, remedy=remedy) for fault in unlike]
     return [

@@ -13,7 +13,7 @@ from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.format.dtypes import from_bfloat16, storage_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import tensor_faults
-from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, counted, raise_faults
 from raymega.messages import Box, SavedBox
 from raymega.storage.store import Store
 
@@ -103,7 +103,7 @@ class Checkpoint(NamedTuple):
         near = get_close_matches(name, names, n=3) or names[:3]
         raise ConfigError(
             fact=f"{name!r} is no tensor of {self.store.uri}/{self.manifest.key}",
-            rule=f"that checkpoint has {len(names)} tensors",
+            rule=f"that checkpoint has {counted(len(names), 'tensor')}",
             remedy=f"use one of its names, such as {', '.join(near)}",
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from shlex import quote
 
 from raymega.checkpoint.format.data_file import read_block, read_header
 from raymega.checkpoint.format.epochs import newest_epoch
@@ -194,7 +195,7 @@ def _nothing_at(uri: str) -> Fault:
     remedy = "give <checkpoint.uri>/<run.name> of a run that has saved"
     if folder is not None and (folder / "config.json").is_file():
         remedy = (
-            f"it looks like a model of Hugging Face: raymega convert hf-import {uri} --out URI, "
+            f"it looks like a model of Hugging Face: raymega convert hf-import {quote(uri)} --out URI, "
             "then give that URI"
         )
     elif name := hub_name(uri):
@@ -204,12 +205,12 @@ def _nothing_at(uri: str) -> Fault:
             f"--out {local}-raymega` and give that folder"
         )
     elif (match := _PART_OF_RUN.fullmatch(uri)) and (steps := _steps_of(match["run"])):
-        remedy = f"the run has the steps {first_few(steps)}: raymega checkpoint list {match['run']}"
+        remedy = f"the run has the steps {first_few(steps)}: raymega checkpoint list {quote(match['run'])}"
     elif runs:
         more = ", ..." if len(runs) > MAX_NAMED else ""
         remedy = (
             f"give one of its runs, such as {uri.rstrip('/')}/{runs[0]}, of "
-            f"{', '.join(runs[:MAX_NAMED])}{more}; `raymega runs {uri}` lists them"
+            f"{', '.join(runs[:MAX_NAMED])}{more}; `raymega runs {quote(uri)}` lists them"
         )
     is_file = folder is not None and folder.is_file()
     return Fault(

@@ -14,7 +14,7 @@ from raymega.cli.options import AsJson, Uri
 from raymega.cli.output import print_json, relay
 from raymega.cli.submit import server_url
 from raymega.convert.huggingface.extra_files import bring_along
-from raymega.errors import CheckpointError, ConfigError, raise_faults
+from raymega.errors import CheckpointError, ConfigError, counted, raise_faults
 from raymega.orchestrate.driver.save_requests import ask_for_save
 from raymega.orchestrate.jobs import client as jobs_client
 from raymega.orchestrate.jobs.find_run import find_run
@@ -110,8 +110,8 @@ def copy_(
         )  # fmt: skip
         return
     print(
-        f"{store.uri}/{done.key}: {done.num_bytes:,} bytes, {done.num_written} files written, "
-        f"{done.num_found} existed already; {num_along} files of tokenizer and published model written"
+        f"{store.uri}/{done.key}: {counted(done.num_bytes, 'byte')}, {counted(done.num_written, 'file')} written, "
+        f"{done.num_found} existed already; {counted(num_along, 'file')} of tokenizer and published model written"
     )
 
 

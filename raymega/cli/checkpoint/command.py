@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from math import inf, isfinite
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from raymega.cli.checkpoint.changes import copy_, now, prune
 from raymega.cli.checkpoint.merge import merge_
 from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
+from raymega.errors import counted
 from raymega.messages import SavedBox
 
 WEIGHTS = "model/"
@@ -167,8 +169,8 @@ def _are_unrelated(found: list[TensorDifference]) -> bool:
 def _unrelated_line(uri: str, other: str, found: list[TensorDifference]) -> str:
     return (
         f"{uri} and {other} are of different models: {sum(bool(each.note) for each in found)} of "
-        f"{len(found)} tensors have no counterpart; compare checkpoints of one model, see "
-        f"`raymega checkpoint show {uri}`"
+        f"{counted(len(found), 'tensor')} have no counterpart; compare checkpoints of one model, see "
+        f"`raymega checkpoint show {quote(uri)}`"
     )
 
 
@@ -213,7 +215,9 @@ def _show_manifest(manifest: Manifest, tensors: list[dict[str, Any]]) -> None:
     for title in ("state", "grid", "metrics"):
         if values := getattr(manifest, title):
             print(f"{title}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
-    print(f"{manifest.total_bytes:,} bytes of tensors in {len(manifest.file_sizes())} files")
+    print(
+        f"{counted(manifest.total_bytes, 'byte')} of tensors in {counted(len(manifest.file_sizes()), 'file')}"
+    )
     rows = [
         (at["name"], at["dtype"], " x ".join(map(str, at["shape"])), at["num_boxes"], at["num_bytes"])
         for at in sorted(tensors, key=lambda at: at["name"])

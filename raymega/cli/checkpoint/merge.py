@@ -11,6 +11,7 @@ from raymega.cli.options import AsJson
 from raymega.cli.output import json_object, print_json
 from raymega.convert.tuned.adapted_weights import CombinationType
 from raymega.convert.tuned.merge import merge
+from raymega.errors import counted
 
 
 def merge_(
@@ -53,8 +54,8 @@ def merge_(
         print_json(json_object(done, uri="output", key="manifest"))
         return
     what = (
-        f"adapters of {done.num_adapters} layers merged"
+        f"adapters of {counted(done.num_adapters, 'layer')} merged"
         if done.num_adapters
-        else f"mean of {len(done.sources)} checkpoints"
+        else f"mean of {counted(len(done.sources), 'checkpoint')}"
     )
     print(f"{done.uri}/{done.key}: {what}, {done.num_parameters:,} parameters in {done.dtype}")

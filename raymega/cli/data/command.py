@@ -20,6 +20,7 @@ from raymega.data.export import export_megatron
 from raymega.data.format import DatasetMeta, RowFormat
 from raymega.data.inspect import describe, describe_blocks, describe_packing, inspect_dataset
 from raymega.data.open_split import Shape
+from raymega.errors import counted
 from raymega.prepare.origins import trace
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def _outcome(done: Prepared) -> dict[str, object]:
         "output": done.uri,
         "seconds": done.seconds,
         "ray_start_seconds": done.ray_start_seconds,
-        "engine": ", ".join(f"{name} ({count} groups)" for name, count in done.engines.items())
+        "engine": ", ".join(
+            f"{name} ({counted(count, 'group')})" for name, count in done.engines.items()
+        )
         or "none",
         "is_cached": done.is_cached,
     }

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
-from raymega.cli.init.new_job import CPU_PROCESSES, GPU, Answers, new_job
+from raymega.cli.init.new_job import CPU_PROCESSES, GPU, Answers, as_word, new_job
 from raymega.cli.init.recipes import RECIPES
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -42,7 +42,7 @@ def init(
 
     Options:
         model: Model to begin with: a folder of Hugging Face (config.json is enough) or a checkpoint.
-        gpus: Number of GPUs; without it two CPU processes.
+        gpus: Number of GPUs; without it two CPU processes, or eight of --gpu.
         data: Dataset that `raymega data prepare` wrote; without it built-in tokens.
         teacher: Of distill: the larger model to learn from, a folder or a checkpoint.
         out: File to write; default: the recipe's name.
@@ -52,7 +52,7 @@ def init(
     raise_faults(ConfigError, _count_faults(gpus))
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
     answers = Answers(
-        recipe=recipe, model=model, gpus=gpus or (8 if gpu else 0), gpu=gpu, data=data,
+        recipe=recipe, model=model, gpus=gpus or 0, gpu=gpu, data=data,
         teacher=teacher, out=out or Path(),
     )  # fmt: skip
     if is_asking:
@@ -65,7 +65,7 @@ def init(
     print(f"{answers.out}: {made.choice.reasons[0]}")
     print(f"{answers.out.with_name(SCHEMA_FILE)}: JSON schema, which editors read")
     print("next:")
-    job_file = quote(str(answers.out))
+    job_file = as_word(answers.out)
     for line in (*made.before, f"raymega plan {job_file}", f"raymega train {job_file}"):
         print(f"  {line}")
 
@@ -138,18 +138,31 @@ def _faults(answers: Answers) -> Iterator[Fault]:
 def _place_faults(out: Path) -> Iterator[Fault]:
     # a name that no file can have is told by the attempt to write it
     with suppress(OSError):
-        if out.exists():
+        if out.name == SCHEMA_FILE:
+            yield Fault(
+                fact=f"--out {out}",
+                rule="the JSON schema beside the job file has that name",
+                remedy=f"give --out {as_word(out.with_name('my-job.yaml'))}",
+            )
+        elif out.exists():
             yield Fault(
                 fact=f"--out {out} exists",
                 rule="a job file is never overwritten",
-                remedy=f"give another file, --out {out.stem}-2.yaml, or remove it",
+                remedy=f"give another file, --out {as_word(_free_name(out))}, or remove it",
             )
         elif not out.parent.is_dir():
             yield Fault(
                 fact=f"--out {out}: there is no folder {out.parent}",
                 rule="init makes no folders",
-                remedy=f"run mkdir -p {out.parent}",
+                remedy=f"run mkdir -p {as_word(out.parent)}",
             )
+
+
+def _free_name(out: Path) -> Path:
+    """Return the first name beside ``out``, or in the folder that it is, that no file has: my-job-2.yaml."""
+    named = out / "my-job.yaml" if out.is_dir() else out
+    others = (named.with_name(f"{named.stem}-{number}.yaml") for number in count(2))
+    return next(each for each in chain([named], others) if not each.exists())
 
 
 def _write(out: Path, text: str) -> None:

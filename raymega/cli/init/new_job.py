@@ -10,6 +10,13 @@ from shlex import quote
 from typing import Any
 
 from raymega.cli.init.heads import set_rows, with_new_head
+from raymega.cli.init.images import (
+    BYTES,
+    TUNED,
+    check_tower,
+    set_image_rows,
+    with_new_tower,
+)
 from raymega.cli.init.job_text import job_text
 from raymega.cli.init.recipes import RECIPES, SCALES, Recipe, Scale
 from raymega.cli.init.starting_model import (
@@ -34,8 +41,8 @@ from raymega.planner.search.selection import Choice, best_grid
 CPU = "cpu"
 CPU_PROCESSES = 2
 """Number of workers of a job on the CPUs of one machine."""
-GPU = "h100"
-"""Accelerator of a job on GPUs, where none is named."""
+GPU, NODE_GPUS = "h100", 8
+"""Accelerator of a job on GPUs, where none is named, and their number, where none is given."""
 YOUR_TOKENS = "my-tokens"
 
 
@@ -46,7 +53,7 @@ class Answers:
     Attributes:
         recipe: Name of a recipe.
         model: Folder of Hugging Face or URI of a checkpoint; empty for the recipe's own model.
-        gpus: Number of workers; 0 for two CPU processes.
+        gpus: Number of workers; 0 for two CPU processes, or a node of ``gpu``.
         gpu: Accelerator of each worker; empty for the default.
         data: Dataset of the run; empty for built-in tokens, with a placeholder beside.
         teacher: Folder of Hugging Face or URI of a checkpoint; of the recipe distill alone.
@@ -77,6 +84,11 @@ class NewJob:
     before: list[str]
 
 
+def as_word(path: Path) -> str:
+    """Return a path as a word of a command line: quoted, and none of its options."""
+    return quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
 def new_job(answers: Answers) -> NewJob:
     """Return the job of ``answers``, on the grid that the planner recommends.
 
@@ -87,27 +99,20 @@ def new_job(answers: Answers) -> NewJob:
     # device and model
     device = find_accelerator(answers.gpu or (GPU if answers.gpus else CPU))
     scale = SCALES["cpu" if device.shared_cores else "cuda"]
-    num_workers = answers.gpus or CPU_PROCESSES
+    num_workers = answers.gpus or (CPU_PROCESSES if device.shared_cores else NODE_GPUS)
     recipe = RECIPES[answers.recipe]
     start = starting_model(answers.model) if answers.model else None
-    model = start.model if start else _own_model(scale, answers.data)
-    start_rules: dict[str, list[str]] = {}
-    if recipe.name == "classify":
-        model, start_rules = with_new_head(model)
+    model, start_rules = _model_of(answers, scale, start)
     teacher = starting_model(answers.teacher, option="--teacher") if answers.teacher else None
     # the job without a layout, then the planner's
-    values = _values(answers, recipe, scale, model.model_dump(mode="json", exclude_defaults=True))
-    parts = parts_of(model)
-    values["data"]["seq_len"] = min(scale.seq_len, model.longest_row - parts.first_position)
-    source = set_rows(values, model) if model.head.is_on else recipe.input
-    if not parts.is_causal and not model.head.is_on:
-        values["data"]["masking"] = special_tokens(start.tokenizer if start else "")
-    if parts.is_encoder_decoder:
-        _set_streams(values, model, start.tokenizer if start else "")
+    numbers = recipe if start or recipe.name != "vision" else RECIPES["pretrain"]
+    values = _values(answers, numbers, scale, model.model_dump(mode="json", exclude_defaults=True))
+    values["data"]["seq_len"] = min(scale.seq_len, _longest(model))
+    source = _set_data(values, model, recipe, start)
     values["data"]["global_batch_size"] = num_workers * -(-scale.least_sequences // num_workers)
     if device.name != CPU:
         values["cluster"]["accelerator"] = answers.gpu or GPU
-    if recipe.needs_model and start:
+    if recipe.name != "pretrain" and start:
         values["checkpoint"] |= {"init_from": start.init_from, **start_rules}
     if teacher:
         _set_teacher(values, teacher)
@@ -115,11 +120,52 @@ def new_job(answers: Answers) -> NewJob:
     choice = best_grid(parsed.job(), num_workers, device)
     whole = _checked(values, choice.overrides)
     before = [teacher.import_line] if teacher and teacher.import_line else []
-    before += _lines_before(start, answers, model.vocab_size, source)
+    own_tokenizer = BYTES if model.vision.is_on else f"bpe:{model.vocab_size}"
+    before += _lines_before(start, answers, own_tokenizer, source)
     has_note = recipe.data_note and not model.head.is_on
     notes = _notes(answers, choice) | ({"data.loss_on": [recipe.data_note]} if has_note else {})
     text = job_text(whole.raw, head=_head(answers, recipe, before), notes=notes)
     return NewJob(text=text, choice=choice, before=before)
+
+
+def _model_of(
+    answers: Answers, scale: Scale, start: StartingModel | None
+) -> tuple[ModelSection, dict[str, list[str]]]:
+    """Return the model of the job, and the fields by which it starts from weights of another form."""
+    model = start.model if start else _own_model(scale, answers.data)
+    if answers.recipe == "classify":
+        return with_new_head(model)
+    if answers.recipe == "vision" and start:
+        check_tower(model, answers.model)
+    elif answers.recipe == "vision":
+        model = with_new_tower(model, scale.tower, answers.data)
+    return model, {}
+
+
+def _longest(model: ModelSection) -> int:
+    """Return the most tokens of a row."""
+    return model.longest_row - parts_of(model).first_position
+
+
+def _set_data(
+    values: dict[str, dict[str, Any]],
+    model: ModelSection,
+    recipe: Recipe,
+    start: StartingModel | None,
+) -> str:
+    """Set what the rows of a model need in a job's values, and return the input of `raymega data prepare`."""
+    tokenizer, parts = start.tokenizer if start else "", parts_of(model)
+    if parts.is_encoder_decoder:
+        _set_streams(values, model, tokenizer)
+    if model.head.is_on:
+        return set_rows(values, model)
+    if not parts.is_causal:
+        values["data"]["masking"] = special_tokens(tokenizer)
+    if not model.vision.is_on:
+        return recipe.input
+    if recipe.name == "vision" and start:
+        values["model"] |= TUNED
+    return set_image_rows(values, model, longest=_longest(model))
 
 
 def _set_teacher(values: dict[str, dict[str, Any]], teacher: StartingModel) -> None:
@@ -129,8 +175,7 @@ def _set_teacher(values: dict[str, dict[str, Any]], teacher: StartingModel) -> N
         "teacher_checkpoint": teacher.init_from,
         "teacher_model": model.model_dump(mode="json", exclude_defaults=True),
     }
-    longest = model.longest_row - parts_of(model).first_position
-    values["data"]["seq_len"] = min(values["data"]["seq_len"], longest)
+    values["data"]["seq_len"] = min(values["data"]["seq_len"], _longest(model))
 
 
 def _set_streams(values: dict[str, dict[str, Any]], model: ModelSection, tokenizer: str) -> None:
@@ -182,13 +227,13 @@ def _checked(values: Mapping[str, Any], overrides: tuple[str, ...] = ()) -> Pars
 
 
 def _lines_before(
-    start: StartingModel | None, answers: Answers, vocab_size: int, source: str
+    start: StartingModel | None, answers: Answers, own_tokenizer: str, source: str
 ) -> list[str]:
-    """Return the commands that make what the job names: weights and tokens."""
+    """Return the commands that make what the job names: weights and tokens; ``own_tokenizer`` is of a model of its own."""
     lines = [start.import_line] if start and start.import_line else []
     if not answers.data:
         own = quote(start.tokenizer) if start and start.tokenizer else "TOKENIZER.json"
-        tokenizer = own if start else f"bpe:{vocab_size}"
+        tokenizer = own if start else own_tokenizer
         lines.append(f"raymega data prepare {source} --tokenizer {tokenizer} --out {YOUR_TOKENS}")
     return lines
 
@@ -198,8 +243,8 @@ def _head(answers: Answers, recipe: Recipe, before: list[str]) -> list[str]:
         f"Trains {recipe.summary}. Written by `raymega init {recipe.name}`; every field is yours to change.",
         "`raymega plan` shows what follows from the file. In this order:",
         *(f"  {line}" for line in before),
-        f"  raymega plan {quote(str(answers.out))}",
-        f"  raymega train {quote(str(answers.out))}",
+        f"  raymega plan {as_word(answers.out)}",
+        f"  raymega train {as_word(answers.out)}",
     ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raymega.config.schema import ModelSection
+from raymega.config.vision.section import VisionSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +138,16 @@ RECIPES: Mapping[str, Recipe] = {
             },
             cpu_steps=20,
         ),
+        Recipe(
+            name="vision",
+            summary="a model that reads images among text, published (LLaVA, Qwen2-VL) or from random weights",
+            needs_model=False,
+            fields={
+                "run.steps": 1000, "run.eval_every": 100, "optimizer.lr": 2e-5, "optimizer.lr_warmup_steps": 20,
+                "optimizer.weight_decay": 0.0, "checkpoint.every": 250,
+            },
+            cpu_steps=20,
+        ),
     )
 }  # fmt: skip
 """Recipes by name."""
@@ -151,12 +162,14 @@ class Scale:
         least_sequences: Least number of sequences of one optimizer step.
         fields: Values by dotted path.
         model: Model of a recipe for which none is named.
+        tower: Vision tower of that model, where the recipe has images.
     """
 
     seq_len: int
     least_sequences: int
     fields: Mapping[str, object]
     model: ModelSection
+    tower: VisionSection
 
 
 SCALES = {
@@ -167,6 +180,9 @@ SCALES = {
             family="llama", num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=4, ffn_hidden_size=352,
             vocab_size=4096, max_positions=128,
         ),
+        tower=VisionSection(
+            kind="clip", image_size=32, patch_size=8, num_layers=3, hidden_size=64, num_heads=4, ffn_hidden_size=128,
+        ),
     ),
     "cuda": Scale(
         seq_len=4096, least_sequences=256,
@@ -174,6 +190,10 @@ SCALES = {
         model=ModelSection(
             family="llama", num_layers=12, hidden_size=768, num_heads=12, ffn_hidden_size=2048, vocab_size=32768,
             max_positions=2048,
+        ),
+        tower=VisionSection(
+            kind="clip", image_size=224, patch_size=16, num_layers=12, hidden_size=768, num_heads=12,
+            ffn_hidden_size=3072,
         ),
     ),
 }  # fmt: skip

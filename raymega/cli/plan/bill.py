@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -9,11 +10,13 @@ import typer
 from rich.console import Console
 
 from raymega.config.schema import Job
+from raymega.errors import RaymegaError
 from raymega.events import RunEvent, RunStarted
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.bill import Bill, bill_lines, make_bill
+from raymega.planner.cost.evaluation_time import sample_s
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.search.auto_parallel import BY_DEVICE
 
@@ -56,13 +59,29 @@ def dollars_per_s(plan: RunPlan, price: float) -> float:
 
 
 def bill_of(plan: RunPlan, device: Accelerator, step_s: float, *, first_step: int = 0) -> Bill:
-    """Return the bill of the steps after ``first_step``, evaluations of run.eval_tasks included."""
-    tasks_s = 0.0
+    """Return the bill of the steps after ``first_step``, with evaluations of run.eval_tasks and samples of text."""
+    tasks_s = drawn_s = 0.0
     if plan.job.run.eval_tasks:  # they load pyarrow and tokenizers
         from raymega.evaluate.cost import waiting_s
 
         tasks_s = waiting_s(plan, device)
-    return make_bill(plan, device, step_s, first_step=first_step, tasks_s=tasks_s)
+    if plan.job.run.samples_every:
+        drawn_s = sample_s(plan, _prompt_tokens(plan.job), device)
+    return make_bill(plan, device, step_s, first_step=first_step, tasks_s=tasks_s, sample_s=drawn_s)
+
+
+def _prompt_tokens(job: Job) -> int:
+    """Return the tokens of the longest of run.sample_prompts; where the tokenizer is not here, the most that it has."""
+    from raymega.data.text_codec import codec_of_dataset, prompt_ids, sample_images
+
+    prompts, vision = job.run.sample_prompts, job.model.vision
+    with suppress(RaymegaError):
+        if codec := codec_of_dataset(next(iter(job.data.datasets))):
+            images = sample_images(codec, prompts, job.run.sample_images, vision)
+            own = zip(prompts, images or [[]] * len(prompts), strict=True)
+            return max(len(prompt_ids(codec, text, each, vision)) for text, each in own)
+    # a token has a byte at least; an image has as many tokens as its pixels say
+    return job.data.seq_len if vision.is_on else max(len(text.encode()) for text in prompts)
 
 
 def _named(device: Accelerator) -> str:

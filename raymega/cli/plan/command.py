@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,21 @@ _NO_PREDICTION = Fault(
     fact="--straggler or --interruptions without --gpu",
     rule="they change a prediction, and without a device there is none",
     remedy="add --gpu h100",
+)
+_NO_SPOT = Fault(
+    fact="--interruptions without a price of spot nodes",
+    rule="they change the cost of a run on nodes that may be taken away, and of no other",
+    remedy="add --spot-price 1.1, in dollars for an hour of one GPU",
+)
+_NO_BILL = Fault(
+    fact="--price, --spot-price or --interruptions with --top",
+    rule="a search compares steps, and the bill is of the job's own layout",
+    remedy="leave --top out, and set the layout to price: --top prints its --set texts",
+)
+_TWO_COMPARISONS = Fault(
+    fact="--runs with --calibrate",
+    rule="the first compares published runs with predictions, the second fits constants to a run of yours",
+    remedy="give one of them",
 )
 _TWO_SUBJECTS = Fault(
     fact="raymega plan with both a job file and --runs or --calibrate",
@@ -94,9 +110,19 @@ def plan(
         _TWO_SUBJECTS: job_file is not None and (runs or calibrate) is not None,
         _NO_SEARCH: gpus > 0 and not top,
         _NO_PICTURE: bool(draw and top),
+        _NO_BILL: bool(top and (price or spot_price or interruptions)),
+        _TWO_COMPARISONS: runs is not None and calibrate is not None,
         _NO_PREDICTION: (straggler > 1 or interruptions > 0) and not has_device,
     }
-    raise_faults(ConfigError, [fault for fault, holds in is_wrong.items() if holds])
+    faults = [fault for fault, holds in is_wrong.items() if holds]
+    if runs is not None or calibrate is not None:
+        given = {
+            "--set": overrides, "--grid": grid, "--gpu": gpu if calibrate is None else "", "--top": top,
+            "--straggler": straggler > 1, "--price": price, "--spot-price": spot_price,
+            "--interruptions": interruptions, "--draw": draw,
+        }  # fmt: skip
+        faults += _idle_faults("--runs" if calibrate is None else "--calibrate", given)
+    raise_faults(ConfigError, faults)
     # comparisons with measured runs need no job
     if runs is not None:
         predictions.show_runs(runs, as_json=as_json)
@@ -113,6 +139,8 @@ def plan(
     # search
     name = gpu or (_device_of(job) if top or draw or price or spot_price else "")
     device = priced(_slowed(name, straggler), price, spot_price, interruptions) if name else None
+    if device and interruptions and not device.spot_price_per_hour:
+        raise ConfigError(_NO_SPOT)
     if device and top:
         _show_best(made, device, gpus or made.grid.world_size, top=top, as_json=as_json)
         return
@@ -120,6 +148,17 @@ def plan(
     show_plan(made, as_json=as_json, device=device if gpu or price or spot_price else None)
     if device and draw is not None:
         predictions.write_picture(made, device, draw)
+
+
+def _idle_faults(subject: str, given: Mapping[str, object]) -> Iterator[Fault]:
+    """Yield the fault of options that a comparison with measured runs does not read."""
+    idle = [name for name, value in given.items() if value]
+    if idle:
+        yield Fault(
+            fact=f"{', '.join(idle)} with {subject}",
+            rule="layouts, devices and times are those that were measured, so it has no effect",
+            remedy=f"leave {' and '.join(idle)} out",
+        )
 
 
 def _slowed(gpu: str, straggler: float) -> Accelerator:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymega.config.schema import Job
+from raymega.errors import counted
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.memory.state_bytes import StateSize
 from raymega.plan.run_plan import RunPlan
@@ -68,7 +69,7 @@ def _image_notes(job: Job) -> Iterator[str]:
     if vision.max_pixels:
         field = "mean" if vision.mean_pixels else "max"
         yield (
-            f"note: an image is counted as {vision.mean_patches:,} tokens (model.vision.{field}_pixels), and the tower's work and "
+            f"note: an image is counted as {counted(vision.mean_patches, 'token')} (model.vision.{field}_pixels), and the tower's work and "
             f"memory for it as those of the largest, of {vision.num_patches:,}"
         )
 
@@ -79,12 +80,12 @@ def _machine_notes(plan: RunPlan, machine: Machine) -> Iterator[str]:
     if cluster.device == "cuda" and not machine.has_gpu:
         yield (
             "note: this machine has no GPU, and cluster.device=cuda: it starts on a cluster only "
-            f"(train --address HEAD:6379) with {world:,} GPUs"
+            f"(train --address HEAD:6379) with {counted(world, 'GPU')}"
         )
     elif cluster.device != "cuda" and world * cluster.cpus_per_worker > machine.num_cpus:
         share = int(1000 * machine.num_cpus / world) / 1000
         remedy = f"--set cluster.cpus_per_worker={share:g}" if share >= 0.001 else "a cluster"
         yield (
-            f"note: {world:,} workers of {cluster.cpus_per_worker:g} CPUs (cluster.cpus_per_worker) need more "
+            f"note: {counted(world, 'worker')} of {cluster.cpus_per_worker:g} CPUs (cluster.cpus_per_worker) need more "
             f"than the {machine.num_cpus} of this machine: to start here, {remedy}"
         )

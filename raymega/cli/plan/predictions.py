@@ -9,6 +9,7 @@ from raymega.cli.output import print_json, table, write_drawing
 from raymega.cli.plan.bill import bill_of
 from raymega.config.grid_text import set_options
 from raymega.config.schema import Job
+from raymega.errors import counted
 from raymega.plan.flops import job_flops_per_token
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
@@ -148,7 +149,7 @@ def show_search(result: SearchResult, device: Accelerator, job: Job) -> None:
     print(_binding(result, device))
     # excluded layouts by reason
     for reason, count in result.refused.most_common():
-        print(f"{count:,} others: {reason}")
+        print(f"{counted(count, 'other')}: {reason}")
     print(expected_error(device, result.best[0].plan.job))
 
 

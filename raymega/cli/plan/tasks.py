@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from raymega.errors import counted
 from raymega.evaluate.cost import look_at_tasks
 from raymega.evaluate.plan import plan_beside
 from raymega.evaluate.training_tasks import TrainingTasks
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
 from raymega.planner.cost.evaluation_time import evaluation_s
-from raymega.planner.cost.step_time import step_time
+from raymega.planner.cost.simulated_step import played_step
 
 
 def tasks_object(plan: RunPlan, device: Accelerator | None) -> dict[str, object]:
@@ -22,7 +23,7 @@ def show_tasks(plan: RunPlan, device: Accelerator | None) -> None:
     run = plan.job.run
     names = ", ".join(entry.title for entry in run.eval_tasks)
     when = (
-        f"every {run.eval_tasks_every} steps and at the end"
+        f"every {counted(run.eval_tasks_every, 'step')} and at the end"
         if run.eval_tasks_every
         else "at the end"
     )
@@ -34,7 +35,7 @@ def show_tasks(plan: RunPlan, device: Accelerator | None) -> None:
     costs = _costs(plan, tasks, device)
     grid = _plan_of(plan).grid
     print(
-        f"one evaluation reads {costs['tokens']:,} tokens in {costs['rows']:,} rows of "
+        f"one evaluation reads {counted(int(costs['tokens']), 'token')} in {counted(int(costs['rows']), 'row')} of "
         f"{plan.job.data.seq_len:,}, on {_place(plan)} (grid {grid.describe()})"
     )
     if "seconds" in costs:
@@ -52,7 +53,7 @@ def _costs(
     seconds = costs["seconds"] = evaluation_s(used, tasks.num_rows(used), device)
     every = plan.job.run.eval_tasks_every
     if every and plan.job.run.eval_tasks_on == "grid":
-        steps_s = every * step_time(plan, device).total_s
+        steps_s = every * played_step(plan, device).total_s
         costs["share"] = seconds / (seconds + steps_s)
     return costs
 

@@ -13,6 +13,7 @@ from raymega.cli.plan.host_memory import most_host_memory, readable, show_host_m
 from raymega.cli.plan.notes import notes
 from raymega.cli.plan.ranks import first_ranks, rank_sizes, show_ranks
 from raymega.cli.plan.teacher import most_teacher_memory, show_teacher
+from raymega.errors import counted
 from raymega.plan.batch import BatchPlan, Phase, phases
 from raymega.plan.grid import Coords
 from raymega.plan.hardware.catalog import Accelerator
@@ -164,25 +165,25 @@ def _phase_object(plan: RunPlan, phase: Phase) -> dict[str, object]:
 def _show_summary(plan: RunPlan) -> None:
     job, batch, grid = plan.job, plan.batch, plan.grid
     print(
-        f"run {job.run.name}: {job.model.family}, {count_parameters(job.model):,} parameters, "
-        f"{job.precision.dtype}, {job.run.steps} steps"
+        f"run {job.run.name}: {job.model.family}, {counted(count_parameters(job.model), 'parameter')}, "
+        f"{job.precision.dtype}, {counted(job.run.steps, 'step')}"
     )
     is_cut = job.parallel.sequence_parallel and grid.degree("tp") > 1
     print(
-        f"grid {grid.describe()}: {grid.world_size} workers, rank order {grid.order}"
+        f"grid {grid.describe()}: {counted(grid.world_size, 'worker')}, rank order {grid.order}"
         f"{', sequence parallel' if is_cut else ''}"
     )
     print(
-        f"batch: {batch.global_batch_size} sequences of {job.data.seq_len} tokens a step, as "
-        f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} on each of "
-        f"{batch.dp} data-parallel ranks{_tail(batch)}"
+        f"batch: {counted(batch.global_batch_size, 'sequence')} of {counted(job.data.seq_len, 'token')} a step, as "
+        f"{counted(batch.num_micro_batches, 'micro-batch')} of {batch.micro_batch_size} on each of "
+        f"{counted(batch.dp, 'data-parallel rank')}{_tail(batch)}"
     )
     for phase in phases(plan.ramp, batch):
         _show_phase(plan, phase)
 
 
 def _tail(batch: BatchPlan) -> str:
-    return f"; {batch.num_masked} padding slots are masked" if batch.num_masked else ""
+    return f"; {counted(batch.num_masked, 'padding slot')} masked" if batch.num_masked else ""
 
 
 def _show_phase(plan: RunPlan, phase: Phase) -> None:
@@ -192,8 +193,8 @@ def _show_phase(plan: RunPlan, phase: Phase) -> None:
         return
     steps = f"steps {phase.first_step} to {last}" if phase.num_steps else "then"
     print(
-        f"  {steps}, from sample {phase.first_sample:,}: {batch.global_batch_size} sequences, "
-        f"{batch.num_micro_batches} micro-batches{_tail(batch)}; bubble {_bubble(plan, batch):.3f}, "
+        f"  {steps}, from sample {phase.first_sample:,}: {counted(batch.global_batch_size, 'sequence')}, "
+        f"{counted(batch.num_micro_batches, 'micro-batch')}{_tail(batch)}; bubble {_bubble(plan, batch):.3f}, "
         f"activations up to {readable(max(_activation_bytes_of(plan, batch)))}"
     )
 
@@ -238,11 +239,10 @@ def _show_saves(plan: RunPlan) -> None:
     elif cost.buffer_bytes < cost.share_bytes:
         place += ", in pieces while training stalls"
     least = f", in {cost.least_s:.1f} s or more" if section.bytes_per_s else ""
-    files = "1 file" if cost.num_files == 1 else f"{cost.num_files} files"
     print(
         f"\na checkpoint every {_steps(section.every) if section.every else 'run'}: a rank copies at "
         f"most {readable(cost.share_bytes)} to {place}, "
-        f"and writes them in {files}{least}"
+        f"and writes them in {counted(cost.num_files, 'file')}{least}"
     )
 
 
@@ -288,7 +288,7 @@ def _show_snapshots(plan: RunPlan) -> None:
 
 
 def _steps(number: int) -> str:
-    return "step" if number == 1 else f"{number} steps"
+    return counted(number, "step").removeprefix("1 ")
 
 
 def _snapshot_costs(plan: RunPlan) -> list[SnapshotCost]:
@@ -320,7 +320,7 @@ def _show_packing(plan: RunPlan) -> None:
         print(f"documents are not known here ({why}); worst case: one document per row, as above")
         return
     print(
-        f"the first step's {plan.batch.global_batch_size} rows hold {step.num_documents:,} documents, "
+        f"the first step's {plan.batch.global_batch_size} rows hold {counted(step.num_documents, 'document')}, "
         f"{step.efficiency:.1%} of their tokens; attention sees {step.attention_share:.1%} of the pairs "
         "that rows without documents have"
     )
@@ -339,7 +339,7 @@ def _show_dynamic(step: PackedStep) -> None:
         return
     print(
         f"dynamic cp: {_h100_ms(found.seconds)} ({step.static_s / found.seconds:.2f} times as fast), "
-        f"the busiest rank {found.imbalance:.2f} times the mean; {found.num_micro_batches} micro-batches, "
+        f"the busiest rank {found.imbalance:.2f} times the mean; {counted(found.num_micro_batches, 'micro-batch')}, "
         f"a token's pack on {found.mean_ranks:.2f} ranks on average and {found.most_ranks} at the most"
     )
 

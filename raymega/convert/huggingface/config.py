@@ -45,7 +45,7 @@ from raymega.convert.huggingface.rope_config import (
     rope_values,
 )
 from raymega.convert.quantized_weights import quantization_faults
-from raymega.errors import ConfigError, Fault, raise_faults
+from raymega.errors import ConfigError, Fault, counted, raise_faults
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.layers.layer_pattern import layer_pattern, sized_model
 from raymega.plan.validation.registry import job_faults
@@ -366,7 +366,9 @@ def _difference_faults(
     count = config.get("num_hidden_layers")
     for key in ("layer_types", "no_rope_layers"):
         if not layers and count and config.get(key) and len(config[key]) != count:
-            yield unlike(f"{key} of {len(config[key])} layers", f"num_hidden_layers={count}")
+            yield unlike(
+                f"{key} of {counted(len(config[key]), 'layer')}", f"num_hidden_layers={count}"
+            )
     if known.name == "GPT2LMHeadModel" or (family and family.owns_settings):
         return
     # RoPE and experts, which GPT-2 does not have.

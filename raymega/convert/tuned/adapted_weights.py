@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import copysign, sqrt
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -237,7 +238,7 @@ def _faults(parts: Sequence[AdapterPart], base: str) -> Iterator[Fault]:
         yield Fault(
             fact=f"one of {len(parts)} checkpoints also holds {beside[0]}, which is no adapter",
             rule="of what was trained whole, a model has one",
-            remedy=f"merge each into the base, then take the mean: raymega checkpoint merge {parts[0].uri} --out MERGED",
+            remedy=f"merge each into the base, then take the mean: raymega checkpoint merge {quote(parts[0].uri)} --out MERGED",
         )
 
 

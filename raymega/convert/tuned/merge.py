@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -218,7 +219,7 @@ def _mean_faults(
             Fault(
                 fact=f"{with_adapters[0]} holds adapters, and others of {len(uris)} checkpoints hold none",
                 rule="a mean is of whole weights, and a mean of factors is none of their products",
-                remedy=f"merge it into its base first: raymega checkpoint merge {with_adapters[0]} --out MERGED",
+                remedy=f"merge it into its base first: raymega checkpoint merge {quote(with_adapters[0])} --out MERGED",
             )
         )
     elif len(uris) < 2:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from raymega.checkpoint.load.init_from import WEIGHTS
@@ -140,7 +141,7 @@ def _faults(uri: str, model: ModelSection) -> Iterator[Fault]:
         yield Fault(
             fact=f"{uri} has no adapters",
             rule="PEFT's format holds adapters of a run with model.lora.r above 0",
-            remedy=f"use raymega convert hf-export {uri}",
+            remedy=f"use raymega convert hf-export {quote(uri)}",
         )
         return
     yield from expression_faults(model)

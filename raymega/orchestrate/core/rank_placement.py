@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from raymega.config.parallel import ParallelSection
-from raymega.errors import CapacityError, Fault, InternalError
+from raymega.errors import CapacityError, Fault, InternalError, counted
 from raymega.messages import NodeSlots
 from raymega.plan.grid import Grid
 
@@ -107,7 +107,7 @@ def assign_ranks(
     for node_id, workers in _by_node(locations):
         if len(workers) % block:
             raise InternalError(
-                fact=f"node {node_id} holds {len(workers)} workers",
+                fact=f"node {node_id} holds {counted(len(workers), 'worker')}",
                 rule=f"it must hold a multiple of {block}, for a tp group may not span nodes",
                 remedy="reserve each tp group as one bundle",
             )
@@ -259,13 +259,13 @@ def _no_room(nodes: Sequence[NodeSlots], grid: Grid, block: int) -> Fault:
     total = sum(number // block * block for number in slots)
     whole = f" in tp groups of {block}, each whole on a node" if block > 1 else ""
     needs_gpu = any(node.needs_gpu for node in nodes)
-    fact = f"the cluster has {_count(len(nodes), 'node')} with {shown or 'no'} worker slots"
+    fact = f"the cluster has {counted(len(nodes), 'node')} with {shown or 'no'} worker slots"
     if needs_gpu and not any(node.gpus >= 1 for node in nodes):
         many = f"none of the cluster's {len(nodes)} nodes has a GPU"
         fact = f"cluster.device=cuda, and {many if len(nodes) > 1 else 'no node has a GPU'}"
     return Fault(
         fact=fact,
-        rule=f"grid {grid.describe()} needs {grid.world_size} workers{whole}"
+        rule=f"grid {grid.describe()} needs {counted(grid.world_size, 'worker')}{whole}"
         f"{', each with a GPU' if needs_gpu else ''}; there is room for {total}",
         remedy=_more_room(nodes, grid, block, needs_gpu=needs_gpu),
     )
@@ -301,7 +301,3 @@ def _rounded_down(share: float) -> float:
 def _blocks(cpus: float, share: float, block: int) -> int:
     """Return the workers, in whole blocks, that ``share`` of a CPU each lets a node hold."""
     return int(cpus / share + ROUNDING) // block * block
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -14,7 +14,7 @@ from uuid import uuid4
 import ray
 
 from raymega.config.schema import ClusterSection
-from raymega.errors import CapacityError, one_line
+from raymega.errors import CapacityError, counted, one_line
 from raymega.messages import Entered
 from raymega.orchestrate.cluster.node_inventory import list_nodes
 from raymega.orchestrate.cluster.node_probes import (
@@ -94,7 +94,7 @@ def check_resources(plan: RunPlan | None) -> Iterator[CheckFinding]:
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
     cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
     values = {"nodes": len(nodes), "cpus": cpus, "gpus": gpus}
-    fact = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs"
+    fact = f"{counted(len(nodes), 'node')} with {cpus:g} CPUs and {gpus:g} GPUs"
     if plan is not None:
         try:
             place_ranks(nodes, plan.grid, block=block_size(plan.grid, plan.job.parallel))
@@ -137,7 +137,7 @@ def check_gpus(
     for node, found in lacking.items():
         yield _problem(
             "gpus",
-            fact=f"node {names[node]}: nvidia-smi shows {len(found.gpus)} GPUs",
+            fact=f"node {names[node]}: nvidia-smi shows {counted(len(found.gpus), 'GPU')}",
             rule=f"Ray offers {told[node]} there",
             remedy="look at dmesg for a fallen GPU (Xid), correct --num-gpus, or replace the node",
         )

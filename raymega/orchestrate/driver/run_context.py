@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import chain
 
-from raymega.errors import LeaseError, RaymegaError
+from raymega.errors import LeaseError, RaymegaError, counted
 from raymega.events import (
     AttemptEvent,
     AttemptFailed,
@@ -169,7 +169,7 @@ class RunContext:
     def change_grid(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
         """Use ``plan`` and its grid for the next attempt; see ``WorkerGroup.use`` for ``homes``."""
         old, new = self.grids.now.grid, plan.grid
-        change = f"{old.describe()} to {new.describe()}, {new.world_size} workers"
+        change = f"{old.describe()} to {new.describe()}, {counted(new.world_size, 'worker')}"
         self.grids.now = plan
         self.group.use(plan, homes)
         log.warning("re-planned from %s", change)

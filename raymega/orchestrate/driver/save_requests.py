@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from shlex import quote
 from uuid import uuid4
 
 from pydantic import TypeAdapter
@@ -120,7 +121,7 @@ def ask_for_save(
                     _ANSWER,
                     name=f"{store.uri}/{ANSWERS}{name}",
                     rule="it says where the checkpoint is that was asked for",
-                    remedy=f"raymega checkpoint list {store.uri}",
+                    remedy=f"raymega checkpoint list {quote(store.uri)}",
                 )
             if record is None or State(record.status).is_end:
                 raise _ended(store, record)

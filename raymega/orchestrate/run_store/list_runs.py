@@ -83,12 +83,20 @@ def _runs_below(uri: str) -> Iterator[str]:
     root, folder = uri.rstrip("/"), local_path(uri)
     if folder is not None:
         names = sorted(each.name for each in folder.iterdir() if each.is_dir())
-        yield from (f"{root}/{name}" for name in names if _is_run(open_store(f"{root}/{name}")))
+        yield from (f"{root}/{name}" for name in names if _may_be_run(f"{root}/{name}"))
         return
     store = open_store(uri)
     for name in folders_below(store, ""):
         if f"{name}/{RECORD_KEY}" in store.list(f"{name}/{RECORD_KEY}"):
             yield f"{root}/{name}"
+
+
+def _may_be_run(uri: str) -> bool:
+    """Return whether a folder is a run; one that cannot be read is listed as such, and hides no other."""
+    try:
+        return _is_run(open_store(uri))
+    except RaymegaError:
+        return True
 
 
 def _summary(store: Store, *, now: str) -> RunSummary:

@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymega.config.schema import ClusterSection
-from raymega.errors import Fault
+from raymega.errors import Fault, counted
 from raymega.orchestrate.cluster.node_inventory import (
     Device,
     DrainingNodes,
@@ -327,7 +327,7 @@ class WorkerSlots:
         each = ", ".join(f"{amount:g} {kind}" for kind, amount in needs.items())
         return Fault(
             fact=f"the cluster has {shown} free",
-            rule=f"grid {grid.describe()} needs {grid.world_size} workers of {each} "
+            rule=f"grid {grid.describe()} needs {counted(grid.world_size, 'worker')} of {each} "
             f"each, {block} together on a node",
             remedy="wait for other jobs, add nodes, or raise cluster.capacity_timeout_s",
         )

@@ -18,7 +18,7 @@ from raymega.data.checks import dataset_identity
 from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
 from raymega.data.megatron import is_megatron
 from raymega.data.streaming.remote_dataset import is_remote
-from raymega.errors import ConfigError, Fault, RaymegaError, one_line, raise_faults
+from raymega.errors import ConfigError, Fault, RaymegaError, counted, one_line, raise_faults
 from raymega.events import NodesChecked
 from raymega.orchestrate.cluster.node_probes import local_versions, version_fault
 from raymega.plugins import registry_of
@@ -225,7 +225,7 @@ class Preflight:
 
 def _scope(check: PreflightCheck, num_nodes: int) -> str:
     """Return one line for people that says what was checked and what was not."""
-    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+    nodes = counted(num_nodes, "node")
     stores = {"the run's store": check.store_uri, "the data": check.data}
     asked = [name for name, found in stores.items() if found]
     if asked:

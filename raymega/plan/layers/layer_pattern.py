@@ -7,6 +7,7 @@ Model build, planner, validation and conversion read it. The tensors of a layer 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from raymega.config.attention import LayerType
@@ -124,9 +125,10 @@ def tensor_kind(model: ModelSection, layer: int) -> tuple[str, bool, int, tuple[
     return kind if is_apart else "attention", model.holds_experts(layer), side, sizes
 
 
-def kinds_of_layers(model: ModelSection) -> list[str]:
+@lru_cache(maxsize=16)
+def kinds_of_layers(model: ModelSection) -> tuple[str, ...]:
     """Return for each layer ``attention``, its kind of state, ``feed_forward`` or ``experts``."""
-    return [tensor_kind(model, layer)[0] for layer in range(model.num_layers)]
+    return tuple(tensor_kind(model, layer)[0] for layer in range(model.num_layers))
 
 
 def state_kind(model: ModelSection) -> str:

@@ -7,7 +7,7 @@ rank. Activations and temporary buffers of kernels are not counted here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,7 +24,15 @@ from raymega.plan.memory.elements import Elements, coded_elements
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes
 from raymega.plan.memory.quantized_blocks import scale_boxes
 from raymega.plan.stages import Stage
-from raymega.plan.tensor_table import layer_tensors, model_tensors, stage_tensors
+from raymega.plan.tensor_table import (
+    embedding_tensors,
+    head_tensors,
+    kinds_of_blocks,
+    layer_tensors,
+    like_blocks,
+    mtp_tensors,
+    stage_tensors,
+)
 from raymega.plan.zero_levels import (
     GLOO_THREADS,
     ZeroLevel,
@@ -99,7 +107,16 @@ class StateSize:
 
 def count_parameters(model: ModelSection) -> int:
     """Return the elements of the whole model, with a tied table once and without padded rows."""
-    return sum(tensor.num_parameters for tensor in model_tensors(model))
+    ends = [*embedding_tensors(model), *head_tensors(model), *mtp_tensors(model)]
+    blocks = (
+        times * _num_parameters(layer_tensors(model, layer))
+        for layer, times in like_blocks(model).items()
+    )
+    return _num_parameters(ends) + sum(blocks)
+
+
+def _num_parameters(tensors: Iterable[GlobalTensor]) -> int:
+    return sum(tensor.num_parameters for tensor in tensors)
 
 
 def rank_state(job: Job, stages: Sequence[Stage], grid: Grid, *, tp_rank: int) -> StateSize:
@@ -175,8 +192,9 @@ def block_kinds(
     """Return one layer of each kind (of tensors, trained alike, in fp8) in ``stages``, and their number."""
     first: dict[tuple[object, bool], int] = {}
     counts: Counter[tuple[int, bool]] = Counter()
+    kinds = kinds_of_blocks(model)
     for layer in (layer for stage in stages for layer in stage.layers):
-        kind = (tensor_kind(model, layer), tuned_kind(model, layer)), layer in in_fp8
+        kind = kinds[layer], layer in in_fp8
         counts[first.setdefault(kind, layer), kind[1]] += 1
     return dict(counts)
 

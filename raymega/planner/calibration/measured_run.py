@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from raymega.config.schema import Job
-from raymega.errors import ConfigError, Fault, one_line
+from raymega.errors import ConfigError, Fault, counted, one_line
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID, RunPlan, make_plan
 from raymega.planner.calibration.fit import OF_A_STEP, Case, calibrate
@@ -95,7 +95,7 @@ def calibrate_on(layouts: tuple[MeasuredLayout, ...], device: Accelerator) -> Ca
     was = max(abs(case.error(device)) for case in cases)
     steps = sum(layout.num_steps for layout in layouts)
     known = (
-        f"Fitted to {steps} steps of one run on {len(layouts)} layouts, for which the constants of "
+        f"Fitted to {counted(steps, 'step')} of one run on {counted(len(layouts), 'layout')}, for which the constants of "
         f"{device.name} were {was:.0%} off; other layouts have not been compared."
     )
     return Calibration(before=device, after=replace(after, known_error=known), layouts=layouts)

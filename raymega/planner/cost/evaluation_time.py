@@ -1,11 +1,11 @@
-"""Predict the seconds of an evaluation: a forward-only pipeline over rows of tokens, before anything runs."""
+"""Predict the seconds of evaluations and samples: forward-only pipelines over rows of tokens, before anything runs."""
 
 from __future__ import annotations
 
-from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE
+from raymega.plan.batch import SCORED_MICRO_BATCHES_PER_STAGE, row_length
 from raymega.plan.grid import Coords
 from raymega.plan.hardware.catalog import Accelerator
-from raymega.plan.run_plan import RunPlan
+from raymega.plan.run_plan import RunPlan, with_options
 from raymega.planner.cost.step_time import message_time, stage_times
 
 
@@ -32,3 +32,15 @@ def evaluation_s(plan: RunPlan, num_rows: int, device: Accelerator) -> float:
     workers = min(grid.world_size, device.devices_per_node)
     mean_s = whole_s / grid.pp
     return max(alone_s, workers * num_micro_batches * mean_s / device.shared_cores)
+
+
+def sample_s(plan: RunPlan, prompt_tokens: int, device: Accelerator) -> float:
+    """Return the predicted seconds in which ``plan``'s ranks continue run.sample_prompts once.
+
+    Each new token is the answer of a whole pass over rows that hold the longest prompt, of ``prompt_tokens``, and
+    its answer. No text ends early here.
+    """
+    run = plan.job.run
+    length = row_length(prompt_tokens + run.sample_tokens, plan.job)
+    rows = with_options(plan, plan.job.with_values(data={"seq_len": length}))
+    return run.sample_tokens * evaluation_s(rows, len(run.sample_prompts), device)

@@ -16,7 +16,7 @@ from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.memory.elements import Elements
 from raymega.plan.memory.optimizer_state import format_of, kinds_of
 from raymega.plan.memory.state_bytes import DTYPE_BYTES
-from raymega.plan.tensor_table import layer_tensors
+from raymega.plan.tensor_table import layer_tensors, like_blocks
 from raymega.plan.zero_levels import ZeroLevel, dp_shard_ranks, level_of
 from raymega.planner.kernels.collective_time import (
     GroupSpan,
@@ -107,8 +107,8 @@ def _orthogonal_s(job: Job, grid: Grid, device: Accelerator) -> float:
     Owners are spread evenly over the ranks that have parts of a matrix.
     """
     model, steps = job.model, job.optimizer.newton_schulz_steps
-    layers = range(model.num_layers)
-    flops = sum(newton_schulz_flops(model, layer, steps) for layer in layers) / grid.pp
+    blocks = like_blocks(model).items()
+    flops = sum(n * newton_schulz_flops(model, layer, steps) for layer, n in blocks) / grid.pp
     ranks = dp_shard_ranks(job.parallel, grid.replicas) * grid.tp
     if level_of(job.parallel) == ZeroLevel.NONE:
         ranks = grid.replicas * grid.tp

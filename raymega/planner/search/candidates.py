@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import gcd, isqrt
 from typing import Any, get_args
 
 from raymega.config.schema import Job, ParallelSection, ScheduleSection
@@ -103,7 +104,7 @@ def _degrees(space: Space) -> Iterator[dict[str, Any]]:
     """Yield dense degrees whose product is the number of devices."""
     job, num_devices = space.job, space.num_devices
     # Tensor-parallel groups stay inside a node and share whole heads.
-    whole = [d for d in divisors(space.device.devices_per_node) if job.model.num_heads % d == 0]
+    whole = divisors(gcd(space.device.devices_per_node, job.model.num_heads))
     for tp in space.options("parallel.tp", whole):
         deep = [p for p in divisors(num_devices // tp) if p <= job.model.num_layers]
         for pp in space.options("parallel.pp", deep):
@@ -205,4 +206,5 @@ def _shardings(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str, Any]
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number in ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

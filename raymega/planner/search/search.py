@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from operator import itemgetter
 
 from raymega.config.schema import Job
@@ -22,6 +22,7 @@ from raymega.plan.memory.activation_shape import activation_shape
 from raymega.plan.memory.state_bytes import StateSize, state_of
 from raymega.plan.run_plan import RunPlan, job_values, plan_of_legal, with_options
 from raymega.plan.validation.cache import RuleMemo
+from raymega.plan.validation.grid import MOST_RANKS
 from raymega.planner.cost.block_times import BlockTimes, block_times
 from raymega.planner.cost.peak_memory import RESERVED_BYTES, MemoryUse, memory_use
 from raymega.planner.cost.rank_classes import RankClass, rank_kinds
@@ -110,6 +111,7 @@ def search(
     Raises:
         PlanError: No legal layout has this number of ranks, or none fits into memory.
     """
+    _check_number(num_devices)
     found: list[RankedLayout] = []
     refused: Counter[str] = Counter()
     limit = (1 - margin) * device.memory_bytes
@@ -128,7 +130,7 @@ def search(
         limit = device.memory_bytes
         judge.missed = [each for each in judge.missed if each.memory.total_bytes > limit]
     if not found:
-        raise PlanError(_nothing_fits(job, device, num_devices, refused))
+        raise PlanError(_nothing_fits(space, refused))
     # Keep the fastest layout of each grid.
     by_grid: dict[str, RankedLayout] = {}
     for each in sorted(found, key=lambda each: each.time.total_s):
@@ -212,6 +214,8 @@ MORE = 3
 """Number of grids, beyond those asked for, whose schedules are simulated as well."""
 BREAKS_A_RULE = "breaks a rule of the job"
 DOES_NOT_FIT = "does not fit into memory"
+DENSE = ("tp", "cp", "pp", "dp")
+"""Axes whose product is the number of ranks."""
 FAR_ABOVE = 2.0
 """Multiple of the device's memory above which the speed of a layout is not computed."""
 
@@ -358,10 +362,36 @@ def _as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _nothing_fits(job: Job, device: Accelerator, num_devices: int, refused: Counter[str]) -> Fault:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
+def _check_number(num_devices: int) -> None:
+    """Raise if no plan lists that number of ranks; a search would only try its factors.
+
+    Raises:
+        PlanError: There are too many.
+    """
+    if num_devices > MOST_RANKS:
+        raise PlanError(
+            fact=f"a layout for {num_devices:,} workers",
+            rule=f"a plan lists the ranks one by one, {MOST_RANKS:,} at most",
+            remedy="use fewer, such as --gpus 4096, or cluster.num_workers=4096 in a job",
+        )
+
+
+def _nothing_fits(space: Space, refused: Counter[str]) -> Fault:
+    job, device, num_devices = space.job, space.device, space.num_devices
+    reasons = ", ".join(f"{count} {reason}" for reason, count in refused.most_common() if count)
+    fact = f"{num_devices} x {device.name} for {job.run.name}: {reasons or 'no layout at all'}"
+    held = {
+        axis: getattr(job.parallel, axis) for axis in DENSE if f"parallel.{axis}" in space.fixed
+    }
+    if held and not reasons:
+        stated = ", ".join(f"parallel.{axis}={degree}" for axis, degree in held.items())
+        return Fault(
+            fact=f"{fact} with {stated}",
+            rule=f"tp * cp * pp * dp must be {num_devices}, and what the job states is kept",
+            remedy=f"set cluster.num_workers={prod(held.values())}, or leave these degrees out of the job",
+        )
     return Fault(
-        fact=f"{num_devices} x {device.name} for {job.run.name}: {reasons or 'no layout at all'}",
+        fact=fact,
         rule=f"a rank has {device.memory_bytes / 2**30:.0f} GiB, and every rank a sequence at least",
         remedy="use more devices, a smaller model, or another data.global_batch_size",
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from raymega.config.schema import Job
-from raymega.errors import Fault, PlanError
+from raymega.errors import Fault, PlanError, counted
 from raymega.plan.grid import Grid
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import RunPlan
@@ -123,7 +123,7 @@ def _top(fits: Callable[[Grid], bool]) -> int:
 
 def _no_nodes(count: int, job: Job, num_workers: int) -> Fault:
     return Fault(
-        fact=f"{num_workers} workers for {job.run.name}: none of the {count} fastest grids",
+        fact=f"{counted(num_workers, 'worker')} for {job.run.name}: none of the {count} fastest grids",
         rule="the nodes that there are must hold a grid, tensor-parallel groups on one node each",
         remedy="use other nodes, or set parallel.is_tp_across_nodes_allowed",
     )
@@ -141,7 +141,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
     # The chosen layout, and the next one.
     tried = 1 + sum(result.refused.values())
     yield (
-        f"{describe(best)} on {grid.world_size} x {device.name}: the fastest of {tried:,} layouts, "
+        f"{describe(best)} on {grid.world_size} x {device.name}: the fastest of {counted(tried, 'layout')}, "
         f"{seconds(best.time.total_s)} a step expected, {best.tokens_per_s:,.0f} tokens/s a worker"
     )
     if len(result.best) > 1:
@@ -160,7 +160,7 @@ def _reasons(result: SearchResult, device: Accelerator, held: frozenset[str]) ->
         )
     # What was ruled out, and what was held.
     for reason, count in result.refused.most_common():
-        yield f"{count:,} others: {reason}"
+        yield f"{counted(count, 'other')}: {reason}"
     stated = sorted(held.intersection(CHOSEN))
     if stated:
         yield f"held as the job has it: {', '.join(stated)}"

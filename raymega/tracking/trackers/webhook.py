@@ -8,6 +8,7 @@ from dataclasses import fields
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from raymega.errors import counted
 from raymega.events import (
     AttemptFailed,
     BadStep,
@@ -71,7 +72,7 @@ def _sentence(event: RunEvent) -> str:
         case AttemptFailed():
             return f"attempt {event.attempt} failed after step {event.step}: {event.cause}; {event.decision}"
         case Recovered():
-            return f"recovered at step {event.step}, {event.lost_steps} steps done again"
+            return f"recovered at step {event.step}, {counted(event.lost_steps, 'step')} done again"
         case BadStep():
             return f"bad step {event.step}: {event.fact}; {event.action}"
         case SaveFailed():

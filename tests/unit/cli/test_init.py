@@ -15,21 +15,31 @@ from raymega import api
 from raymega.checkpoint.load.init_from import start_faults
 from raymega.checkpoint.load.pinned_source import teacher_faults
 from raymega.cli.init.command import asked
+from raymega.cli.init.images import set_image_rows
 from raymega.cli.init.job_text import SCHEMA_FILE, schema_text
 from raymega.cli.init.new_job import Answers, new_job
 from raymega.cli.init.recipes import RECIPES
 from raymega.cli.main import app
 from raymega.config.heads.section import HeadSection
 from raymega.config.load import parse_job
+from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.importer import hf_import
+from raymega.data.format import META_FILE, ImageMeta, encode_meta, read_meta
 from raymega.errors import ConfigError
 from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.tensor_table import is_tower_frozen
 from raymega.planner.search.search import search
 from tests.golden.commands import called
 from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, make_model, write_folder
+from tests.unit.convert.huggingface.test_config import QWEN2_VL
+from tests.unit.convert.huggingface.test_images import LLAVA
 from tests.unit.data.datasets import write_dataset
 
+QWEN_TOWER = {
+    "kind": "qwen2_vl", "patch_size": 4, "spatial_merge_size": 2, "num_layers": 2, "hidden_size": 16,
+    "num_heads": 2, "ffn_hidden_size": 32, "image_token_id": 255,
+}  # fmt: skip
 MODEL = make_model(num_layers=4, hidden_size=32, num_heads=8, ffn_hidden_size=64, max_positions=64)
 
 
@@ -128,6 +138,59 @@ def test_a_head_has_the_rows_that_it_reads(words, source, rules, folder):
     assert start_faults(job.checkpoint, job.model) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "source", "start"),
+    [
+        ("vision", "--image-size 32 --patch-size 8 --tokenizer bytes", "none"),
+        ("vision --model llava", "--image-size 28 --patch-size 14 --tokenizer", "llava-raymega"),
+        ("vision --model qwen", "--image-size 448 --patch-size 8 --tokenizer", "qwen-raymega"),
+        ("continue --model llava", "--image-size 28 --patch-size 14", "llava-raymega"),
+        ("lora --model llava", "--image-size 28 --patch-size 14", "llava-raymega"),
+        ("pretrain --model llava", "--image-size 28 --patch-size 14", "none"),
+    ],
+)
+def test_a_model_that_reads_images_has_rows_with_images(words, source, start, folder):
+    for name, config in (("llava", LLAVA), ("qwen", QWEN2_VL)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    ended = called("init", *words.split(), "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    assert f"my-images.parquet --format images {source}" in Path("new.yaml").read_text()
+    job, choice = api.load_chosen("new.yaml")
+    vision = job.model.vision
+    assert choice is None and vision.is_on and job.data.packing == "best_fit"
+    assert job.data.seq_len >= 2 * vision.num_patches and api.plan(job).grid.world_size == 2
+    assert job.checkpoint.init_from.rpartition("/")[2] == start
+    is_tuned = words.startswith("vision --model")
+    assert is_tower_frozen(job.model) is (is_tuned or words.startswith("lora"))
+    assert job.optimizer.lr == (2e-5 if is_tuned else job.optimizer.lr)
+
+
+def test_a_small_tower_takes_the_images_of_a_dataset_and_a_model_of_text_is_refused(folder):
+    images = ImageMeta(size=28, num_patches=4, token_id=270)
+    write_dataset(folder / "tokens", vocab_size=300)
+    meta = replace(read_meta(folder / "tokens"), images=images)
+    (folder / "tokens" / META_FILE).write_bytes(encode_meta(meta))
+    ended = called("init", "vision", "--data", "tokens", "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    model = parse_job("new.yaml").job().model
+    assert (model.vocab_size, model.vision.image_token_id) == (300, 270)
+    assert model.vision.sizes == images.sizes
+    ended = called("init", "vision", "--model", "theirs", "--out", "other.yaml")
+    assert ended.code == 2 and "raymega init continue --model theirs" in ended.stderr
+
+
+def test_images_of_several_sizes_leave_half_of_a_row_for_text(folder):
+    """A model for images of up to 4,096 tokens, on two CPU processes with rows of 128."""
+    vision = {**QWEN_TOWER, "max_pixels": 4096 * 64, "min_pixels": 64, "mean_pixels": 8192}
+    model = MODEL.model_copy(update={"vision": VisionSection(**vision)})
+    values = {"data": {"seq_len": 128}, "model": {"vision": dict(vision)}}
+    source = set_image_rows(values, model, longest=4096)
+    assert source.endswith("--max-pixels 4096 --min-pixels 64 --patch-size 8")
+    assert values["model"]["vision"] == {**vision, "max_pixels": 4096, "mean_pixels": 4096}
+    assert values["data"]["seq_len"] == 128
+
+
 def test_a_distillation_has_a_teacher_and_nothing_else_has(folder):
     made = new_job(Answers(recipe="distill", model="theirs", teacher="ours", out=Path("a.yaml")))
     Path("a.yaml").write_text(made.text)
@@ -144,6 +207,13 @@ def test_a_model_of_its_own_has_the_vocabulary_of_the_dataset(folder):
     ended = called("init", "pretrain", "--data", "tokens", "--out", "new.yaml")
     assert ended.code == 0, ended.stderr
     assert parse_job("new.yaml").job().model.vocab_size == 1031
+
+
+@pytest.mark.parametrize(("words", "workers"), [("--gpu cpu", 2), ("--gpu h100", 8), ("", 2)])
+def test_without_a_count_a_job_has_two_processes_or_a_node_of_gpus(words, workers, folder):
+    ended = called("init", "pretrain", *words.split(), "--out", "new.yaml")
+    assert ended.code == 0, ended.stderr
+    assert api.plan(api.load_job("new.yaml")).grid.world_size == workers
 
 
 def test_the_grid_is_the_one_that_the_planner_recommends(folder):
@@ -220,12 +290,14 @@ def test_a_file_of_measured_cpus_is_no_gpu(folder):
     assert job.cluster.accelerator == "mine.yaml"
 
 
-@pytest.mark.parametrize("name", ["1e3.yaml", "my job.yaml"])
+@pytest.mark.parametrize("name", ["1e3.yaml", "my job.yaml", "-x.yaml"])
 def test_a_file_of_any_name_loads_and_its_lines_can_be_pasted(name, folder):
     ended = called("init", "pretrain", "--out", name)
     assert ended.code == 0, ended.stderr
-    assert api.load_job(name).run.name == name.removesuffix(".yaml").replace(" ", "-")
-    assert shlex.split(ended.stdout.splitlines()[-1]) == ["raymega", "train", name]
+    assert api.load_job(name).run.name == name.removesuffix(".yaml").replace(" ", "-").lstrip("-")
+    program, command, path = shlex.split(ended.stdout.splitlines()[-1])
+    assert (program, command) == ("raymega", "train")
+    assert called("plan", path).code == 0, "no option of the command"
 
 
 @pytest.mark.parametrize(

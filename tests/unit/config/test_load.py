@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raymega.api import load_job
 from raymega.config.grid_text import degrees_of, set_options
 from raymega.config.load import parse_job, parse_mapping
 from raymega.config.schema import Job
@@ -143,6 +144,44 @@ def test_numbers_that_make_no_run_are_refused(override):
     assert len(parse_job(VERIFY, [override]).faults) == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("parallel=auto", "parallel.layout=auto"),
+        ("parallel: auto", "parallel.layout=auto"),
+        (" parallel = auto", "parallel.layout=auto"),
+        ("plugins=[acme]", "plugins.modules=[acme]"),
+        ("precision=bfloat16", "precision.dtype=bfloat16"),
+    ],
+)
+def test_short_form_of_a_file_is_told_as_the_override_that_it_means(override, meant):
+    assert f"did you mean --set {meant}?" in _texts(parse_job(VERIFY, [override]))
+    assert not parse_job(VERIFY, [meant]).faults
+
+
+@pytest.mark.parametrize("text", ["\uff12\uff10", "0020", "20 steps", "\uff12\uff10 steps"])
+def test_digits_of_any_script_are_told_as_the_number_that_yaml_reads(text):
+    assert "write run.steps=20;" in _texts(parse_job(VERIFY, [f"run.steps='{text}'"]))
+    assert "write run.steps" not in _texts(parse_job(VERIFY, [f"run.steps='{'9' * 5000}'"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        ("run.steps=7", ["run.steps=7"]),
+        ({"run.steps": 7, "run.name": "a"}, ["run.steps=7", "run.name=a"]),
+    ],
+)
+def test_overrides_that_are_no_list_are_told_as_the_list_that_they_mean(overrides, meant):
+    for load in (parse_job, load_job):
+        with pytest.raises(ConfigError) as caught:
+            load(VERIFY, overrides)
+        (fault,) = caught.value.faults
+        assert fault.remedy == f"write overrides={meant!r}"
+    assert load_job(VERIFY, meant).run.steps == 7
+    assert load_job(VERIFY, iter(meant)).run.steps == 7
+
+
 def test_key_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(VERIFY.read_text().replace("{tp: 1,", "{tp: 1, tp: 2,"))
@@ -197,6 +236,23 @@ def test_values_that_yaml_cannot_make_are_refused_as_other_mistakes_are(tmp_path
     path.write_text(f"run: {{name: x, steps: {text}}}")
     with pytest.raises(ConfigError, match="is not YAML: "):
         parse_job(path)
+
+
+def test_aliases_of_aliases_are_refused_before_they_are_written_out(tmp_path):
+    """Nine lines that each repeat the one before nine times are 387 million values."""
+    lines = [
+        "a0: &a0 [x]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)),
+    ]
+    path = tmp_path / "job.yaml"
+    path.write_text("\n".join([*lines, VERIFY.read_text()]))
+    with pytest.raises(ConfigError) as caught:
+        parse_job(path)
+    (fault,) = caught.value.faults
+    assert "make more than 100,000 values" in fault.fact and "without aliases" in fault.remedy
+    path.write_text(f"{VERIFY.read_text()}\nmemory: &m {{recompute: full}}\n")
+    assert parse_job(path).job().memory.recompute == "full"
+    assert parse_job(VERIFY, ["data.path=&a synthetic"]).job().data.path == "synthetic"
 
 
 def test_sequences_become_tuples_in_files_and_overrides(tmp_path):

@@ -148,6 +148,10 @@ def test_a_plan_says_what_an_evaluation_reads_and_takes(on, told, files, monkeyp
     assert (
         costs["tokens"] == tokens and costs["seconds"] > 0 and ("share" in costs) == (on == "grid")
     )
+    if on == "grid":  # of the time that the step is shown with
+        step_s = found["prediction"]["step_time_s"]
+        share = costs["seconds"] / (costs["seconds"] + 10 * step_s)
+        assert costs["share"] == pytest.approx(share)
     # the bill has the evaluations that training waits for: after 10 and 20 steps
     plain = ["plan", str(VERIFY), "--gpu", "h100", "--set", "model.vocab_size=300", "--json"]
     free = json.loads(CliRunner().invoke(app, plain).output)["prediction"]["bill"]

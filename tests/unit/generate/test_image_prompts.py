@@ -76,8 +76,8 @@ def test_a_task_has_the_same_pixels_behind_the_way_to_the_workers(pictures):
 @pytest.mark.parametrize(
     ("prompt", "vision", "told"),
     [
-        (Prompt("a", ("0.png",)), VISION, "prompt 1 has 1 images and 0 marks"),
-        (Prompt("<image>"), VISION, "prompt 1 has 0 images and 1 marks"),
+        (Prompt("a", ("0.png",)), VISION, "prompt 1 has 1 image and 0 marks"),
+        (Prompt("<image>"), VISION, "prompt 1 has 0 images and 1 mark"),
         (Prompt("<image>", ("9.png",)), VISION, r"prompt 1: '9.png' is no file"),
         (Prompt("<image>", (7,)), VISION, "prompt 1: 7 is no path"),
         (Prompt("<image>", ("broken.png",)), VISION, "broken.png' is broken"),

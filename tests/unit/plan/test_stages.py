@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from raymega.config.parallel import ParallelSection
 from raymega.errors import PlanError
-from raymega.plan.stages import layer_counts, placement_faults
+from raymega.plan.stages import _cheapest_of, layer_counts, placement_faults
 from tests.support.jobs import make_test_plan
 from tests.support.stages import even_stages
 
@@ -153,3 +153,49 @@ def test_auto_leaves_no_stage_but_the_last_without_a_layer(dear, num_stages):
         costs=costs,
     )
     assert sum(counts) == 8 and min(counts[:-1]) >= 1
+
+
+def _tried_out(costs, num_stages, loss_cost):
+    """Return the split of all that there are by the same order of ties: the dearest stage, then fewer layers first."""
+    best = {n: (sum(costs[:n]), (n,)) for n in range(1, len(costs) + 1)}
+    for stage in range(1, num_stages):
+        is_last = stage + 1 == num_stages
+        best = {
+            n: min(
+                (max(dearest, sum(costs[first:n]) + is_last * loss_cost), (*counts, n - first))
+                for first, (dearest, counts) in best.items()
+                if first + (not is_last) <= n
+            )
+            for n in range(min(best) + (not is_last), len(costs) + 1)
+        }
+    return best[len(costs)][1]
+
+
+@given(
+    costs=st.lists(st.integers(1, 6), min_size=2, max_size=12),
+    stages=st.integers(2, 5),
+    loss=st.integers(0, 9),
+)
+def test_a_split_by_cost_is_the_best_of_all(costs, stages, loss):
+    stages = min(stages, len(costs) + 1)
+    assert _cheapest_of(costs, stages, loss) == _tried_out(costs, stages, loss)
+
+
+def test_thousands_of_unlike_layers_are_split_without_comparing_all_pairs():
+    class Counted(float):
+        """Cost that counts how often a sum is compared."""
+
+        num = 0
+
+        def __sub__(self, other):
+            Counted.num += 1
+            return float(self) - float(other)
+
+        def __add__(self, other):
+            return Counted(float(self) + float(other))
+
+        __radd__ = __add__
+
+    costs = [Counted(1 + layer % 3) for layer in range(2000)]
+    assert sum(_cheapest_of(costs, 4, 2.0)) == 2000
+    assert Counted.num < 2000 * 4 * 40  # all pairs are 6,000,000

@@ -8,8 +8,17 @@ import torch
 from raymega.config.schema import ModelSection
 from raymega.messages import Box
 from raymega.parallel.core.sharded_parameter import initial_values
+from raymega.plan import flops, tensor_table
+from raymega.plan.flops import (
+    active_weights,
+    flops_per_token,
+    forward_flops_per_token,
+    trained_share,
+)
 from raymega.plan.grid import ExpertPlace, Grid
+from raymega.plan.memory import state_bytes
 from raymega.plan.memory.state_bytes import count_parameters, rank_state
+from raymega.plan.save_cost import save_cost
 from raymega.plan.tensor_table import layer_tensors, model_tensors, stage_tensors
 from raymega.train.build import build_parts
 from tests.support.jobs import layout_overrides, make_test_plan
@@ -246,3 +255,41 @@ def _rank_state(*overrides):
     plan = make_test_plan(*layout_overrides("tp1"), *overrides)
     state = rank_state(plan.job, plan.stages, plan.grid, tp_rank=0)
     return count_parameters(plan.job.model), state
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"moe": {"num_experts": 4, "first_k_dense_replace": 1}},
+        {"freeze": ("layers.1.*", "*.mlp.*")},
+        {"layer_sizes": {"ffn_hidden_size": (64, 96)}},
+    ],
+)
+def test_sums_by_kind_of_block_are_those_of_all_blocks(changes):
+    model, seq_len = _model(num_layers=5, **changes), 64
+    tensors = model_tensors(model)
+    assert count_parameters(model) == sum(each.num_parameters for each in tensors)
+    blocks = [layer_tensors(model, layer) for layer in range(5)]
+    trained = [active_weights((t for t in block if t.is_trained), model) for block in blocks]
+    whole = sum(active_weights(block, model) for block in blocks)
+    assert trained_share(model) == pytest.approx(sum(trained) / whole)
+    attention = seq_len * model.hidden_size * 2 * 5
+    forward = 2 * (whole + model.vocab_size * model.hidden_size) + attention
+    assert forward_flops_per_token(model, seq_len=seq_len) == pytest.approx(forward)
+
+
+def test_a_block_of_each_kind_is_enough_for_a_plan_of_many(monkeypatch):
+    """100,000 blocks are planned in seconds: tables of tensors are made for each kind, not for each block."""
+    made = []
+    for module in (tensor_table, flops, state_bytes):
+        monkeypatch.setattr(
+            module, "layer_tensors", lambda *args: made.append(args) or layer_tensors(*args)
+        )
+    model = _model(num_layers=3000, freeze=("layers.7.*",))
+    assert count_parameters(model) > 0 and forward_flops_per_token(model, seq_len=64) > 0
+    assert trained_share(model) < 1 and flops_per_token(model, seq_len=64) > 0
+    plan = make_test_plan("model.num_layers=3000", *layout_overrides("pp2"))
+    assert rank_state(plan.job, plan.stages_of(0), plan.grid, tp_rank=0).total_bytes > 0
+    assert save_cost(plan, 0).share_bytes > 0
+    assert len(made) < 40

@@ -5,9 +5,13 @@ from math import inf
 
 import pytest
 
+from raymega.cli.plan.bill import bill_of
+from raymega.plan.batch import row_length
 from raymega.plan.hardware.catalog import CATALOGUE
+from raymega.plan.run_plan import with_options
 from raymega.planner.bill import RESTART_S, bill_lines, dollars, make_bill
-from tests.support.jobs import make_test_plan
+from raymega.planner.cost.evaluation_time import evaluation_s, sample_s
+from tests.support.jobs import layout_overrides, make_test_plan
 
 H100 = CATALOGUE["h100"]
 PRICED = replace(H100, price_per_hour=2.5, spot_price_per_hour=1.0, interruptions_per_day=1.0)
@@ -55,6 +59,32 @@ def test_an_evaluation_reads_every_validation_set():
     evaluated = ("run.steps=1000", "run.eval_samples=32", "run.eval_every=300")
     one, both = (make_test_plan(*evaluated, *more) for more in ((), (two,)))
     assert make_bill(both, H100, 3.0).evaluation_s == 2 * make_bill(one, H100, 3.0).evaluation_s
+
+
+def test_samples_of_text_are_paid_for_each_time_they_are_drawn():
+    """After steps 300, 600 and 900; none at the end."""
+    plan = plan_of("run.samples_every=300", "run.sample_prompts=[a]", "run.sample_tokens=9")
+    bill = make_bill(plan, PRICED, 3.0, sample_s=7.0)
+    assert bill.samples_s == pytest.approx(21.0)
+    assert bill.seconds == pytest.approx(3021.0) and bill.dollars == pytest.approx(
+        2 * 2.5 * 3021 / 3600
+    )
+    assert ", 21.0 s of it samples of text;" in next(bill_lines(bill, PRICED))
+    assert make_bill(plan, PRICED, 3.0, first_step=600, sample_s=7.0).samples_s == 7.0
+    assert make_bill(plan, PRICED, 3.0, first_step=2000, sample_s=7.0).samples_s == 0.0
+    assert make_bill(plan_of(), PRICED, 3.0, sample_s=7.0).samples_s == 0.0
+
+
+def test_a_sample_is_a_pass_over_its_prompts_for_each_token():
+    """Prompts of 3 tokens and 13 new ones are rows of 16, which the grid can cut; 5 of them are 3 micro-batches."""
+    texts = "run.sample_prompts=[abc, abc, abc, abc, abc]"
+    plan = plan_of(*layout_overrides("tp1"), "run.samples_every=10", texts, "run.sample_tokens=13")
+    rows = with_options(plan, plan.job.with_values(data={"seq_len": row_length(16, plan.job)}))
+    once = evaluation_s(rows, 5, H100)
+    assert sample_s(plan, 3, H100) == pytest.approx(13 * once)
+    # no tokenizer is with built-in tokens: a token has a byte at least
+    bill = bill_of(plan, H100, 3.0)
+    assert bill.samples_s == pytest.approx(100 * 13 * once) and bill.seconds > 3000.0
 
 
 def test_spot_nodes_repeat_half_the_steps_since_the_last_save():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,6 +23,7 @@ from raymega.report.find import find_run
 from raymega.report.page import run_page
 from raymega.storage.registry import open_store
 from raymega.tracking.jsonl import open_jsonl
+from tests.golden.commands import called
 from tests.unit.tracking.events import whole_run
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -203,3 +206,52 @@ def test_lines_of_something_else_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n')
     with pytest.raises(ConfigError, match="cannot be read"):
         page_of(tmp_path)
+
+
+DAMAGED = [
+    {"event": "finished"},
+    {"event": "finished", "status": "finished", "wall_s": 1.0, "goodput": None},
+    {"event": "checkpoint"},
+    {"event": "recovered", "lost_steps": 1},
+    {"event": "bad_step"},
+    {"event": "straggler", "ratio": "high"},
+    {"event": "routing_collapsed", "layer": 1},
+    {"event": "run", "job": "verify"},
+    {"event": "run", "total_steps": "many"},
+    {"event": "run", "uri": 5},
+    {"event": "step", "step": 10**30, "loss": 1.0},
+    {"event": "step", "step": 9, "loss": 10**400},
+    {"event": "attempt", "step": 0, "grid": [2]},
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=str)
+def test_a_line_without_what_the_page_needs_is_left_out(line, tmp_path, job, caplog):
+    run = written(tmp_path, job)
+    whole = page_of(run)
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(f"{json.dumps(line)}\n")
+    assert page_of(run) == whole
+    assert "is skipped, it is damaged" in caplog.text
+
+
+def test_attempts_of_lines_without_a_grid_are_listed(tmp_path):
+    lines = [{"event": "run"}, *[{"event": "attempt", "step": 0, "attempt": n} for n in (1, 2)]]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert "2 attempts" in page_of(tmp_path)
+
+
+def test_the_size_that_is_told_is_that_of_the_file(tmp_path, job):
+    """A folder's name has letters of two bytes."""
+    run = written(tmp_path / "l\u00e4ufe", job)
+    ended = called("report", str(run), "--out", str(tmp_path / "a.html"), "--json")
+    told = json.loads(ended.stdout)["num_bytes"]
+    assert told == (tmp_path / "a.html").stat().st_size
+
+
+def test_a_line_to_paste_has_a_folder_with_a_space_in_quotes(tmp_path, job):
+    run = written(tmp_path / "my runs", job)
+    with pytest.raises(ConfigError) as caught:
+        find_run(str(tmp_path / "my runs"))
+    command = shlex.split(caught.value.faults[0].remedy)
+    assert command == ["raymega", "report", str(run)]

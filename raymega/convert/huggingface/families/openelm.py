@@ -12,7 +12,7 @@ from typing import Any
 from raymega.config.schema import ModelSection
 from raymega.convert.huggingface.architectures import Architecture, Config, ours, theirs, unlike
 from raymega.convert.huggingface.families.family import HfFamily, shortest_period
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, counted
 from raymega.plan.layers.layer_pattern import sized_model
 
 _SETTINGS = {
@@ -48,7 +48,9 @@ def _width(multiplier: float, width: int, divisor: int) -> int:
 def _values(config: Config) -> dict[str, Any]:
     count = config["num_transformer_layers"]
     faults = [
-        unlike(f"{name} of {len(config[name])} layers", f"num_transformer_layers={count}")
+        unlike(
+            f"{name} of {counted(len(config[name]), 'layer')}", f"num_transformer_layers={count}"
+        )
         for name in ("ffn_multipliers", "num_query_heads", "num_kv_heads")
         if len(config[name]) != count
     ]

@@ -1,12 +1,14 @@
 """The commands: tables for people, one JSON object for programs, exit codes; no torch."""
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.cli.checkpoint.command import checkpoint_app
 from raymega.errors import ConfigError
 from raymega.storage.local import LocalStore
@@ -76,6 +78,16 @@ def test_place_where_nothing_can_be_is_the_users_mistake(command, where, tmp_pat
     done = _call(name, where.format(folder=tmp_path), *options)
     assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2
     assert done.exception.faults[0].remedy
+
+
+def test_a_line_to_paste_has_a_folder_with_a_space_in_quotes(tmp_path):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(str(folder))
+    words = shlex.split(caught.value.faults[0].remedy.partition(": ")[2])
+    assert words[:4] == ["raymega", "convert", "hf-import", str(folder)]
 
 
 def test_show_of_nothing_is_the_users_mistake(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raymega.config.load import parse_job
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, StorageError
 from raymega.orchestrate.run_store.finished_run import finished_run
 from raymega.orchestrate.run_store.journal import open_record, write_record
 from raymega.orchestrate.run_store.lease import Lease
@@ -81,3 +81,18 @@ def test_finished_run_is_told_from_its_store_and_an_unfinished_one_is_not(tmp_pa
     assert ended.checkpoint_uri.endswith(key) and "nothing is left to do" in ended.reason
     longer = parse_job(VERIFY, ["run.name=done", "run.steps=40"]).job()
     assert finished_run(store, open_record(store, longer, now=NOW)) is None
+
+
+def test_folder_that_cannot_be_read_hides_no_other_run(tmp_path, monkeypatch):
+    put_run(tmp_path, "good", status="finished")
+    put_run(tmp_path, "theirs", status="running")
+    listed = LocalStore.list
+
+    def refused(store, prefix=""):
+        if store.uri.endswith("theirs"):
+            raise StorageError("could not list: Permission denied")
+        return listed(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", refused)
+    found = {name: run.state for name, run in told(tmp_path).items()}
+    assert found == {"good": "finished", "theirs": "unreadable"}

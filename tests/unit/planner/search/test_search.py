@@ -18,7 +18,7 @@ from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.cost.step_time import step_time
 from raymega.planner.cost.working_memory import attention_bytes_in_backward
-from raymega.planner.search.candidates import Space, candidates
+from raymega.planner.search.candidates import Space, candidates, divisors
 from raymega.planner.search.search import MEMORY_MARGIN, Judge, fastest, search
 
 JOBS = Path(__file__).parents[4] / "jobs"
@@ -202,3 +202,15 @@ def test_keys_that_pass_by_take_memory():
     # 16 layers keep them, of 2 micro-batches; beside that another moment of the exchange may be fuller
     uses = [memory_use(make_plan(job)).activation_bytes for job in jobs]
     assert uses[1] - uses[0] <= passing + sums - 2 * 16 * outputs
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 200_000])
+def test_divisors_are_all_in_ascending_order(number):
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_a_node_of_any_size_has_tensor_parallel_groups_of_whole_heads(seven_b):
+    """9e18 devices a node, as a file of an accelerator may say, are not tried one by one."""
+    wide = replace(H100, devices_per_node=9 * 10**18)
+    space = Space(job=seven_b, device=wide, num_devices=16)
+    assert {job.parallel.tp for job in candidates(space)} == {1, 2, 4, 8, 16}
