@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import unquote
 from uuid import uuid4
 
 from raymega.errors import StorageError
@@ -21,6 +22,12 @@ STALE_PARTIAL_S = 24 * 3600
 LOOK_EVERY_S = 3600.0
 """Seconds between two looks for what killed writers left: a look at each put of N ranks would be N squared looks."""
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def split_file_uri(uri: str) -> tuple[str, Path]:
+    """Return host and path of a ``file://`` URI; '#' and '?' are characters of a name, as in a plain path."""
+    host, _, path = uri.partition("://")[2].partition("/")
+    return host, Path(unquote(f"/{path}"))
 
 
 class LocalStore:
