@@ -42,6 +42,7 @@ from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
+from raymega.orchestrate.run_store.foreign_runs import warn_of_driver
 from raymega.orchestrate.run_store.journal import open_record
 from raymega.plan.distillation.teacher import UNTRAINED
 from raymega.plan.hardware.catalog import CATALOGUE
@@ -299,10 +300,10 @@ def _with_pins(parsed: ParsedJob) -> ParsedJob:
     # a new run begins with weights and adapters as well
     if not valid_checkpoints(own):
         read += [BASE, ADAPTER]
-    return parsed.with_overrides(
-        f"{field}={json.dumps(pinned(values[field], own, field=field, is_read=field in read))}"
-        for field in fields
-    )
+    pins = {each: pinned(values[each], own, field=each, is_read=each in read) for each in fields}
+    for field in sorted({*read} & pins.keys()):
+        warn_of_driver(field, pins[field], SystemClock())
+    return parsed.with_overrides(f"{field}={json.dumps(pin)}" for field, pin in pins.items())
 
 
 def _pinned_fields(values: Mapping[str, Any]) -> list[str]:

@@ -53,6 +53,9 @@ class Files(Protocol):
     def need(self, shards: Sequence[ShardMeta]) -> None:
         """Take the shards that are read next, the first one first."""
 
+    def drop_damaged(self, shard: ShardMeta) -> bool:
+        """Return whether the shard was a damaged copy, which is removed and comes again when it is read."""
+
 
 class FolderFiles:
     """Shards in a folder."""
@@ -71,6 +74,10 @@ class FolderFiles:
 
     def need(self, shards: Sequence[ShardMeta]) -> None:
         """Do nothing: the files are here."""
+
+    def drop_damaged(self, shard: ShardMeta) -> bool:  # noqa: ARG002
+        """Return False: the files are no copies."""
+        return False
 
 
 class TokenStream:
@@ -138,6 +145,13 @@ class TokenStream:
     def need(self, shards: Sequence[int]) -> None:
         """Take the numbers of the shards that are read next, the first one first."""
         self._files.need([self._shards[number] for number in shards])
+
+    def drop_damaged(self, start: int, stop: int) -> bool:
+        """Return whether a shard of tokens [start, stop) was a damaged copy, which comes again when it is read."""
+        first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
+        return (
+            sum(map(self._files.drop_damaged, self._shards[first : last + 1])) > 0
+        )  # each of them
 
     def _pieces(self, start: int, stop: int, name: str) -> Iterator[Tokens]:
         for _, column in self._columns(start, stop, name):

@@ -24,6 +24,7 @@ from raymega.config.vision.section import CHANNELS
 from raymega.config.vision.sizes import ImageSizes
 from raymega.errors import ConfigError, DataError, Fault
 from raymega.storage.json_objects import damage_at
+from raymega.storage.local import split_file_uri
 
 META_FILE = "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -233,14 +234,16 @@ def local_folder(uri: str) -> Path:
         ConfigError: The URI's scheme is not that of a local folder.
     """
     # a plain path, or file://; object stores are not folders
-    scheme, separator, path = uri.partition("://")
+    scheme, separator, _ = uri.partition("://")
     if not separator:
         return Path(uri).expanduser()
-    if scheme == "file":
-        return Path(path)
+    host, path = split_file_uri(uri)
+    if scheme == "file" and host in ("", "localhost"):
+        return path
+    other = f"file://{host}" if scheme == "file" else f"{scheme}://"
     fault = Fault(
         fact=f"dataset URI {uri!r}",
-        rule=f"a folder is a path or file://, and {scheme}:// is none",
+        rule=f"a folder is a path or file:///path, and {other} is none",
         remedy="use a folder that every node sees",
     )
     raise ConfigError(fault)

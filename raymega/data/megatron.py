@@ -170,7 +170,7 @@ class MegatronStream:
         """Parts of a file in an object store; None for a file of this machine."""
         if self._files.remote is None:
             return None
-        fetcher = self._fetcher or Fetcher(limit_bytes=CACHE_BYTES)
+        fetcher = self._fetcher or Fetcher(limit_bytes=CACHE_BYTES, is_of_run=False)
         return PartCache(self._files.remote, self.shards, self._index.dtype, fetcher)
 
     @cached_property
@@ -193,6 +193,10 @@ class MegatronStream:
         """Take the numbers of the parts that are read next, the first one first."""
         if self._parts is not None:
             self._parts.need([self._parts.parts[number] for number in shards])
+
+    def drop_damaged(self, start: int, stop: int) -> bool:  # noqa: ARG002
+        """Return False: without checksums nothing tells a damaged part."""
+        return False
 
     def read(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) as int64."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import unquote
 from uuid import uuid4
 
 from raymega.errors import StorageError
@@ -20,7 +21,15 @@ PARTIAL_FOLDER = ".partial"
 STALE_PARTIAL_S = 24 * 3600
 LOOK_EVERY_S = 3600.0
 """Seconds between two looks for what killed writers left: a look at each put of N ranks would be N squared looks."""
+MOST_REMOVALS = 16
+"""Times that other processes may remove a folder, which they left empty, before an object is in it."""
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def split_file_uri(uri: str) -> tuple[str, Path]:
+    """Return host and path of a ``file://`` URI; '#' and '?' are characters of a name, as in a plain path."""
+    host, _, path = uri.partition("://")[2].partition("/")
+    return host, Path(unquote(f"/{path}"))
 
 
 class LocalStore:
@@ -43,8 +52,7 @@ class LocalStore:
             try:
                 _write_synced(partial, chunks)
                 self._remove_stale(partial)
-                _make_folder(path.parent)
-                is_published = _publish(partial, path, overwrite=overwrite)
+                is_published = _publish_below(partial, path, overwrite=overwrite)
             finally:
                 partial.unlink(missing_ok=True)
             # the new directory entry must survive a power cut too
@@ -82,9 +90,10 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the keys that begin with ``prefix``, in sorted order."""
-        folder = self._root / prefix.rpartition("/")[0]
+        above, _, begin = prefix.rpartition("/")
+        folder = self._root / above
         with _failures("list", folder):
-            keys = sorted(path.relative_to(self._root).as_posix() for path in _files(folder))
+            keys = sorted(path.relative_to(self._root).as_posix() for path in _files(folder, begin))
         yield from (key for key in keys if key.startswith(prefix) and is_key(key))
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
@@ -140,6 +149,15 @@ def _write_all(handle: int, rest: memoryview) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
+def _publish_below(partial: Path, path: Path, *, overwrite: bool) -> bool:
+    """Publish in a folder that is made, again where another process has just removed it as empty."""
+    for _ in range(MOST_REMOVALS):
+        with suppress(FileNotFoundError):
+            _make_folder(path.parent)
+            return _publish(partial, path, overwrite=overwrite)
+    return _publish(partial, path, overwrite=overwrite)
+
+
 def _publish(partial: Path, path: Path, *, overwrite: bool) -> bool:
     """Give ``partial`` its final name; return False when the name is taken and ``overwrite`` is false."""
     if overwrite:
@@ -178,13 +196,17 @@ def _remove_if_empty(folder: Path) -> bool:
     return True
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, begin: str) -> Iterator[Path]:
+    """Yield all files below what ``folder`` has whose name begins with ``begin``; nothing else is looked at."""
+
     # a folder that is deleted during the walk is empty; any other error counts
     def refuse(error: OSError) -> None:
         if not isinstance(error, _ABSENT):
             raise error
 
-    for at, _, names in os.walk(folder, onerror=refuse):
+    for at, folders, names in os.walk(folder, onerror=refuse):
+        if Path(at) == folder:
+            folders[:] = [name for name in folders if name.startswith(begin)]
         yield from (Path(at) / name for name in names)
 
 

@@ -8,7 +8,6 @@ from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, Protocol
-from urllib.parse import unquote, urlsplit
 
 from raymega.config.hub import download, hub_name
 from raymega.errors import ConfigError, Fault, StorageError, raise_faults
@@ -20,7 +19,7 @@ from raymega.plugins import (
     known_names,
     use_entry_point,
 )
-from raymega.storage.local import LocalStore
+from raymega.storage.local import LocalStore, split_file_uri
 from raymega.storage.named_store import NamedStore
 from raymega.storage.store import Store, folders_below
 
@@ -52,8 +51,9 @@ class Folders:
 
     def uri_faults(self, uri: str, *, field: str) -> list[Fault]:
         """See Backend."""
-        if "://" in uri and urlsplit(uri).netloc not in ("", "localhost"):
-            rule = f"file URIs have no host, but this one names {urlsplit(uri).netloc!r}"
+        host = split_file_uri(uri)[0] if "://" in uri else ""
+        if host not in ("", "localhost"):
+            rule = f"file URIs have no host, but this one names {host!r}"
             remedy = "write file:///path with three slashes"
             return [Fault(fact=f"{field}={uri!r}", rule=rule, remedy=remedy)]
         return []
@@ -262,8 +262,8 @@ def _other_scheme(scheme: str, rest: str) -> str:
 
 
 def _folder(uri: str) -> Path:
-    path = unquote(urlsplit(uri).path) if "://" in uri else uri
-    return Path(path).expanduser().absolute()
+    path = split_file_uri(uri)[1] if "://" in uri else Path(uri)
+    return path.expanduser().absolute()
 
 
 def _uri_faults(uri: str, *, field: str) -> list[Fault]:

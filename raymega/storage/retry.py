@@ -16,7 +16,7 @@ from itertools import chain, repeat
 from typing import TypeVar
 
 from raymega.errors import StorageError
-from raymega.storage.store import DelegatingStore, Store
+from raymega.storage.store import DelegatingStore, RefusedError, Store
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -44,18 +44,37 @@ class RetryPolicy:
             left_s -= pause_s
         return replace(self, pauses_s=tuple(pauses_s))
 
-    def run(self, ask: Callable[[int], Result]) -> Result:
-        """Call ``ask`` with the number of the try, from 0, until it returns.
+    def read(self, ask: Callable[[], Result]) -> Result:
+        """Call ``ask`` until it returns; a refusal is an answer, raised at once.
+
+        Of a write it is none: what was trained waits for whoever corrects the rights.
 
         Raises:
-            FileExistsError: The key exists; this is not retried, as another try would change nothing.
+            StorageError, OSError: The store refuses, or the last try failed.
+        """
+        return self.run(lambda _: ask(), answers=(RefusedError,))
+
+    def run(
+        self,
+        ask: Callable[[int], Result],
+        *,
+        answers: tuple[type[Exception], ...] = (FileExistsError,),
+    ) -> Result:
+        """Call ``ask`` with the number of the try, from 0, until it returns.
+
+        Args:
+            ask: Function that makes the request.
+            answers: Errors that another try would not change, such as that of a key that exists.
+
+        Raises:
+            FileExistsError: The key exists.
             StorageError, OSError: The last try failed.
         """
         # every try but the last
         for number, pause_s in enumerate(self.pauses_s):
             try:
                 return ask(number)
-            except FileExistsError:
+            except answers:
                 raise
             except (StorageError, OSError) as error:
                 log.warning("request failed, next try in %g s: %s", pause_s, error)
@@ -69,7 +88,7 @@ RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))
 class RetryingStore(DelegatingStore):
     """A store whose requests are retried for half a minute before they count as failed.
 
-    That a key is missing is an answer, KeyError, which is given at once.
+    That a key is missing is an answer, KeyError, which is given at once; so is a refusal to read.
     """
 
     def __init__(self, store: Store, *, retry: RetryPolicy = RETRY) -> None:
@@ -96,15 +115,15 @@ class RetryingStore(DelegatingStore):
 
     def get(self, key: str, *, start: int = 0, num_bytes: int = -1) -> bytes:
         """See Store."""
-        return self._retry.run(lambda _: self._store.get(key, start=start, num_bytes=num_bytes))
+        return self._retry.read(lambda: self._store.get(key, start=start, num_bytes=num_bytes))
 
     def size(self, key: str) -> int:
         """See Store."""
-        return self._retry.run(lambda _: self._store.size(key))
+        return self._retry.read(lambda: self._store.size(key))
 
     def list(self, prefix: str) -> Iterator[str]:
         """See Store; a listing is made whole first, as one that fails midway begins again."""
-        yield from self._retry.run(lambda _: [*self._store.list(prefix)])
+        yield from self._retry.read(lambda: [*self._store.list(prefix)])
 
     def delete(self, key: str) -> None:
         """See Store."""
@@ -112,11 +131,11 @@ class RetryingStore(DelegatingStore):
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See ListsSizes."""
-        yield from self._retry.run(lambda _: [*super(RetryingStore, self).sizes(prefix)])
+        yield from self._retry.read(lambda: [*super(RetryingStore, self).sizes(prefix)])
 
     def folders(self, prefix: str) -> Iterator[str]:
         """See ListsFolders."""
-        yield from self._retry.run(lambda _: [*super(RetryingStore, self).folders(prefix)])
+        yield from self._retry.read(lambda: [*super(RetryingStore, self).folders(prefix)])
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """See DeletesMany."""

@@ -76,13 +76,14 @@ class RotatedFile:
     def _thin(self) -> None:
         """Thin the largest closed part, the oldest first, until all fit or none shrinks."""
         sizes = {path: path.stat().st_size for _, path in _closed_parts(self._path)}
-        limit = self._most_bytes - self._part_bytes
-        while sum(sizes.values()) > limit:
+        excess = sum(sizes.values()) - (self._most_bytes - self._part_bytes)
+        while excess > 0 and sizes:
             largest = max(sizes, key=lambda path: sizes[path])
             thin(largest, self._kind_of)
             before, sizes[largest] = sizes[largest], largest.stat().st_size
-            if sizes[largest] > before / 2:  # what is left may not be thinned
-                break
+            excess -= before - sizes[largest]
+            if sizes[largest] > before / 2:  # what is left there may not be thinned
+                del sizes[largest]
 
 
 def thin(path: Path, kind_of: Callable[[str], str]) -> None:

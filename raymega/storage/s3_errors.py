@@ -14,9 +14,11 @@ from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
 from raymega.errors import Fault, StorageError
+from raymega.storage.store import RefusedError
 
 ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
 TAKEN_CODES = frozenset({"PreconditionFailed", "412"})
+REFUSED_CODES = frozenset({"AccessDenied", "403", "AllAccessDisabled", "NoSuchBucket"})
 UNKNOWN_STATUSES = frozenset({400, 405, 411, 501})
 """HTTP statuses by which services refuse an operation that they lack, or its form."""
 
@@ -108,7 +110,9 @@ def failures(verb: str, key: str, place: S3Location) -> Iterator[None]:
     try:
         yield
     except (ClientError, BotoCoreError) as error:
-        raise StorageError(fault_of(error, verb, key, place)) from error
+        is_refused = isinstance(error, ClientError) and code_of(error) in REFUSED_CODES
+        kind = RefusedError if is_refused else StorageError
+        raise kind(fault_of(error, verb, key, place)) from error
 
 
 def fault_of(error: Exception, verb: str, key: str, place: S3Location) -> Fault:

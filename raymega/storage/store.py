@@ -10,6 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
+from raymega.errors import StorageError
+
+
+class RefusedError(StorageError):
+    """A store refused a request for want of a right or a bucket, and so would the next one."""
+
 
 class Store(Protocol):
     """Six methods, all blocking, all safe to call from several threads.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from mlflow.entities import Metric
 
@@ -23,6 +24,7 @@ FIRST_FAMILIES = ("train", "eval")
 OFTEN_CONSTANT = frozenset({"train/global_batch_size", "train/loss_scale", "train/skipped_steps"})
 KINDS = ("step", "evaluation", "tasks")
 HIDDEN = frozenset(f"system/{name}" for name in NO_CURVE)
+T = TypeVar("T")
 
 
 def metrics_in(item: Stamped) -> Iterator[Metric]:
@@ -66,3 +68,8 @@ def last_steps_in(tag: str) -> dict[str, int]:
 def is_series(item: Stamped) -> bool:
     """Return whether the event is part of a per-step series, which a restart may repeat."""
     return isinstance(item.event, StepFinished | EvaluationFinished | TasksEvaluated)
+
+
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield ``items`` in parts of ``size``, the last one shorter."""
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 
 from mlflow import MlflowClient
 from mlflow import environment_variables as settings
@@ -56,6 +55,7 @@ from raymega.tracking.mlflow_facts import (
 )
 from raymega.tracking.mlflow_metrics import (
     HIDDEN,
+    chunks,
     is_series,
     kind_of,
     last_steps_in,
@@ -63,7 +63,7 @@ from raymega.tracking.mlflow_metrics import (
     metrics_in,
 )
 from raymega.tracking.queued_sink import is_local_refusal
-from raymega.tracking.sink import Stamped
+from raymega.tracking.sink import Stamped, metrics_of
 
 KEPT_FOLDER = ".raymega/mlflow"
 """Folder of empty databases, below the user's home."""
@@ -78,8 +78,6 @@ STATUS = {
     "failed": "FAILED",
     **dict.fromkeys(("preempted", "superseded", "interrupted"), "KILLED"),
 }
-
-T = TypeVar("T")
 
 
 def limit_client(*, timeout_s: int, max_retries: int) -> None:
@@ -334,6 +332,12 @@ class Recorder:
         self._client.set_terminated(self._parent, STATUS[event.status])
 
     def _log_metrics(self, batch: Sequence[Stamped]) -> None:
+        # steps by requests, each with its own last step: the next driver sends what a killed one did not
+        share = MAX_METRICS_PER_BATCH // max(1, len(metrics_of(batch[0].event)))
+        for part in chunks(batch, max(1, share)):
+            self._log_request(part)
+
+    def _log_request(self, batch: Sequence[Stamped]) -> None:
         parent: list[Metric] = []
         child: list[Metric] = []
         # Changed only after both requests succeeded: a failed batch is written again.
@@ -367,8 +371,8 @@ class Recorder:
         self._floors, self._in_child = floors, in_child
 
     def _send(self, run_id: str, metrics: list[Metric], tags: dict[str, str]) -> None:
-        pairs = [RunTag(name, value) for name, value in tags.items()]
-        for chunk in _chunks(metrics, MAX_METRICS_PER_BATCH):
+        for chunk in chunks(metrics, MAX_METRICS_PER_BATCH):
+            pairs = [RunTag(*each) for each in tags.items() if chunk[-1] is metrics[-1]]
             self._client.log_batch(run_id, metrics=chunk, tags=pairs)
 
     def _tag(self, run_id: str, tags: Mapping[str, object]) -> None:
@@ -376,12 +380,12 @@ class Recorder:
             return
         # MLflow limits the length of values and the number per request.
         pairs = [RunTag(name, str(value)[:MAX_VALUE_CHARS]) for name, value in tags.items()]
-        for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
+        for chunk in chunks(pairs, MAX_PAIRS_PER_BATCH):
             self._client.log_batch(run_id, tags=chunk)
 
     def _log_params(self, run_id: str, params: Mapping[str, object]) -> None:
         pairs = [Param(name, str(value)[:MAX_VALUE_CHARS]) for name, value in params.items()]
-        for chunk in _chunks(pairs, MAX_PAIRS_PER_BATCH):
+        for chunk in chunks(pairs, MAX_PAIRS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk)
 
 
@@ -392,7 +396,3 @@ def is_refusal(error: Exception) -> bool:
         status = error.get_http_status_code()
         return 400 <= status < 500 and status not in (408, 429)
     return is_local_refusal(error)
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (items[start : start + size] for start in range(0, len(items), size))

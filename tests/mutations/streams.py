@@ -43,15 +43,15 @@ STREAM_MUTATIONS = (
     StreamMutation(
         name="mapped shards make way",
         file=FETCHER,
-        old="            if not _try_lock(descriptor):\n                return False\n            path.unlink()",
+        old="            if not try_lock(descriptor):\n                return False\n            path.unlink()",
         new="            path.unlink()",
         caught="mapped: evicted",
     ),
     StreamMutation(
         name="the cache has no bound",
         file=FETCHER,
-        old="free = self.limit_bytes - sum(size for _, size, _ in found)",
-        new="free = self.limit_bytes",
+        old="free = self._bound.num_bytes() - sum(size for _, size, _ in found)",
+        new="free = self._bound.num_bytes()",
         caught="streamed: above the bound",
     ),
     StreamMutation(

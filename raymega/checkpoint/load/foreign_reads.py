@@ -23,5 +23,12 @@ def foreign_read(field: str, uri: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        faults = (replace(each, fact=f"{field}={uri!r}: {each.fact}") for each in error.faults)
+        remedy = (
+            f"set {field} to a copy of it (raymega checkpoint copy), or to another one: a run that is trained "
+            "further deletes all but its newest checkpoint.keep_last"
+        )
+        faults = (
+            replace(each, fact=f"{field}={uri!r}: {each.fact}", remedy=remedy)
+            for each in error.faults
+        )
         raise StorageError(*faults) from error

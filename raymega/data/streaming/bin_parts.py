@@ -53,7 +53,7 @@ class RemotePair:
             StorageError: The store cannot be reached.
         """
         key = f"{self.name}.{ending}"
-        return RETRY.run(lambda _: self.store.get(key, start=start, num_bytes=num_bytes))
+        return RETRY.read(lambda: self.store.get(key, start=start, num_bytes=num_bytes))
 
 
 def look_at(prefix: str) -> RemotePair:

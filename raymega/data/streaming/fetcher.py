@@ -6,7 +6,6 @@ mapped by any process makes way. Which shards are needed is told by `raymega.dat
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -21,7 +20,8 @@ from weakref import ref
 from isal import isal_zlib
 
 from raymega.data.format import META_FILE, NO_CRC32, ShardMeta, shard_fault
-from raymega.data.streaming.node_cache import TABLES, cache_root, locked
+from raymega.data.streaming.cache_bound import CacheBound
+from raymega.data.streaming.node_cache import TABLES, cache_root, is_at, locked, try_lock
 from raymega.errors import DataError, Fault, InternalError, RaymegaError, StorageError
 from raymega.storage.retry import RETRY, RetryPolicy
 from raymega.storage.store import Store
@@ -35,7 +35,7 @@ POLL_S, ROOM_S, AWAY_S = 0.02, 0.25, 2.0
 """Pauses before a shard is tried again: for a reader that waits, for none, and while the store is away."""
 IDLE_S = 1.0
 """Pause after which an idle thread looks whether its fetcher is still in use."""
-PARTIAL = ".partial"
+PARTIAL, THREAD_NAME = ".partial", "raymega-fetch"
 COUNTER_FILE = "fetched"
 
 
@@ -84,7 +84,7 @@ class Fetcher:
 
     Attributes:
         root: Folder of the node.
-        limit_bytes: Most bytes of shards there, of all datasets.
+        limit_bytes: Most bytes of shards there, of all datasets; more where a run that lives allows more.
         timeout_s: Longest wait for one shard, in seconds.
     """
 
@@ -95,10 +95,12 @@ class Fetcher:
         timeout_s: float = 600.0,
         root: Path | None = None,
         retry: RetryPolicy = RETRY,
+        is_of_run: bool = True,
     ) -> None:
-        """Make a fetcher; its threads start with the first shard that is wanted."""
+        """Make a fetcher, of a run or of a command; its threads start with the first shard that is wanted."""
         self.root, self.limit_bytes, self.timeout_s = root or cache_root(), limit_bytes, timeout_s
         self._retry, self._changed = retry, Condition()
+        self._bound = CacheBound(self.root, limit_bytes, is_of_run=is_of_run)
         self._all: list[Wants] = []
         self._under_way: set[Path] = set()
         self._not_before: dict[Path, float] = {}
@@ -126,6 +128,8 @@ class Fetcher:
             if shard not in wants.waiting:
                 wants.waiting.insert(0, shard)
             if shard.file not in wants.hasty:
+                # what failed before anybody waited is tried again: a disk may have been full for a while
+                wants.failed.pop(shard.file, None)
                 wants.hasty.add(shard.file)
                 self._changed.notify_all()
             self._changed.wait(POLL_S)
@@ -155,7 +159,7 @@ class Fetcher:
         # daemons: a process that ends does not wait for a store
         while len(self._threads) < NUM_THREADS:
             self._threads.append(
-                Thread(target=_work, args=(ref(self),), name="raymega-fetch", daemon=True)
+                Thread(target=_work, args=(ref(self), self._changed), name=THREAD_NAME, daemon=True)
             )
             self._threads[-1].start()
 
@@ -182,14 +186,13 @@ class Fetcher:
             self._changed.notify_all()
 
     def _take(self) -> tuple[Wants, ShardMeta] | None:
-        """Take the most urgent shard that no other thread fetches, after a short wait if there is none."""
-        with self._changed:
-            if (found := self._next()) is None:
-                is_waiting = any(each.waiting for each in self._all)
-                self._changed.wait(POLL_S if is_waiting else IDLE_S)
-                return None
+        """Take the most urgent shard that no other thread fetches, if there is one."""
+        if found := self._next():
             self._under_way.add(found[0].folder / found[1].file)
-            return found
+        return found
+
+    def _pause_s(self) -> float:
+        return POLL_S if any(each.waiting for each in self._all) else IDLE_S
 
     def _next(self) -> tuple[Wants, ShardMeta] | None:
         now, best = time.monotonic(), list[tuple[bool, int, int]]()
@@ -226,7 +229,7 @@ class Fetcher:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # one process fetches it; the lock of a killed one is released
-            if not _try_lock(descriptor) or not _is_at(part, descriptor) or path.exists():
+            if not try_lock(descriptor) or not is_at(part, descriptor) or path.exists():
                 return POLL_S if shard.file in wants.hasty else ROOM_S
             if not self._make_room(wants, shard, descriptor):
                 return ROOM_S
@@ -259,7 +262,7 @@ class Fetcher:
     def _read(self, store: Store, shard: ShardMeta, start: int, num_bytes: int) -> bytes:
         read = partial(store.get, shard.file, start=start, num_bytes=num_bytes)
         try:
-            return self._retry.run(lambda _: read())
+            return self._retry.read(read)
         except KeyError:
             fact = f"{store.uri}/{shard.file} does not exist"
             raise DataError(shard_fault(fact, f"{META_FILE} names it")) from None
@@ -279,7 +282,7 @@ class Fetcher:
             # what an attempt that failed has reserved is this shard's room
             own_part = (wants.folder / shard.file).with_suffix(PARTIAL)
             found = sorted(each for each in _files(self.root) if each[2] != own_part)
-            free = self.limit_bytes - sum(size for _, size, _ in found)
+            free = self._bound.num_bytes() - sum(size for _, size, _ in found)
             for _, size, path in found:
                 if free >= shard.num_bytes:
                     break
@@ -319,12 +322,19 @@ def _unexpected(path: Path, error: Exception) -> Fault:
     )
 
 
-def _work(reference: ref[Fetcher]) -> None:
-    """Fetch as long as somebody has the fetcher."""
-    while (fetcher := reference()) is not None:
-        if found := fetcher._take():
-            fetcher._try(*found)
-        del fetcher
+def _work(reference: ref[Fetcher], changed: Condition) -> None:
+    """Fetch as long as somebody else has the fetcher: who waits for work must not keep it for the other threads."""
+    while True:
+        with changed:
+            if (fetcher := reference()) is None:
+                return
+            if (found := fetcher._take()) is None:
+                pause_s = fetcher._pause_s()
+                del fetcher
+                changed.wait(pause_s)
+                continue
+        fetcher._try(*found)
+        del fetcher, found
 
 
 def _files(root: Path) -> list[tuple[float, int, Path]]:
@@ -347,24 +357,9 @@ def _evict(path: Path) -> bool:
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_RDWR)
         try:
-            if not _try_lock(descriptor):
+            if not try_lock(descriptor):
                 return False
             path.unlink()
         finally:
             os.close(descriptor)
     return True
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether the descriptor's file still has the name; it may have been renamed meanwhile."""
-    with suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    return False

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,6 +38,27 @@ def locked(folder: Path) -> Iterator[None]:
     with (folder / LOCK_FILE).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file against other processes; return False if one has a lock on it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def share_lock(descriptor: int) -> None:
+    """Lock a file beside others that share it; waits for one that does not."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether the descriptor's file still has the name; it may have been renamed or removed meanwhile."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    return False
 
 
 def shared_tables(

@@ -77,8 +77,8 @@ def open_files(uri: str, fetcher: Fetcher | None = None) -> tuple[DatasetMeta, F
     if not is_remote(uri):
         folder = local_folder(uri)
         return read_meta(folder), FolderFiles(folder)
-    store, fetcher = open_store(uri), fetcher or Fetcher(limit_bytes=CACHE_BYTES)
-    description = RETRY.run(lambda _: _read_description(store))
+    store, fetcher = open_store(uri), fetcher or Fetcher(limit_bytes=CACHE_BYTES, is_of_run=False)
+    description = RETRY.read(lambda: _read_description(store))
     # named by content: another dataset under the same URI has other files
     folder = fetcher.root / sha256(description).hexdigest()[:16]
     return parse_meta(description, f"{uri}/{META_FILE}"), ShardCache(store, folder, fetcher)

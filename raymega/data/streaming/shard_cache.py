@@ -7,7 +7,6 @@ leave is in the way. `raymega.data.streaming.fetcher` brings the files.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -20,10 +19,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from raymega.data.arrow import map_shard, open_shard
-from raymega.data.format import ShardMeta
+from raymega.data.arrow import file_crc32, map_shard, open_shard
+from raymega.data.format import NO_CRC32, ShardMeta
 from raymega.data.streaming.fetcher import Fetcher, Wants
-from raymega.errors import Fault, StorageError
+from raymega.data.streaming.node_cache import is_at, locked, share_lock
+from raymega.errors import DataError, Fault, StorageError
 from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -101,8 +101,35 @@ class ShardCache:
         finally:
             os.close(held.descriptor)
 
-    def _here(self, shard: ShardMeta, map_file: Callable[[Path], Any]) -> _Held:
-        """Lock and map a shard, after waiting for it if it is not here."""
+    def drop_damaged(self, shard: ShardMeta) -> bool:
+        """Let go of a shard; return whether its file was not what had been fetched, so that it comes again."""
+        held = self._held.pop(shard.file, None)
+        descriptor = held.descriptor if held else _lock(self._folder / shard.file)
+        if descriptor is None:
+            return False
+        try:
+            return self._removes(shard, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _here(
+        self, shard: ShardMeta, map_file: Callable[[Path], Any], *, is_last: bool = False
+    ) -> _Held:
+        """Lock and map a shard, after waiting for it if it is not here; a damaged file is fetched again, once."""
+        path, descriptor = self._folder / shard.file, self._locked(shard)
+        try:
+            return _Held(content=map_file(path), descriptor=descriptor)
+        except BaseException as error:
+            is_gone = (
+                isinstance(error, DataError) and not is_last and self._removes(shard, descriptor)
+            )
+            os.close(descriptor)
+            if not is_gone:
+                raise
+        return self._here(shard, map_file, is_last=True)
+
+    def _locked(self, shard: ShardMeta) -> int:
+        """Return a descriptor with a lock on a shard's file, after waiting for it if it is not here."""
         path, began, waited_s = self._folder / shard.file, time.monotonic(), 0.0
         while (descriptor := _lock(path)) is None:
             self._wait(shard, began)
@@ -110,11 +137,19 @@ class ShardCache:
         self._fetcher.note_read(waited_s=waited_s)
         if waited_s > TOLD_AFTER_S:
             log.warning("waited %.1f s for %s/%s", waited_s, self.uri, shard.file)
-        try:
-            return _Held(content=map_file(path), descriptor=descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        return descriptor
+
+    def _removes(self, shard: ShardMeta, descriptor: int) -> bool:
+        """Remove the file of a descriptor if its checksum is wrong; return whether it is gone."""
+        path = self._folder / shard.file
+        with locked(self._fetcher.root):
+            if not is_at(path, descriptor):  # another process has removed it
+                return True
+            if shard.crc32 in (NO_CRC32, crc32 := file_crc32(path)):
+                return False
+            path.unlink()
+        log.warning("%s has crc32 %08x: its disk damaged it, it is fetched again", path, crc32)
+        return True
 
     def _wait(self, shard: ShardMeta, began: float) -> None:
         self._fetcher.hasten(self._wants, shard)
@@ -132,11 +167,10 @@ def _lock(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    share_lock(descriptor)
     # it may have been evicted between the two calls
-    with suppress(FileNotFoundError):
-        if path.stat().st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
+    if is_at(path, descriptor):
+        return descriptor
     os.close(descriptor)
     return None
 

@@ -44,6 +44,9 @@ class Stream(Protocol):
     def need(self, shards: Sequence[int]) -> None:
         """Take the shards that are read next."""
 
+    def drop_damaged(self, start: int, stop: int) -> bool:
+        """Return whether a copy of tokens [start, stop) on this node was damaged, so that it comes again."""
+
 
 class StreamSource:
     """Windows of a token stream: window i of a shard holds its tokens [i * S, i * S + S], both ends included."""
@@ -151,11 +154,20 @@ class StreamDocuments:
 
 def _read_known(stream: Stream, start: int, stop: int, vocab_size: int) -> npt.NDArray[np.int64]:
     tokens = stream.read(start, stop)
-    # cheap beside the read: a pass each over S + 1 tokens; Megatron's are signed
-    for token in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= token < vocab_size:
-            raise DataError(_strange_token(start, token, vocab_size))
+    strange = _strange(tokens, vocab_size)
+    if strange and stream.drop_damaged(start, stop):
+        tokens = stream.read(start, stop)
+        strange = _strange(tokens, vocab_size)
+    if strange:
+        raise DataError(_strange_token(start, strange[0], vocab_size))
     return tokens
+
+
+def _strange(tokens: npt.NDArray[np.int64], vocab_size: int) -> list[int]:
+    """Return the least and the largest token, as far as they are outside the vocabulary."""
+    # cheap beside the read: a pass each over S + 1 tokens; Megatron's are signed
+    ends = (int(tokens.min()), int(tokens.max()))
+    return [token for token in ends if not 0 <= token < vocab_size]
 
 
 def _strange_token(position: int, token: int, vocab_size: int) -> Fault:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 from types import FrameType
 
@@ -59,8 +59,9 @@ class NodeAgent:
             notice = self._wait_for_notice(child)
             if notice is None:
                 return child.returncode if child else 0
-            self._drain(notice)
-            return self._see_off(child, notice)
+            until_s = time.monotonic() + max(0.0, notice.seconds - END_MARGIN_S)
+            self._drain(notice, until_s)
+            return self._see_off(child, until_s)
         # whatever happened, leave no child behind
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -83,24 +84,35 @@ class NodeAgent:
                     return notice
         return None
 
-    def _drain(self, notice: Notice) -> None:
-        """Drain the node; a failure is only logged, as the machine is taken away in any case."""
-        try:
-            node_id = self.node_id or find_node(self.address)
-            drain_node(self.address, node_id, notice)
-            log.warning("node %s leaves in %.0f s: %s", node_id[:8], notice.seconds, notice.reason)
-        except (RaymegaError, RuntimeError) as error:
-            log.warning("the node could not be drained: %s", error)
+    def _drain(self, notice: Notice, until_s: float) -> None:
+        """Drain the node; a failure is logged and tried again, as the machine is taken away in any case."""
+        from ray.exceptions import RayError
 
-    def _see_off(self, child: subprocess.Popen[bytes] | None, notice: Notice) -> int:
+        while True:
+            try:
+                node_id = self.node_id or find_node(self.address)
+                drain_node(self.address, node_id, notice)
+            except (RaymegaError, RayError, RuntimeError, OSError) as error:
+                log.warning("the node could not be drained: %s", error)
+            else:
+                log.warning(
+                    "node %s leaves in %.0f s: %s", node_id[:8], notice.seconds, notice.reason
+                )
+                return
+            # the head may be restarting, or busy
+            left_s = until_s - time.monotonic() - self.poll_s
+            if left_s <= 0:
+                return
+            time.sleep(self.poll_s)
+            notice = replace(notice, seconds=left_s + END_MARGIN_S)
+
+    def _see_off(self, child: subprocess.Popen[bytes] | None, until_s: float) -> int:
         """Wait so that runs can leave, then end Ray and return its exit code."""
-        left_s = max(0.0, notice.seconds - END_MARGIN_S)
         # no child: Ray is another process's to end; a SIGTERM ends the wait
         if child is None:
-            self._told.wait(left_s)
+            self._told.wait(max(0.0, until_s - time.monotonic()))
             return 0
         # leave the runs their time
-        until_s = time.monotonic() + left_s
         while time.monotonic() < until_s and child.poll() is None:
             time.sleep(0.1)
         # end Ray

@@ -6,14 +6,18 @@ Kubernetes sends a SIGTERM instead, which ``cluster/node_agent.py`` handles; it 
 from __future__ import annotations
 
 import json
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPException
 from typing import Literal
 
 from raymega.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Provider = Literal["aws", "gcp", "none"]
 ADDRESSES = {"aws": "http://169.254.169.254", "gcp": "http://metadata.google.internal"}
@@ -85,10 +89,14 @@ class AwsNotices:
         if status != 200:
             return None
         # the answer is JSON with "action", such as terminate, and "time" in UTC
-        action = json.loads(text)
-        at = datetime.fromisoformat(action["time"].replace("Z", "+00:00"))
-        seconds = max(0.0, (at - datetime.now(UTC)).total_seconds())
-        return Notice(seconds=seconds, reason=f"AWS will {action['action']} this spot instance")
+        try:
+            action = json.loads(text)
+            at = datetime.fromisoformat(action["time"].replace("Z", "+00:00"))
+            seconds = max(0.0, (at - datetime.now(UTC)).total_seconds())
+            return Notice(seconds=seconds, reason=f"AWS will {action['action']} this spot instance")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("what %s answers is no notice (%r): %.80s", path, error, text)
+            return None
 
     def _renewed(self) -> str:
         life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
@@ -112,8 +120,9 @@ def _call(url: str, headers: dict[str, str], *, method: str = "GET") -> tuple[in
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return int(answer.status), answer.read().decode()
+            return int(answer.status), answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         return error.code, ""
-    except OSError:
+    # an answer that breaks off or is no HTTP, and a token that is none, are no notice either
+    except (OSError, HTTPException, ValueError):
         return 0, ""

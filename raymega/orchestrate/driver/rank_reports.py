@@ -155,8 +155,8 @@ def _timeline(plan: RunPlan, rows: dict[int, tuple[EventTuple, ...]], *, step: i
     """Return the event of the ranks' recorded timelines, aligned to one clock."""
     recording = Recording(
         rows=rows,
-        pipelines=_groups(plan, "pp"),
-        replicas=_groups(plan, ("cp", "dp")),
+        pipelines=tuple(plan.grid.groups("pp")),
+        replicas=tuple(plan.grid.groups(("cp", "dp"))),
         placement=plan.placement,
     ).aligned()
     return Timeline(
@@ -168,9 +168,3 @@ def _timeline(plan: RunPlan, rows: dict[int, tuple[EventTuple, ...]], *, step: i
         ),
         ranks={rank: rank_timeline_metrics(row) for rank, row in recording.rows.items()},
     )
-
-
-def _groups(plan: RunPlan, axes: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return every group of the axes once; the ranks of a pipeline are in the order of its stages."""
-    ranks = range(plan.grid.world_size)
-    return tuple(dict.fromkeys(tuple(plan.grid.group(axes, rank)) for rank in ranks))

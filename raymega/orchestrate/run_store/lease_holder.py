@@ -45,9 +45,9 @@ def is_gone(holder: LeaseHolder) -> bool:
         return True
     except PermissionError:
         pass  # a process of another user, maybe with a reused pid
-    # a zombie, or a later process with the same pid
+    # a zombie, or a later process with the same pid; /proc may hide what other users' processes are
     state, started = _state_and_start(holder.pid)
-    return state in DEAD or started != holder.started
+    return state in DEAD or started not in ("", holder.started)
 
 
 def _machine() -> str:

@@ -272,7 +272,7 @@ def _look_at_data(path: str, identity: str) -> None:
 
 
 def _identity(path: str) -> str:
-    return RETRY_ONCE.run(lambda _: dataset_identity(path))
+    return RETRY_ONCE.read(lambda: dataset_identity(path))
 
 
 def _answer_faults(name: str, check: PreflightCheck, result: PreflightResult) -> Iterator[Fault]:

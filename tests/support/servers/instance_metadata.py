@@ -14,6 +14,7 @@ class MetadataMock:
 
     def __init__(self):
         self.seconds, self.is_token_known, self.num_tokens = None, True, 0
+        self.raw = b""  # bytes that are sent in place of any answer to a GET
         handler = type("Handler", (_Handler,), {"mock": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -45,6 +46,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, TOKEN)
 
     def do_GET(self):
+        if self.mock.raw:
+            return self.wfile.write(self.mock.raw)
         # Google's service tells clients from browsers by a header
         if self.path == "/computeMetadata/v1/instance/preempted":
             if self.headers.get("Metadata-Flavor") != "Google":

@@ -32,6 +32,9 @@ def test_missing_and_cut_shards_are_all_reported(tmp_path):
 
 def test_uris_name_local_folders_only():
     assert str(local_folder("file:///a/b")) == "/a/b"
+    assert str(local_folder("file://localhost/a%20b")) == "/a b"
     assert str(local_folder("a/b")) == "a/b"
+    with pytest.raises(ConfigError, match="file://a is none"):
+        local_folder("file://a/b")
     with pytest.raises(ConfigError, match="s3:// is none"):
         local_folder("s3://bucket/tokens")

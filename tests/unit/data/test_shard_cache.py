@@ -1,22 +1,27 @@
 """Shards of a store on a node: what is fetched, kept and evicted, and what faults do."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from raymega.data.arrow import FolderFiles, TokenStream
 from raymega.data.streaming import fetcher as fetching
+from raymega.data.streaming.cache_bound import CacheBound
 from raymega.data.streaming.node_cache import locked
 from raymega.data.streaming.shard_cache import ShardCache
+from raymega.data.streaming.stream_rows import StreamSource
 from raymega.errors import DataError, InternalError, StorageError
 from tests.unit.data.datasets import samples_of, write_dataset
 from tests.unit.data.streamed import (
     CountingStore,
     make_fetcher,
+    samples_of_source,
     samples_on,
     settle,
     source_of,
@@ -180,6 +185,105 @@ def test_shard_with_a_wrong_checksum_never_gets_its_name(store, split, made, roo
     with pytest.raises(DataError, match=r"train/000002\.arrow has crc32"):
         cache.table(split.shards[2])
     assert not (root / "d" / split.shards[2].file).exists()
+
+
+@pytest.mark.parametrize("how", ["cut", "token"])
+def test_file_that_its_disk_damaged_is_fetched_again(store, split, made, root, how):
+    """It failed in each attempt, and under each driver: a file under its final name was never fetched again."""
+    near = samples_of(source_of(FolderFiles(made), split), seed=3, block_bytes=1 << 30)
+    samples_on(store, split, make_fetcher(root), block_bytes=1 << 30).row(0)
+    shard = split.shards[near._orders[0].shard(near._orders[0].row(0))]
+    path, before = root / "d" / shard.file, store.num_bytes[shard.file]
+    content = bytearray(path.read_bytes())
+    at = content.index(near.row(0).tokens.astype("<u2").tobytes())
+    content[at : at + 2] = b"\xff\xff"
+    path.write_bytes(content[:-100] if how == "cut" else content)
+    fetcher = make_fetcher(root)
+    files = ShardCache(store, root / "d", fetcher)
+    source = StreamSource(TokenStream(files, split), seq_len=8, vocab_size=(1 << 16) - 1)
+    again = samples_of_source(source, block_bytes=1 << 30, fetcher=fetcher)
+    assert (again.row(0).tokens == near.row(0).tokens).all()
+    assert path.read_bytes() == (made / shard.file).read_bytes()
+    assert store.num_bytes[shard.file] == before + shard.num_bytes
+
+
+def test_damaged_file_that_another_process_has_replaced_is_let_go(store, split, root):
+    one, two = (ShardCache(store, root / "d", make_fetcher(root)) for _ in range(2))
+    shard, path = split.shards[0], root / "d" / split.shards[0].file
+    one.table(shard)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\x05\x00\x06\x00")] ^= 1
+    path.write_bytes(content)
+    two.table(shard)
+    assert one.drop_damaged(shard) and not path.exists()
+    one.table(shard)
+    # the second process has the damaged bytes mapped, and the file is sound
+    assert two.drop_damaged(shard) and path.exists()
+    assert not two.drop_damaged(shard)
+
+
+def test_run_with_a_small_bound_takes_no_shards_of_one_with_a_large_bound(store, split, root):
+    """Both evicted what the other one had fetched and not read yet, and fetched it again and again."""
+    large, small = (make_fetcher(root, limit_bytes=n * _size(split)) for n in (20, 2))
+    ShardCache(store, root / "d", large).need(split.shards[:10])
+    settle(large)
+    cache, others = ShardCache(store, root / "e", small), split.shards[20:30]
+    for number, shard in enumerate(others):
+        cache.need(others[number : number + 2])
+        cache.table(shard)
+    assert len([*(root / "d/train").glob("*.arrow")]) == 10
+    assert len([*(root / "e/train").glob("*.arrow")]) == 10
+    # once the other run is over, its bound is, too
+    del large
+    gc.collect()
+    wait_until(lambda: small._bound.num_bytes() == 2 * _size(split), root)
+    cache.need(split.shards[30:31])
+    cache.table(split.shards[30])
+    settle(small)
+    assert _kept(root) <= 2 * _size(split)
+
+
+def test_bound_of_a_command_is_no_runs_bound(root):
+    root.mkdir()
+    command = CacheBound(root, 1 << 40, is_of_run=False)
+    run = CacheBound(root, 1 << 30, is_of_run=True)
+    assert [command.num_bytes(), run.num_bytes()] == [1 << 40, 1 << 30]
+
+
+def test_threads_end_with_the_fetcher_that_nobody_has_any_more(store, split, root):
+    """While one waited for work it kept the fetcher for the other: each attempt left two, which went on fetching."""
+    before = {*threading.enumerate()}
+    fetcher = make_fetcher(root)
+    ShardCache(store, root / "d", fetcher).need(split.shards[:4])
+    settle(fetcher)
+    own = [each for each in threading.enumerate() if each not in before]
+    assert len(own) == fetching.NUM_THREADS
+    del fetcher
+    for thread in own:
+        thread.join(200)
+        assert not thread.is_alive()
+
+
+def wait_until(is_so, root):
+    """The threads of a fetcher that nobody has any more see it within a second."""
+    for _ in range(2000):
+        with locked(root):
+            if is_so():
+                return
+        time.sleep(0.1)
+    raise AssertionError("not in time")
+
+
+def test_failure_that_nobody_waited_for_is_tried_again_when_the_shard_is_read(store, split, root):
+    """A disk that was full for a moment ended the run hours later, when the shard's turn came."""
+    root.write_text("a file")
+    fetcher = make_fetcher(root)
+    cache = ShardCache(store, root / "d", fetcher)
+    cache.need(split.shards[:1])
+    with fetcher._changed:
+        assert fetcher._changed.wait_for(lambda: fetcher._all[0].failed, 200)
+    root.unlink()
+    assert len(cache.table(split.shards[0])) == TOKENS
 
 
 def test_shard_that_the_store_lacks_is_named(store, split, made, root):

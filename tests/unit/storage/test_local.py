@@ -34,6 +34,35 @@ def test_delete_removes_emptied_folders_but_not_the_root(files, tmp_path):
     assert (tmp_path / "root").is_dir() and not (tmp_path / "root/a").exists()
 
 
+def test_folder_that_another_process_leaves_empty_meanwhile_is_made_again(files, monkeypatch):
+    """Nodes write their probes and delete them in one folder: a put failed when the last one there was deleted."""
+    _put(files, "a/b/one")
+    make = local._make_folder
+
+    def make_and_lose(folder):
+        make(folder)
+        if folder.name == "b":
+            files.delete("a/b/one")  # the last one: its folders go, too
+
+    monkeypatch.setattr(local, "_make_folder", make_and_lose)
+    _put(files, "a/b/two")
+    assert files.get("a/b/two") == b"data" and list(files.list("")) == ["a/b/two"]
+
+
+def test_listing_of_a_prefix_looks_at_no_folder_beside_it(files, monkeypatch):
+    """A list of runs asked each for run.json and metrics, and walked through all of its checkpoints for it."""
+    for key in ("run.json", "runs/x", "checkpoints/step-00000001/a", "metrics.jsonl"):
+        _put(files, key)
+    looked, walk = [], os.walk
+    monkeypatch.setattr(
+        local.os, "walk",
+        lambda *args, **more: (at for at in walk(*args, **more) if looked.append(at[0]) is None),
+    )  # fmt: skip
+    assert list(files.list("run")) == ["run.json", "runs/x"]
+    assert len(looked) == 2
+    assert list(files.list("checkpoints/st")) == ["checkpoints/step-00000001/a"]
+
+
 def test_failed_put_leaves_nothing_and_keeps_the_old_object(files, tmp_path):
     _put(files, "k", b"old")
 

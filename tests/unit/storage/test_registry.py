@@ -2,6 +2,7 @@
 
 import pytest
 
+from raymega.data.format import local_folder
 from raymega.errors import ConfigError
 from raymega.storage.registry import apart_faults, folder_faults, open_store, store_faults
 
@@ -12,6 +13,14 @@ def test_path_and_file_uri_name_the_same_store(tmp_path):
     for uri in (f"file://{root}", f"file://localhost{tmp_path}/a%20b", f"FILE://{root}"):
         assert open_store(uri).get("k") == b"x"
         assert open_store(uri).uri == str(root)
+
+
+@pytest.mark.parametrize("name", ["exp#2", "exp?2", "a;b", "50%"])
+def test_runs_below_a_folder_with_odd_characters_have_folders_of_their_own(tmp_path, name):
+    """What followed a '#' or a '?' was dropped: all runs of such a checkpoint.uri had one folder."""
+    for root in (f"{tmp_path}/{name}", f"file://{tmp_path}/{name.replace('%', '%25')}"):
+        assert open_store(f"{root}/run").uri == f"{tmp_path}/{name}/run"
+        assert local_folder(f"{root}/run") == tmp_path / name / "run"
 
 
 @pytest.mark.parametrize(

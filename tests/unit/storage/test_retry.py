@@ -1,9 +1,11 @@
 import pytest
+from botocore.exceptions import ClientError
 
 from raymega.errors import Fault, StorageError
 from raymega.storage.local import LocalStore
 from raymega.storage.retry import RetryingStore, RetryPolicy, at_once
-from raymega.storage.store import delete_all, folders_below, sizes_below
+from raymega.storage.s3_errors import S3Location, failures
+from raymega.storage.store import RefusedError, delete_all, folders_below, sizes_below
 from tests.support.memory_store import MemoryStore
 
 AWAY = StorageError(Fault(fact="no answer", rule="a store answers", remedy="wait"))
@@ -41,6 +43,50 @@ def test_write_fails_when_patience_is_over():
     with pytest.raises(StorageError):
         store.put("a", [b"1"], overwrite=False)
     assert slept == [1.0, 2.0]
+
+
+class Refusing(MemoryStore):
+    """Has no right to anything."""
+
+    def put(self, key, chunks, *, overwrite):
+        raise RefusedError("AccessDenied")
+
+    def get(self, key, *, start=0, num_bytes=-1):
+        raise RefusedError("AccessDenied")
+
+    def size(self, key):
+        raise RefusedError("AccessDenied")
+
+    def list(self, prefix):
+        raise RefusedError("AccessDenied")
+
+
+def test_refusal_to_read_is_an_answer_and_one_to_write_waits_for_who_corrects_it():
+    """A start without the right to read hung for half a minute at each look."""
+    store, slept = patient(Refusing())
+    for ask in (
+        lambda: store.get("a"),
+        lambda: store.size("a"),
+        lambda: [*store.list("a")],
+        lambda: [*store.folders("")],
+    ):
+        with pytest.raises(RefusedError):
+            ask()
+    assert slept == []
+    with pytest.raises(RefusedError):
+        store.put("a", [b"1"], overwrite=True)
+    assert slept == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("AccessDenied", RefusedError), ("NoSuchBucket", RefusedError), ("SlowDown", StorageError)],
+)
+def test_refusals_of_s3_are_told_from_faults_that_pass(code, kind):
+    place = S3Location(bucket="b", endpoint="http://here")
+    with pytest.raises(StorageError) as told, failures("read", "a", place):
+        raise ClientError({"Error": {"Code": code}}, "GetObject")
+    assert type(told.value) is kind
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,18 @@ def test_parts_beyond_the_limit_keep_events_and_some_of_the_steps(tmp_path):
     assert steps[0] == 0 and len(steps) > 300
 
 
+def test_part_that_does_not_shrink_keeps_no_other_from_it(tmp_path):
+    """Pages of samples may fill a part: from then on the steps of all others were kept, whatever the limit."""
+    path = tmp_path / "metrics.jsonl"
+    events = "".join(f"event {number:06}\n" for number in range(200))
+    (tmp_path / "metrics.00001.jsonl").write_text(events)
+    (tmp_path / "metrics.00002.jsonl").write_text(events)
+    write(path, 20_000, most_bytes=20_000)
+    lines = [*read_lines(path)]
+    assert sum(line.startswith("event") for line in lines) == 600
+    assert sum(part.stat().st_size for part in parts_of(path)) < 20_000
+
+
 def test_thinned_part_has_the_first_of_each_ten_lines_of_a_kind(tmp_path):
     path = tmp_path / "part.jsonl"
     path.write_text("".join(f"step {n}\nevent {n}\n" for n in range(25)))

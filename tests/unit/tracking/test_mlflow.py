@@ -316,6 +316,30 @@ def test_repeating_a_request_that_failed_half_way_adds_nothing(client, uri, expe
     assert [step for step, _ in series(client, children[0], "train/loss")] == [1]
 
 
+def test_steps_that_a_killed_driver_did_not_send_are_written_by_the_next_one(
+    client, uri, experiment, monkeypatch
+):
+    """The first request told the last step of all of them: what the others would have sent stayed missing."""
+    steps = [step_finished(step) for step in range(1, 41)]
+    monkeypatch.setattr(mlflow_recorder, "MAX_METRICS_PER_BATCH", 4 * len(steps[0].metrics))
+    first = driver(uri, experiment, run_started(), attempt_started(1))
+    sent, send = [], first._client.log_batch
+
+    def killed(run_id, *args, **more):
+        sent.append(run_id)
+        if sent.count(first.run_id) > 3:
+            raise SystemExit
+        send(run_id, *args, **more)
+
+    first._client.log_batch = killed
+    with pytest.raises(SystemExit):
+        first.record([Stamped(time_s=100.0, event=event) for event in steps])
+    again = driver(uri, experiment, run_started(is_resumed=True), attempt_started(2))
+    again.record([Stamped(time_s=200.0, event=event) for event in steps])
+    parent, _ = runs_of(client, experiment)
+    assert [step for step, _ in series(client, parent, "train/loss")] == [*range(1, 41)]
+
+
 def test_checkpoint_of_a_replayed_step_does_not_go_back_in_the_parent(client, uri, experiment):
     first, second, third = (
         dataclasses.replace(checkpoint(step), num_bytes=step) for step in (5, 6, 4)

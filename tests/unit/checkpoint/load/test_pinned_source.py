@@ -22,6 +22,7 @@ from raymega.checkpoint.load.fingerprint import (
     origin_faults,
     sources_of,
 )
+from raymega.checkpoint.load.foreign_reads import foreign_read
 from raymega.checkpoint.load.init_from import ADAPTER
 from raymega.checkpoint.load.pinned_source import TEACHER, pin_faults, pinned, teacher_faults
 from raymega.checkpoint.tools.copy import copy_checkpoint
@@ -29,8 +30,11 @@ from raymega.checkpoint.tools.inspection import open_checkpoint, open_root
 from raymega.config.schema import CheckpointSection
 from raymega.convert.native import write_weights
 from raymega.data.distillation.stored_logits import logit_files
-from raymega.errors import ConfigError
+from raymega.errors import CheckpointError, ConfigError, StorageError
 from raymega.evaluate import training_tasks
+from raymega.orchestrate.core.clock import SystemClock
+from raymega.orchestrate.run_store.lease import Lease
+from raymega.orchestrate.run_store.lease_holder import this_process
 from raymega.plan.tensor_table import saved_tensors
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY, make_test_plan
@@ -55,6 +59,36 @@ def _write(
         dtype="float32", job=job.model_dump(mode="json") | {SOURCES: sources or {}}, created=created,
     )  # fmt: skip
     return f"{uri}/{key}"
+
+
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_a_start_is_warned_of_a_run_that_deletes_what_it_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_at_work: bool
+) -> None:
+    """The run that trains there keeps its newest checkpoints only, and restarts would read one that is gone."""
+    uri = _write(tmp_path / "teacher")
+    store = open_store(str(tmp_path / "teacher"))
+    lease = Lease(store, holder=this_process(), duration_s=60.0, clock=SystemClock())
+    lease.acquire()
+    lease.begin_attempt()
+    if not is_at_work:
+        lease.release()
+    options = (*DISTILLED, f"checkpoint.uri={tmp_path}/runs", f"{TEACHER}={tmp_path}/teacher")
+    with caplog.at_level("WARNING", logger="raymega"):
+        load_job(VERIFY, options, is_for_training=True)
+    told = [each.getMessage() for each in caplog.records if "raymega checkpoint copy" in each.msg]
+    assert len(told) == is_at_work and all(f"{TEACHER}={uri} is of a run" in each for each in told)
+
+
+def test_missing_files_of_others_are_told_with_what_deletes_them() -> None:
+    with (
+        pytest.raises(
+            StorageError, match=r"copy of it \(raymega checkpoint copy\).*keep_last"
+        ) as told,
+        foreign_read(TEACHER, "there"),
+    ):
+        raise CheckpointError(fact="a file is missing", rule="it is there", remedy="an older one")
+    assert "an older one" not in str(told.value)
 
 
 def test_a_run_names_the_manifest_of_its_teacher(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RpcError
 
 from raymega.orchestrate.cluster import node_agent
 from raymega.orchestrate.cluster.node_agent import NodeAgent
@@ -50,14 +51,59 @@ def clock(monkeypatch):
     return clock
 
 
-def test_notice_of_the_cloud_drains_once_and_the_agent_ends_with_the_time(drained):
+def test_notice_of_the_cloud_drains_once_and_the_agent_ends_with_the_time(drained, clock):
     notice, told = Notice(seconds=MARGIN_S + 7.0, reason="spot"), Told()
     agent = NodeAgent(
         address="head:1", ask=lambda: notice, node_id="n1", poll_s=0.1, _told=told
     )  # fmt: skip
     assert agent.run() == 0
     assert drained == [("n1", notice)]
-    assert told.waits == [0.1, 7.0]
+    assert told.waits == [0.1, pytest.approx(7.0)]
+
+
+@pytest.mark.parametrize("error", [RpcError("no head"), OSError("no such host")])
+def test_head_that_does_not_answer_is_asked_again_and_costs_the_run_none_of_its_time(
+    clock, monkeypatch, error
+):
+    """The agent ended with the error, and its child with it: Ray and the ranks at once."""
+    asked, begun_s = [], clock.now_s
+
+    def drain(_address, _node, notice):
+        asked.append((clock.now_s - begun_s, notice.seconds))
+        clock.advance(4.0)
+        if len(asked) < 3:
+            raise error
+
+    monkeypatch.setattr(node_agent, "drain_node", drain)
+    agent = NodeAgent(
+        address="head:1", ask=lambda: Notice(seconds=30.0, reason="spot"), node_id="n1",
+        command=SLEEP, poll_s=0.1,
+    )  # fmt: skip
+    assert agent.run() == -signal.SIGTERM
+    # 4 s for each try and a tenth between them: each names what is left
+    assert asked == [
+        (0.0, 30.0),
+        (pytest.approx(4.1), pytest.approx(25.9)),
+        (pytest.approx(8.2), pytest.approx(21.8)),
+    ]
+    assert clock.now_s - begun_s == pytest.approx(27.0, abs=0.2), "Ray ends before the machine"
+
+
+def test_head_that_never_answers_is_not_asked_beyond_the_machines_time(clock, monkeypatch):
+    asked = []
+
+    def refuse(_address, _node, _notice):
+        asked.append(clock.now_s)
+        raise RpcError("no head")
+
+    monkeypatch.setattr(node_agent, "drain_node", refuse)
+    agent = NodeAgent(
+        address="head:1", ask=lambda: Notice(seconds=30.0, reason="spot"), node_id="n1",
+        command=SLEEP, poll_s=5.0,
+    )  # fmt: skip
+    begun_s = clock.now_s
+    assert agent.run() == -signal.SIGTERM
+    assert len(asked) == 6 and clock.now_s - begun_s == pytest.approx(27.0, abs=0.2)
 
 
 def test_sigterm_drains_first_and_ends_the_command_when_the_time_is_up(drained, clock, monkeypatch):

@@ -56,6 +56,24 @@ def test_nobody_who_answers_is_no_notice(mock):
     assert asker("none")() is None
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 900\r\n\r\n{",
+        b"HTTP/1.0 200 OK\r\n\r\n<html>sign in</html>",
+        b'HTTP/1.0 200 OK\r\n\r\n{"action": "terminate", "time": "2030-01-01T00:00:00"}',
+        b'HTTP/1.0 200 OK\r\n\r\n{"action": "terminate"}',
+        b"no HTTP\r\n",
+    ],
+)
+def test_answer_that_cannot_be_read_is_no_notice_and_no_error(mock, raw):
+    """The agent of a node ends Ray's process when it ends, so one torn answer took the node's ranks."""
+    mock.raw = raw
+    assert asker("aws", address=mock.url)() is None
+    assert asker("gcp", address=mock.url)() is None
+
+
 def test_provider_must_be_known():
     assert choose_provider("gcp") == "gcp"
     with pytest.raises(ConfigError, match="must be auto, aws, gcp or none"):

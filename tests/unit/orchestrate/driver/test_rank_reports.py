@@ -49,6 +49,19 @@ def test_timelines_come_on_one_clock_with_the_schedules_own_bubble():
     assert {(t.sender, t.receiver) for t in event.transfers} == {(0, 1), (1, 0)}
 
 
+def test_a_timeline_lists_each_group_once_however_many_ranks_it_has(monkeypatch):
+    """Each rank listed its whole group of replicas: 14 s of the driver at 4,096 ranks, while it hears no rank."""
+    plan = make_test_plan(*layout_overrides("dp8"))
+    listed, group = [], Grid.group
+    monkeypatch.setattr(Grid, "group", lambda *args: (listed.append(args), group(*args))[1])
+    reports = RankReports(plan)
+    rows = [RankTimeline(rank=rank, step=1, events=()) for rank in range(8)]
+    (event,) = [event for row in rows for event in reports.add(row)]
+    assert len(event.events) == 8
+    # eight pipelines of one rank, one group of replicas
+    assert len(listed) == 8 + 1
+
+
 def test_a_layer_whose_routing_collapses_is_told_once_until_it_has_recovered():
     reports = RankReports(make_test_plan(*layout_overrides("pp2")))
     even, piled = (100.0,) * 4, (390.0, 5.0, 5.0, 0.0)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from raymega.orchestrate.run_store import lease_holder
 from raymega.orchestrate.run_store.lease_holder import is_gone, this_process
 
 PRINT = (
@@ -38,6 +39,18 @@ def test_other_process_is_gone_when_it_has_ended_collected_or_not():
 
 def test_pid_that_another_process_has_now_is_gone():
     assert is_gone(replace(this_process(), started="1"))
+
+
+def test_process_of_another_user_that_proc_hides_is_not_gone_for_certain(tmp_path, monkeypatch):
+    """With hidepid it has no entry there: its run was taken from it at once."""
+    other = replace(this_process(), started="12345")
+    monkeypatch.setattr(lease_holder, "PROC", tmp_path)
+    monkeypatch.setattr(lease_holder.os, "kill", _refuse)
+    assert not is_gone(other)
+
+
+def _refuse(_pid, _signal):
+    raise PermissionError
 
 
 def test_nobody_knows_of_other_machines():
