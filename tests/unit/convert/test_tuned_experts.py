@@ -14,8 +14,8 @@ from raymega.convert.tuned.merge import merge
 from raymega.convert.tuned.peft_export import peft_export
 from raymega.convert.tuned.peft_import import peft_import
 from raymega.errors import ConfigError
-from tests.unit.convert.folders import NOW, make_model, write_folder
-from tests.unit.convert.test_tuned import FILE, _spoil, _write_adapters
+from tests.unit.convert.folders import NOW, make_model, write_checkpoint, write_folder
+from tests.unit.convert.test_tuned import FILE, _spoil
 
 LORA = LoraSection(r=2, lora_alpha=3.0, target_modules=("attention.q",))
 MOE = MoeSection(
@@ -38,7 +38,7 @@ def test_adapters_outside_of_linear_layers_are_refused(module, tmp_path):
     plain = {"tie_word_embeddings": False, "moe": MOE}
     model = make_model("glm4_moe", lora=LORA, **plain)
     base = _moe_base(tmp_path, plain)
-    _write_adapters(str(tmp_path / "adapters"), model, base)
+    write_checkpoint(str(tmp_path / "adapters"), model, base=base)
     peft_export(str(tmp_path / "adapters"), tmp_path / "peft")
     rows = {"lm_head": 50}.get(module, MOE.num_experts)
     factors = {"A": np.ones((2, 16)), "B": np.ones((rows, 2))}
@@ -51,7 +51,9 @@ def test_adapters_outside_of_linear_layers_are_refused(module, tmp_path):
 def test_routers_keep_the_biases_of_the_base_beside_narrow_adapters(tmp_path):
     plain = {"tie_word_embeddings": False, "moe": MOE}
     base = _moe_base(tmp_path, plain)
-    _write_adapters(str(tmp_path / "adapters"), make_model("glm4_moe", lora=LORA, **plain), base)
+    write_checkpoint(
+        str(tmp_path / "adapters"), make_model("glm4_moe", lora=LORA, **plain), base=base
+    )
     peft_export(str(tmp_path / "adapters"), tmp_path / "peft")
     file = load_file(tmp_path / "peft" / FILE)
     narrow = {name: torch.from_numpy(values).bfloat16() for name, values in file.items()}
@@ -69,5 +71,5 @@ def test_adapters_of_a_model_with_counts_of_routers_are_added_up(tmp_path):
     base = _moe_base(tmp_path, plain)
     uris = [str(tmp_path / name) for name in ("one", "other")]
     for seed, uri in enumerate(uris):
-        _write_adapters(uri, make_model("glm4_moe", lora=LORA, **plain), base, seed=seed)
+        write_checkpoint(uri, make_model("glm4_moe", lora=LORA, **plain), base=base, seed=seed)
     assert merge(uris, str(tmp_path / "sum"), created=NOW).num_adapters == 2
