@@ -14,6 +14,7 @@ import numpy as np
 
 from raymega.curate.options import Near
 from raymega.curate.tokens import Hashes, shingles, token_blocks
+from raymega.errors import InternalError
 from raymega.prepare.readers.long_text import Text
 
 PORTION_CHARACTERS = 1 << 22
@@ -90,6 +91,11 @@ def similarity(first: SortedSet, second: SortedSet) -> float:
 
 
 def _count_common(firsts: Iterator[Hashes], seconds: Iterator[Hashes]) -> int:
+    """Return how many numbers two sets share.
+
+    Raises:
+        InternalError: A set is not sorted.
+    """
     nothing, common = np.zeros(0, dtype=np.uint64), 0
     first = second = nothing
     while True:
@@ -100,6 +106,12 @@ def _count_common(firsts: Iterator[Hashes], seconds: Iterator[Hashes]) -> int:
         # What both have up to the smaller of the last numbers.
         last = min(first[-1], second[-1])
         ends = [int(np.searchsorted(each, last, side="right")) for each in (first, second)]
+        if not any(ends):
+            raise InternalError(
+                fact=f"of two sets of shingles none has a number up to {last}, the end of one of their portions",
+                rule="portions of a set are sorted, or their comparison would not end",
+                remedy="report this as a bug, with the recipe",
+            )
         small, large = sorted((first[: ends[0]], second[: ends[1]]), key=len)
         if len(small):
             places = np.minimum(np.searchsorted(large, small), len(large) - 1)

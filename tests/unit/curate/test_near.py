@@ -15,11 +15,12 @@ from raymega.curate.duplicates.near import (
     find_pairs,
     signature,
 )
-from raymega.curate.duplicates.shingle_sets import jaccard, shingle_set
+from raymega.curate.duplicates.shingle_sets import SortedSet, jaccard, shingle_set, similarity
 from raymega.curate.options import Decontaminate, Near
 from raymega.curate.steps.decontaminate import DecontaminateStep, hash_tasks
 from raymega.curate.steps.quality_model import features
 from raymega.curate.tokens import tokenize
+from raymega.errors import InternalError
 from tests.unit.curate.corpora import edited, prose
 
 OPTIONS = Near()
@@ -44,6 +45,13 @@ def test_similarity_is_that_of_sets_of_words():
     first, second = (shingle_set(text, OPTIONS) for text in letters)
     assert jaccard(first, second) == pytest.approx(_exact_jaccard(*letters))
     assert jaccard(first, first) == 1 and jaccard(first, first[:0]) == 0
+
+
+def test_comparison_of_sets_out_of_order_ends():
+    portions = [np.array([5, 6, 7, 8, 9, 1], dtype=np.uint64)]
+    odd = SortedSet(size=6, portions=lambda: iter(portions))
+    with pytest.raises(InternalError, match="none has a number up to 1, the end of one"):
+        similarity(odd, odd)
 
 
 def test_bands_find_what_is_similar():
