@@ -54,9 +54,7 @@ def run() -> None:
     except OSError as error:
         if error.errno != ENAMETOOLONG:
             raise
-        # a name that no file can have, in whichever option it stood
-        name = f"{error.filename!s:.60}..."
-        _end(ConfigError(fact=name, rule="no file has so long a name", remedy="give its path"))
+        _refuse_name(error)
     # other exceptions are bugs and keep their traceback
     except RaymegaError as error:
         _end(error)
@@ -67,3 +65,9 @@ def _end(error: RaymegaError) -> None:
     for fault in error.faults:
         print(f"{type(error).__name__}: {fault}", file=sys.stderr)
     raise SystemExit(error.exit_code) from None
+
+
+def _refuse_name(error: OSError) -> None:
+    """End with a name that no file can have, in whichever option it stood."""
+    name = f"{error.filename!s:.60}..."
+    _end(ConfigError(fact=name, rule="no file has so long a name", remedy="give its path"))
