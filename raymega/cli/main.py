@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from errno import ENAMETOOLONG
 from typing import Annotated
 
 import typer
 
 from raymega.cli.commands import LazyGroup
-from raymega.errors import EXIT_CODES, RaymegaError
+from raymega.errors import EXIT_CODES, ConfigError, RaymegaError
 
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
@@ -50,8 +51,23 @@ def run() -> None:
         if end.code == INTERRUPTED:
             print("interrupted; the same command resumes what is saved", file=sys.stderr)
         raise
-    # One line per fault; other exceptions are bugs and keep their traceback.
+    except OSError as error:
+        if error.errno != ENAMETOOLONG:
+            raise
+        _refuse_name(error)
+    # other exceptions are bugs and keep their traceback
     except RaymegaError as error:
-        for fault in error.faults:
-            print(f"{type(error).__name__}: {fault}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        _end(error)
+
+
+def _end(error: RaymegaError) -> None:
+    """End with the error's code, after one line per fault."""
+    for fault in error.faults:
+        print(f"{type(error).__name__}: {fault}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from None
+
+
+def _refuse_name(error: OSError) -> None:
+    """End with a name that no file can have, in whichever option it stood."""
+    name = f"{error.filename!s:.60}..."
+    _end(ConfigError(fact=name, rule="no file has so long a name", remedy="give its path"))

@@ -37,6 +37,6 @@ def report(
         remedy="use --out report.html",
     )
     if as_json:
-        print_json({"run": run, "out": out, "num_bytes": len(page.encode())})
+        print_json({"run": run, "out": out, "num_bytes": len(page)})
     else:
         print(f"report written to {out}")

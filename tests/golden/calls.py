@@ -16,7 +16,7 @@ from raymega.checkpoint.format.manifest import commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_checkpoint
-from raymega.config.grid_text import override_list
+from raymega.config.load import parse_job
 from raymega.data.format import local_folder
 from raymega.data.open_split import Shape, open_split
 from raymega.errors import ConfigError, RaymegaError, raise_faults
@@ -336,9 +336,9 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a shard of other bytes with documents": _opened(
         "zeros", "train", replace(ROWS, packing="best_fit")
     ),
-    "overrides that are one text": lambda _folder: override_list("run.steps=3"),
     "a dataset in an unknown place": lambda _folder: local_folder("gs://team/tokens"),
     "a key that leaves the store": lambda _folder: check_key("../x"),
     "a metric that is in no table": lambda _folder: check_names(("train/lsos",)),
     "an element type that no checkpoint has": lambda _folder: element_type("complex64"),
+    "overrides that are one text": lambda _folder: parse_job(VERIFY, "run.steps=1"),
 }

@@ -19,7 +19,11 @@ from raymega.errors import ConfigError, Fault, one_line, raise_faults
 from raymega.plan.hardware.catalog import CATALOGUE, Accelerator, accelerator
 
 SUFFIXES = (".yaml", ".yml")
-Share = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
+Rate = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+"""Operations or bytes of a second; below 1 no predicted time is a number."""
+Delay = Annotated[float, Field(gt=0, le=1000)]
+"""Seconds before something begins."""
 
 
 class FittedFigures(Section):
@@ -33,11 +37,11 @@ class FittedFigures(Section):
     attention_share: Share | None = None
     older_attention_share: Share | None = None
     memory_share: Share | None = None
-    launch_s: PositiveFloat | None = None
+    launch_s: Delay | None = None
     link_share: Share | None = None
     network_share: Share | None = None
-    link_latency_s: PositiveFloat | None = None
-    network_latency_s: PositiveFloat | None = None
+    link_latency_s: Delay | None = None
+    network_latency_s: Delay | None = None
 
 
 class AcceleratorFigures(Section):
@@ -45,19 +49,19 @@ class AcceleratorFigures(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     like: str
-    peak_16_bit_flops: PositiveFloat | None = None
-    peak_32_bit_flops: PositiveFloat | None = None
+    peak_16_bit_flops: Rate | None = None
+    peak_32_bit_flops: Rate | None = None
     peak_8_bit_flops: Annotated[float, Field(ge=0)] | None = None
     peak_4_bit_flops: Annotated[float, Field(ge=0)] | None = None
     memory_bytes: Positive | None = None
-    memory_bytes_per_s: PositiveFloat | None = None
+    memory_bytes_per_s: Rate | None = None
     num_cores: Positive | None = None
     shared_cores: Annotated[float, Field(ge=0)] | None = None
-    straggler: Annotated[float, Field(ge=1)] | None = None
-    link_bytes_per_s: PositiveFloat | None = None
+    straggler: Annotated[float, Field(ge=1, le=1e6)] | None = None
+    link_bytes_per_s: Rate | None = None
     devices_per_node: Positive | None = None
-    network_bytes_per_s: PositiveFloat | None = None
-    host_bytes_per_s: PositiveFloat | None = None
+    network_bytes_per_s: Rate | None = None
+    host_bytes_per_s: Rate | None = None
     known_error: str | None = None
     measured_formats: tuple[Literal["16-bit", "8-bit", "4-bit", "32-bit"], ...] | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None

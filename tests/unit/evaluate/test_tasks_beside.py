@@ -148,10 +148,6 @@ def test_a_plan_says_what_an_evaluation_reads_and_takes(on, told, files, monkeyp
     assert (
         costs["tokens"] == tokens and costs["seconds"] > 0 and ("share" in costs) == (on == "grid")
     )
-    if on == "grid":  # of the time that the step is shown with
-        step_s = found["prediction"]["step_time_s"]
-        share = costs["seconds"] / (costs["seconds"] + 10 * step_s)
-        assert costs["share"] == pytest.approx(share)
     # the bill has the evaluations that training waits for: after 10 and 20 steps
     plain = ["plan", str(VERIFY), "--gpu", "h100", "--set", "model.vocab_size=300", "--json"]
     free = json.loads(CliRunner().invoke(app, plain).output)["prediction"]["bill"]
@@ -159,6 +155,17 @@ def test_a_plan_says_what_an_evaluation_reads_and_takes(on, told, files, monkeyp
     assert bill["evaluation_s"] - free["evaluation_s"] == pytest.approx(
         waited_s, rel=1e-6, abs=1e-12
     )
+
+
+def test_the_share_of_evaluations_is_of_the_step_that_is_shown(files, monkeypatch):
+    """The closed forms take a step of zb_h1 to be longer than its simulation, which is shown."""
+    _with_tokenizer(monkeypatch)
+    settings = _settings(files, "run.eval_tasks_every=10", "schedule.name=zb_h1")
+    words = ["plan", str(VERIFY), "--gpu", "h100", "--json"]
+    words += [word for each in settings for word in ("--set", each)]
+    found = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)
+    costs, step_s = found["eval_tasks"], found["prediction"]["step_time_s"]
+    assert costs["share"] == pytest.approx(costs["seconds"] / (costs["seconds"] + 10 * step_s))
 
 
 def test_a_plan_without_the_files_says_so(files):

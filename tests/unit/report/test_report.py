@@ -23,7 +23,6 @@ from raymega.report.find import find_run
 from raymega.report.page import run_page
 from raymega.storage.registry import open_store
 from raymega.tracking.jsonl import open_jsonl
-from tests.golden.commands import called
 from tests.unit.tracking.events import whole_run
 
 JOBS = Path(__file__).parents[3] / "jobs"
@@ -239,14 +238,6 @@ def test_attempts_of_lines_without_a_grid_are_listed(tmp_path):
     lines = [{"event": "run"}, *[{"event": "attempt", "step": 0, "attempt": n} for n in (1, 2)]]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert "2 attempts" in page_of(tmp_path)
-
-
-def test_the_size_that_is_told_is_that_of_the_file(tmp_path, job):
-    """A folder's name has letters of two bytes."""
-    run = written(tmp_path / "l\u00e4ufe", job)
-    ended = called("report", str(run), "--out", str(tmp_path / "a.html"), "--json")
-    told = json.loads(ended.stdout)["num_bytes"]
-    assert told == (tmp_path / "a.html").stat().st_size
 
 
 def test_a_line_to_paste_has_a_folder_with_a_space_in_quotes(tmp_path, job):
