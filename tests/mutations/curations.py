@@ -121,7 +121,7 @@ CURATION_MUTATIONS = (
         file=NEAR,
         old="np.minimum(smallest, signature(portion, self._options), out=smallest)",
         new="smallest[:] = signature(portion, self._options)",
-        caught="near: missed",
+        caught="near: portions decide",
     ),
     CurationMutation(
         name="blocks of a table have the rows of the first",
@@ -209,6 +209,7 @@ def _exact(folder: Path) -> str:
 
 
 def _near(folder: Path) -> str:
+    from raymega.curate.duplicates import shingle_sets
     from raymega.errors import InternalError
 
     draw, texts = random.Random(7), list[str]()
@@ -244,8 +245,14 @@ def _near(folder: Path) -> str:
         if min(partners) > name:
             return "near: a larger id was kept"
     missed = [value for pair, value in near.items() if set(pair) <= set(left)]
-    is_missed = any(value >= 0.9 for value in missed) or len(missed) > len(near) / 10
-    return "near: missed" if is_missed else ""
+    if any(value >= 0.9 for value in missed) or len(missed) > len(near) / 10:
+        return "near: missed"
+    # Minima of a part of a set find nearly as many pairs, but other ones.
+    one_band, kept = [{"near": {"bands": 1, "rows": 16}}], []
+    for characters in (shingle_sets.PORTION_CHARACTERS, 1 << 22):
+        shingle_sets.PORTION_CHARACTERS = characters
+        kept.append(set(_ids(folder, f"near-{characters}", texts, one_band)[1].values()))
+    return "" if kept[0] == kept[1] else "near: portions decide"
 
 
 def _lines(folder: Path) -> str:
@@ -313,7 +320,7 @@ def _draw(_: Path) -> str:
 
 
 def _ids(
-    folder: Path, name: str, texts: list[str], steps: list[str]
+    folder: Path, name: str, texts: list[str], steps: list
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Curate, and return the texts by id before and after the steps."""
     from tests.unit.curate.corpora import curated, documents, write_corpus
