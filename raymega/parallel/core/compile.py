@@ -49,7 +49,7 @@ def can_fuse(device: torch.device) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """What torch compiled for arguments of some shapes, and how to call it past torch.compile.
+    """Function that torch compiled for arguments of some properties, and how to call it.
 
     Attributes:
         run: Function of tensors that launches the kernel and returns a sequence of tensors.
@@ -64,6 +64,10 @@ class _Kernel(NamedTuple):
     is_tuple: bool
 
 
+_Call = tuple[Callable[..., Any], Sequence[object], Sequence[object]]
+"""A function that torch compiled, what it was given, and what it returned."""
+
+
 class _Kernels:
     """Compiled forms of a function, found by the properties of its arguments.
 
@@ -74,7 +78,8 @@ class _Kernels:
     def __init__(self, function: Callable[..., object]) -> None:
         self._compiled = torch.compile(function, backend=self._make)
         self._known: dict[Hashable, _Kernel] = {}
-        self._called: tuple[Callable[..., Any], Sequence[object], Sequence[object]] | None = None
+        # calls of what torch compiled, while one is to be noted: they would keep their tensors
+        self._calls: list[_Call] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns."""
@@ -98,7 +103,8 @@ class _Kernels:
 
         def run(*given: object) -> Any:
             found = made(*given)
-            self._called = made, given, found
+            if self._calls is not None:
+                self._calls.append((made, given, found))
             return found
 
         return run
@@ -107,13 +113,16 @@ class _Kernels:
         self, key: Hashable, values: Sequence[object], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Call through torch.compile, and note how to do without; sizes that vary are arguments, so none is noted."""
-        self._called = None
-        output = self._compiled(*args, **kwargs)
-        called, self._called = self._called, None
+        calls: list[_Call] = []
+        self._calls = calls
+        try:
+            output = self._compiled(*args, **kwargs)
+        finally:
+            self._calls = None
         # a tensor that is given twice is one argument of what was compiled
         tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
-        if called is not None and len({*tensors}) == len(tensors):
-            run, given, found = called
+        if len(calls) == 1 and len({*tensors}) == len(tensors):
+            ((run, given, found),) = calls
             outputs = output if isinstance(output, tuple) else (output,)
             order, results = _places(given, values), _places(outputs, found)
             if order is not None and results is not None:

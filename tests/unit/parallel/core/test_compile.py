@@ -1,5 +1,7 @@
 """Compiled functions are called past torch.compile once their arguments are known, with the same results."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -53,8 +55,7 @@ def test_a_known_call_passes_torch_by(monkeypatch):
         # each of the three has added to the last argument
         assert args[2].tolist() == [3.0] * 3
         monkeypatch.setattr(kernels, "_compiled", through)
-    # nothing is held of what was given and made, and other arguments are not taken for the known ones
-    assert kernels._called is None
+    # other arguments are not taken for the known ones
     for x in (_draw(4, 6), _draw(6, 4).T, _draw(4, 6).float(), _draw(5, 6)):
         # one tensor as two arguments, then two
         for factor in (x, -x, x[0].clone()):
@@ -72,3 +73,16 @@ def test_a_single_result_is_no_tuple_and_gradients_flow_where_they_are_on():
     leaf = x.clone().requires_grad_()
     kernels(leaf).sum().backward()
     torch.testing.assert_close(leaf.grad, 0.5 * x.sign() / _root(x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_on", [False, True])
+def test_nothing_is_held_of_what_was_given(is_on):
+    torch._dynamo.reset()
+    kernels, x = compile._Kernels(_root), _draw(4, 3)
+    held = weakref.ref(x)
+    with torch.set_grad_enabled(is_on):
+        for _ in range(2):
+            kernels(x)
+    del x
+    assert held() is None
