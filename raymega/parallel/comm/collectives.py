@@ -33,6 +33,7 @@ REDUCTIONS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
+ALL_TO_ALL, REDUCE_SCATTER = c10d.AllToAllOptions(), c10d.ReduceScatterOptions()
 # Formats that are sent and reduced as they are; others, such as float8, travel as a view of uint8.
 DTYPES = frozenset(
     {
@@ -118,7 +119,7 @@ def start_reduce_scatter_into(own: torch.Tensor, tensor: torch.Tensor, group: Gr
         _check("reduce_scatter", each, group, divisor=divisor)
     return _start(
         "reduce_scatter", tensor, group,
-        lambda handle: handle._reduce_scatter_base(own, tensor, c10d.ReduceScatterOptions()),
+        lambda handle: handle._reduce_scatter_base(own, tensor, REDUCE_SCATTER),
     )  # fmt: skip
 
 
@@ -163,59 +164,60 @@ def start_exchange(
     rows = tensor
     if group.size > 1:
         rows = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    return rows, _start(
-        "exchange", tensor, group,
-        lambda handle: handle.alltoall_base(rows, tensor, [*received], [*sent]),
-    )  # fmt: skip
+    launch = partial(_exchange, rows, tensor, [*received], [*sent])
+    return rows, _start("exchange", tensor, group, launch)
 
 
-def start_block_gather(
-    part: torch.Tensor, whole: torch.Tensor, group: Group, *, num_blocks: int, ahead: int
-) -> Work:
-    """Start to fetch the parts of one block of neighbours: a step of an all-gather by blocks.
+def start_block_gathers(
+    part: torch.Tensor, whole: torch.Tensor, group: Group, *, num_blocks: int
+) -> list[Work]:
+    """Start to fetch the parts of all ranks, one block of neighbours after another: an all-gather by blocks.
 
-    The group's places form ``num_blocks`` even blocks. This rank receives from the block that is ``ahead``
-    blocks further on the ring than its own, and sends to the one as far back.
+    The group's places form ``num_blocks`` even blocks. Operation i brings the parts of the block that is i blocks
+    further on the ring than this rank's own, and sends this rank's part to the block as far back.
 
     Args:
         part: Part of this rank, [N, ...].
-        whole: Parts of all ranks, [size * N, ...]; only the rows of the block are written.
+        whole: Parts of all ranks, [size * N, ...]; operation i writes the rows of its block.
         group: Ranks that gather.
         num_blocks: Number of blocks; divides the group's size.
-        ahead: Blocks from this rank's own to the one that is fetched.
     """
+    if num_blocks == 1:
+        return [start_all_gather_into(whole, part, group)]
     _check("block_gather", part, group)
     _check("block_gather", whole, group, divisor=group.size)
-    members = group.size // num_blocks
-    own = group.index // members
-    sources = _block((own + ahead) % num_blocks, members)
-    targets = _block((own - ahead) % num_blocks, members)
-    operation = f"gather of block {ahead}"
-    if part.device.type != "cpu":
-        nothing, rows = part.new_empty(0), whole.chunk(group.size)
-        received = [rows[i] if i in sources else nothing for i in range(group.size)]
-        sent = [part if i in targets else nothing for i in range(group.size)]
-        return _start(
-            operation,
-            part,
-            group,
-            lambda handle: handle.alltoall(received, sent, c10d.AllToAllOptions()),
-        )
+    # what each operation takes and sends, made once for all of them
+    members, size, length = group.size // num_blocks, group.size, part.shape[0]
+    own, rows, nothing = group.index // members, whole.chunk(size), part.new_empty(0)
     # gloo has no all-to-all of tensors at several places: the part is laid out once for each receiver
-    length = part.shape[0]
-    copies = torch.cat([part] * members)
-    block = whole[sources.start * length : sources.stop * length]
-    return _start(
-        operation,
-        part,
-        group,
-        lambda handle: handle.alltoall_base(
-            block,
-            copies,
-            [length * (i in sources) for i in range(group.size)],
-            [length * (i in targets) for i in range(group.size)],
-        ),
-    )
+    copies = torch.cat([part] * members) if part.is_cpu else part
+    pending = []
+    for ahead in range(num_blocks):
+        sources, targets = (_block((own + by) % num_blocks, members) for by in (ahead, -ahead))
+        launch: Callable[[dist.ProcessGroup], dist.Work]
+        if part.is_cpu:
+            block = whole[sources.start * length : sources.stop * length]
+            takes, sends = [0] * size, [0] * size
+            takes[sources], sends[targets] = [length] * members, [length] * members
+            launch = partial(_exchange, block, copies, takes, sends)
+        else:
+            received, sent = [nothing] * size, [nothing] * size
+            received[sources], sent[targets] = rows[sources], [part] * members
+            launch = partial(_all_to_all, received, sent)
+        pending.append(_start(f"gather of block {ahead}", part, group, launch))
+    return pending
+
+
+def _exchange(
+    received: torch.Tensor, sent: torch.Tensor, takes: list[int], sends: list[int], handle: dist.ProcessGroup
+) -> dist.Work:  # fmt: skip
+    return handle.alltoall_base(received, sent, takes, sends)
+
+
+def _all_to_all(
+    received: list[torch.Tensor], sent: list[torch.Tensor], handle: dist.ProcessGroup
+) -> dist.Work:
+    return handle.alltoall(received, sent, ALL_TO_ALL)
 
 
 def start_shift(tensor: torch.Tensor, group: Group, *, by: int) -> tuple[torch.Tensor, Work]:
@@ -304,7 +306,7 @@ def _start(
     """Launch an operation on torch's group; at group size 1 return a Work that is complete."""
     what = partial(_name, operation, group)
     # wait: bounded by the host over gloo, by the watcher of NCCL's errors on a GPU
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         wait = wait_on_stream
     # one rank: the callers have made the result the tensor itself
     if group.handle is None:
@@ -327,8 +329,8 @@ def _own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor.chunk(group.size)[group.index]
 
 
-def _block(number: int, members: int) -> range:
-    return range(number * members, (number + 1) * members)
+def _block(number: int, members: int) -> slice:
+    return slice(number * members, (number + 1) * members)
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -343,44 +345,44 @@ def _check(operation: str, tensor: torch.Tensor, group: Group, *, divisor: int =
     Group size 1 is checked too, so that a run on one rank finds the mistake. With a ``divisor``, dim 0
     must be a multiple of it.
     """
-    where = f"{operation} on group {group.name}"
-    # memory layout and format
+    # called for each message: no text is made before a mistake is found
     if not tensor.is_contiguous():
-        raise _mistake(
-            f"{where}: shape {tuple(tensor.shape)} has strides {tensor.stride()}",
+        fault = (
+            f"shape {tuple(tensor.shape)} has strides {tensor.stride()}",
             "gloo moves the wrong elements of a strided tensor without an error",
             "set x = tensor.contiguous() and pass x",
         )
-    if tensor.dtype not in DTYPES:
-        raise _mistake(
-            f"{where}: dtype {tensor.dtype}",
+    elif tensor.dtype not in DTYPES:
+        fault = (
+            f"dtype {tensor.dtype}",
             f"it must be one of {', '.join(sorted(str(d)[6:] for d in DTYPES))}",
             "send another format as tensor.view(torch.uint8), or convert what is to be summed",
         )
     # autograd: the operation would cut the graph
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise _mistake(
-            f"{where}: the tensor is part of a gradient graph",
+    elif tensor.requires_grad and torch.is_grad_enabled():
+        fault = (
+            "the tensor is part of a gradient graph",
             "no gradient would flow through the operation",
             "use raymega.parallel.tensor_parallel.mappings, or detach the tensor",
         )
     # even parts
-    if divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
-        raise _mistake(
-            f"{where}: shape {tuple(tensor.shape)}",
+    elif divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
+        fault = (
+            f"shape {tuple(tensor.shape)}",
             f"dim 0 must exist and be a multiple of {divisor}",
             "pad or reshape the tensor",
         )
-    if group.handle is None:
-        return
     # device: gloo groups take CPU tensors, NCCL groups GPU tensors
-    served = {device.type for device in group.resolve()._device_types}
-    if tensor.device.type not in served:
-        raise _mistake(
-            f"{where}: the tensor lives on {tensor.device}",
-            f"the group serves {', '.join(sorted(served))}",
+    elif group.devices and tensor.device.type not in group.devices:
+        fault = (
+            f"the tensor lives on {tensor.device}",
+            f"the group serves {', '.join(sorted(group.devices))}",
             "move the tensor to the worker's device",
         )
+    else:
+        return
+    fact, rule, remedy = fault
+    raise _mistake(f"{operation} on group {group.name}: {fact}", rule, remedy)
 
 
 def _check_peer(operation: str, group: Group, peer: int) -> None:

@@ -16,7 +16,11 @@ import torch.distributed as dist
 
 from raymega.errors import CommunicationError, Fault, InternalError
 from raymega.parallel.comm.world import finish_world, meeting_fault
-from raymega.parallel.workarounds.torch_private import process_group_of, world_handle
+from raymega.parallel.workarounds.torch_private import (
+    device_types,
+    process_group_of,
+    world_handle,
+)
 from raymega.plan.cp_layout import inner_ranks
 from raymega.plan.grid import Grid
 from raymega.plan.group_usage import unused_groups
@@ -64,6 +68,7 @@ class Group:
             the job does not use it, or its sums go along ``axes``.
         axes: Groups along which an all-reduce goes, one after the other, instead of a communicator of all
             ranks; empty where there is one.
+        devices: Types of device whose tensors the communicator sends; looked up once, as each message is checked.
         waited: Timer to which each wait adds its seconds; all groups of a rank share one.
     """
 
@@ -73,12 +78,13 @@ class Group:
     timeout_s: float
     handle: GroupName | None
     axes: tuple[Group, ...] = ()
+    devices: frozenset[str] = frozenset()
     waited: WaitTimer = field(default_factory=WaitTimer, compare=False, repr=False)
+    size: int = field(init=False, compare=False, repr=False)
+    """Number of ranks."""
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
     def resolve(self) -> dist.ProcessGroup:
         """Return torch's group, looked up at each use so that this value does not keep it alive.
@@ -286,12 +292,14 @@ class _GroupMaker:
 
     def __call__(self, name: str, ranks: Iterable[int], purpose: str = "world") -> Group:
         members = tuple(sorted(ranks))
+        handle = self._handle(name, members, purpose) if len(members) > 1 else None
         return Group(
             name=name,
             ranks=members,
             index=members.index(self._rank),
             timeout_s=self._timeout_s,
-            handle=self._handle(name, members, purpose) if len(members) > 1 else None,
+            handle=handle,
+            devices=device_types(handle) if handle else frozenset(),
             waited=self._waited,
         )
 

@@ -10,10 +10,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -48,15 +48,111 @@ def can_fuse(device: torch.device) -> bool:
     return not _obstacle(device)
 
 
+class _Kernel(NamedTuple):
+    """Function that torch compiled for arguments of some properties, and how to call it.
+
+    Attributes:
+        run: Function of tensors that launches the kernel and returns a sequence of tensors.
+        order: Numbers of its arguments among those of the function.
+        results: Numbers of what the function returns among its results.
+        is_tuple: Whether the function returns a tuple.
+    """
+
+    run: Callable[..., Sequence[torch.Tensor]]
+    order: tuple[int, ...]
+    results: tuple[int, ...]
+    is_tuple: bool
+
+
+_Call = tuple[Callable[..., Any], Sequence[object], Sequence[object]]
+"""A function that torch compiled, what it was given, and what it returned."""
+
+
+class _Kernels:
+    """Compiled forms of a function, found by the properties of its arguments.
+
+    torch.compile finds them by checks of its own, in layers of Python that take longer than a small kernel. So
+    it is called once for each set of properties, and what it had called is called from then on.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._compiled = torch.compile(function, backend=self._make)
+        self._known: dict[Hashable, _Kernel] = {}
+        # calls of what torch compiled, while one is to be noted: they would keep their tensors
+        self._calls: list[_Call] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns."""
+        if torch.is_grad_enabled():
+            return self._compiled(*args, **kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        key = (*map(_property, values), *kwargs, torch.are_deterministic_algorithms_enabled())
+        kernel = self._known.get(key)
+        if kernel is None:
+            return self._learn(key, values, args, kwargs)
+        found = kernel.run(*[values[number] for number in kernel.order])
+        if kernel.is_tuple:
+            return tuple([found[number] for number in kernel.results])
+        return found[kernel.results[0]]
+
+    def _make(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Compile a graph: the function that torch.compile calls, which notes each call."""
+        from torch._inductor.compile_fx import compile_fx
+
+        made: Any = compile_fx(graph, inputs, config_patches=OPTIONS)
+
+        def run(*given: object) -> Any:
+            found = made(*given)
+            if self._calls is not None:
+                self._calls.append((made, given, found))
+            return found
+
+        return run
+
+    def _learn(
+        self, key: Hashable, values: Sequence[object], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call through torch.compile, and note how to do without; sizes that vary are arguments, so none is noted."""
+        calls: list[_Call] = []
+        self._calls = calls
+        try:
+            output = self._compiled(*args, **kwargs)
+        finally:
+            self._calls = None
+        # a tensor that is given twice is one argument of what was compiled
+        tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+        if len(calls) == 1 and len({*tensors}) == len(tensors):
+            ((run, given, found),) = calls
+            outputs = output if isinstance(output, tuple) else (output,)
+            order, results = _places(given, values), _places(outputs, found)
+            if order is not None and results is not None:
+                self._known[key] = _Kernel(run, order, results, isinstance(output, tuple))
+        return output
+
+
+def _property(value: object) -> Hashable:
+    """Return what a kernel depends on: of a tensor its layout, format and device."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return cast(Hashable, value)
+
+
+def _places(wanted: Sequence[object], among: Sequence[object]) -> tuple[int, ...] | None:
+    """Return the place of each of the tensors ``wanted``, each once; None where one is not there, or is no tensor."""
+    numbers = {id(value): number for number, value in enumerate(among)}
+    places = [numbers.get(id(value)) for value in wanted if isinstance(value, torch.Tensor)]
+    found = tuple(place for place in places if place is not None)
+    return found if len({*found}) == len(wanted) else None
+
+
 @cache
 def _compiled(function: Function) -> Function:
-    folder = _own_folder()
-    compiled = torch.compile(function, options=OPTIONS)
+    folder, kernels = _own_folder(), _Kernels(function)
 
     @wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         try:
-            return compiled(*args, **kwargs)
+            return kernels(*args, **kwargs)
         # A killed compiler may have left a truncated kernel, on which every later run would fail.
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)

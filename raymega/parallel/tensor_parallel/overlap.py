@@ -8,26 +8,23 @@ ASPLOS 2023; Megatron-LM's tp_comm_overlap).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from raymega.parallel.comm.collectives import start_block_gather, start_reduce_scatter_into
+from raymega.parallel.comm.collectives import start_block_gathers, start_reduce_scatter_into
 from raymega.parallel.comm.work import Work
 from raymega.parallel.tensor_parallel.sequence_parallel import SequenceParallel
-from raymega.parallel.workarounds.matmul import (
-    product_into,
-    project_batches,
-    project_into,
-)
+from raymega.parallel.workarounds.matmul import batch_product, product_into
 from raymega.parallel.workarounds.output_cache import CpuOutputCache
 from raymega.plan.hardware.tp_overlap import num_blocks
 
 
 class Block(NamedTuple):
-    """Positions of neighbouring ranks that travel together, and their pending gather."""
+    """Positions of neighbouring ranks that travel together: their number among the blocks, and their pending gather."""
 
-    positions: slice
+    number: int
     gather: Work
 
 
@@ -39,19 +36,14 @@ def start_gather_blocks(x: Tensor, sp: SequenceParallel) -> tuple[Tensor, list[B
         sp: Placement of x on the tensor-parallel ranks.
 
     Returns:
-        All positions [S, B, D], and the blocks in the order in which they come, this rank's first. Read a
-        block's positions only after its wait.
+        All positions [S, B, D], and their even blocks in the order in which they come, this rank's first. Read
+        a block's positions only after its wait.
     """
     count = num_blocks(sp.degree)
     whole = x.new_empty((x.shape[0] * sp.degree, *x.shape[1:]))
-    length = whole.shape[0] // count
     own = sp.tp.index * count // sp.degree
-    blocks = []
-    for ahead in range(count):
-        first = (own + ahead) % count * length
-        work = start_block_gather(x, whole, sp.tp, num_blocks=count, ahead=ahead)
-        blocks.append(Block(slice(first, first + length), work))
-    return whole, blocks
+    pending = start_block_gathers(x, whole, sp.tp, num_blocks=count)
+    return whole, [Block((own + ahead) % count, work) for ahead, work in enumerate(pending)]
 
 
 def gather_and_project(
@@ -67,11 +59,8 @@ def gather_and_project(
     """
     whole, blocks = start_gather_blocks(x, sp)
     shape = (*whole.shape[:-1], weight.shape[0])
-    is_kept = kept is not None and x.device.type == "cpu"
-    y = kept.empty(shape, x.dtype) if kept is not None and is_kept else x.new_empty(shape)
-    for positions, gather in blocks:
-        gather.wait(sp.tp.timeout_s)
-        project_into(y[positions].flatten(0, 1), whole[positions].flatten(0, 1), weight, bias)
+    y = x.new_empty(shape) if kept is None or not x.is_cpu else kept.empty(shape, x.dtype)
+    _multiply(y, whole, blocks, weight.T, bias, sp)
     return y
 
 
@@ -80,10 +69,18 @@ def multiply_blocks(
 ) -> Tensor:
     """Return x W of positions that are being gathered into ``whole``: [S, B, out] -> [S, B, in]."""
     y = whole.new_empty((*whole.shape[:-1], weight.shape[1]))
-    for positions, gather in blocks:
-        gather.wait(sp.tp.timeout_s)
-        product_into(y[positions].flatten(0, 1), whole[positions].flatten(0, 1), weight)
+    _multiply(y, whole, blocks, weight, None, sp)
     return y
+
+
+def _multiply(
+    y: Tensor, whole: Tensor, blocks: list[Block], matrix: Tensor, bias: Tensor | None, sp: SequenceParallel
+) -> None:  # fmt: skip
+    """Write the product of each block to ``y`` when it has come."""
+    results, rows = (t.view(len(blocks), -1, t.shape[-1]).unbind() for t in (y, whole))
+    for number, gather in blocks:
+        gather.wait(sp.tp.timeout_s)
+        product_into(results[number], rows[number], matrix, bias)
 
 
 def project_and_sum(x: Tensor, weight: Tensor, sp: SequenceParallel) -> Tensor:
@@ -97,19 +94,24 @@ def project_and_sum(x: Tensor, weight: Tensor, sp: SequenceParallel) -> Tensor:
     Returns:
         Sum [S/sp, B, out].
     """
-    by_rank = x.view(sp.degree, -1, *x.shape[1:])
-    total = x.new_empty((*by_rank.shape[1:-1], weight.shape[0]))
+    length, num_rows = x.shape[0] // sp.degree, x.shape[1]
+    matrix, out = weight.T, weight.shape[0]
+    total = x.new_empty((length, num_rows, out))
     # of every rank as many of its positions, so that each sum gives every rank its own
-    parts = zip(
-        by_rank.tensor_split(num_blocks(sp.degree), dim=1),
-        total.tensor_split(num_blocks(sp.degree)),
-        strict=True,
-    )
+    by_rank = x.reshape(sp.degree, length * num_rows, -1)
+    sizes = [len(part) * num_rows for part in _even_parts(length, num_blocks(sp.degree))]
     pending = []
-    for rows, own in parts:
-        if own.numel():
-            terms = project_batches(rows.flatten(1, 2), weight).flatten(0, 1)
-            pending.append(start_reduce_scatter_into(own.flatten(0, 1), terms, sp.tp))
+    for rows, own in zip(by_rank.split(sizes, 1), total.view(-1, out).split(sizes), strict=True):
+        terms = batch_product(rows, matrix).view(-1, out)
+        pending.append(start_reduce_scatter_into(own, terms, sp.tp))
     for summing in pending:
         summing.wait(sp.tp.timeout_s)
     return total
+
+
+@cache
+def _even_parts(length: int, count: int) -> tuple[range, ...]:
+    """Return the positions of up to ``count`` even parts, none of which is empty."""
+    count = min(count, length)
+    ends = [number * length // count for number in range(count + 1)]
+    return tuple(map(range, ends, ends[1:]))

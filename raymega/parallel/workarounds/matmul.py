@@ -30,23 +30,13 @@ def project(
         return linear(x, weight, bias)
     # a small result, or a GPU: torch allocates it
     num_bytes = x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
-    if x.device.type != "cpu" or num_bytes < LEAST_BYTES:
+    if not x.is_cpu or num_bytes < LEAST_BYTES:
         y = linear(x, weight)
     else:
         y = kept.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         torch.mm(x.flatten(0, -2), weight.T, out=y.view(-1, weight.shape[0]))
     # not linear's own bias, which gives a view: the loss overwrites logits, and no Function's view may be
     return y if bias is None else y.add_(bias)
-
-
-def project_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write :func:`project` of ``x`` to ``y``, without autograd. x: [T, in], y: [T, out]."""
-    if is_emulated(x):
-        y.copy_(project(x, weight, bias))
-    elif bias is None:
-        torch.mm(x, weight.T, out=y)
-    else:
-        torch.addmm(bias, x, weight.T, out=y)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,19 +46,24 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
 
 
-def product_into(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Write :func:`product` of ``x`` to ``y``, without autograd. x: [T, out], y: [T, in]."""
+def product_into(y: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> None:
+    """Write x M + b to ``y``, without autograd. x: [T, in], matrix: [in, out], bias: [out] or None, y: [T, out]."""
     if is_emulated(x):
-        y.copy_(product(x, weight))
+        x, matrix = x.float(), matrix.float()
+        y.copy_(x @ matrix if bias is None else torch.addmm(bias.float(), x, matrix))
+    elif bias is None:
+        torch.mm(x, matrix, out=y)
     else:
-        torch.mm(x, weight, out=y)
+        torch.addmm(bias, x, matrix, out=y)
 
 
-def project_batches(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T in one call for rows that lie apart. x: [N, T, in], weight: [out, in] -> [N, T, out]."""
+def batch_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return x M in one call for rows that lie apart. x: [N, T, in], matrix: [in, out] -> [N, T, out]."""
     if is_emulated(x):
-        return project(x, weight, None)
-    return torch.bmm(x, weight.T.expand(x.shape[0], -1, -1))
+        return product(x, matrix)
+    y = x.new_empty((*x.shape[:2], matrix.shape[1]))
+    # torch looks in Python for a kernel of bmm without out: it takes longer than the rest of the call
+    return torch.bmm(x, matrix.expand(x.shape[0], -1, -1), out=y)
 
 
 def outer(grad: Tensor, x: Tensor) -> Tensor:
@@ -103,7 +98,7 @@ def add_outer(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None
 
 def is_emulated(x: Tensor) -> bool:
     """Return whether numbers of x's format are multiplied in float32 on its device."""
-    return x.device.type == "cpu" and x.dtype.itemsize == 2 and not _has_instructions(x.dtype)
+    return x.is_cpu and x.dtype.itemsize == 2 and not _has_instructions(x.dtype)
 
 
 @cache

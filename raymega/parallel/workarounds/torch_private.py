@@ -20,6 +20,11 @@ def process_group_of(handle: GroupName) -> ProcessGroup:
     return _resolve_process_group(handle)
 
 
+def device_types(handle: GroupName) -> frozenset[str]:
+    """Return the types of device whose tensors a process group sends."""
+    return frozenset(device.type for device in process_group_of(handle)._device_types)
+
+
 def is_in_backward() -> bool:
     """Return whether the calling thread is inside a backward pass, by torch.utils.checkpoint's test."""
     return torch._C._current_graph_task_id() != -1

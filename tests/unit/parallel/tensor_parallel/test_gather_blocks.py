@@ -23,13 +23,13 @@ class _Gather:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
 def test_each_block_is_whole_after_its_own_wait(size, monkeypatch):
-    def bring(part, whole, group, *, num_blocks, ahead):
-        # the contract of start_block_gather: `ahead` blocks further on the ring than this rank's own
-        length = len(whole) // num_blocks
-        first = (group.index // (group.size // num_blocks) + ahead) % num_blocks * length
-        return _Gather(whole, slice(first, first + length))
+    def bring(part, whole, group, *, num_blocks):
+        # the contract of start_block_gathers: operation i brings the block i further on the ring than this rank's own
+        length, own = len(whole) // num_blocks, group.index // (group.size // num_blocks)
+        firsts = ((own + ahead) % num_blocks * length for ahead in range(num_blocks))
+        return [_Gather(whole, slice(first, first + length)) for first in firsts]
 
-    monkeypatch.setattr(overlap, "start_block_gather", bring)
+    monkeypatch.setattr(overlap, "start_block_gathers", bring)
     for index in range(size):
         tp = SimpleNamespace(size=size, index=index, timeout_s=1.0)
         x = torch.zeros(PER_RANK, 1, 1)
@@ -38,9 +38,10 @@ def test_each_block_is_whole_after_its_own_wait(size, monkeypatch):
         positions = torch.arange(size * PER_RANK)
         assert len(blocks) == num_blocks(size)
         # this rank's own block comes first
-        assert index * PER_RANK in positions[blocks[0].positions]
+        of_block, rows = positions.chunk(len(blocks)), whole.chunk(len(blocks))
+        assert index * PER_RANK in of_block[blocks[0].number]
         for block in blocks:
-            assert (whole[block.positions] == -1).all()
+            assert (rows[block.number] == -1).all()
             block.gather.wait(tp.timeout_s)
-            assert whole[block.positions].flatten().tolist() == positions[block.positions].tolist()
+            assert rows[block.number].flatten().tolist() == of_block[block.number].tolist()
         assert (whole.flatten() == positions).all()
