@@ -332,8 +332,8 @@ PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a product reads a block of positions that still travels",
         file="parallel/tensor_parallel/overlap.py",
-        old="first = (own + ahead) % count * length",
-        new="first = (own - ahead) % count * length",
+        old="Block((own + ahead) % count, work)",
+        new="Block((own - ahead) % count, work)",
         tests=(
             "tests/unit/parallel/tensor_parallel/test_gather_blocks.py::"
             "test_each_block_is_whole_after_its_own_wait",
