@@ -25,6 +25,7 @@ from raymega.events import (
     StepFinished,
     WorkersStarted,
 )
+from raymega.launch import local_folder
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
 from raymega.tracking.console import ConsoleSink
@@ -125,7 +126,7 @@ def report(console: Console, witness: Witness, entropy: float, result, seconds: 
 
 
 def show_places(console: Console, job) -> None:
-    folder = api.local_folder(job)
+    folder = local_folder(job)
     console.rule("4  Output files")
     for name in (
         "loss.svg",

@@ -1,6 +1,6 @@
 """Functions behind the commands: load a job, plan it, train it, verify it.
 
-They connect the other packages and hold no logic of their own. What needs Ray is imported inside the
+They connect the other packages and hold no logic of their own. What Ray, verify or a report needs is imported inside the
 functions that start it: a plan takes a tenth of a second, and importing the driver takes one.
 """
 
@@ -36,14 +36,11 @@ from raymega.data.samples import first_rows
 from raymega.data.text_codec import sample_prompt_faults
 from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
 from raymega.events import RunFinished
-from raymega.launch import local_folder as local_folder
-from raymega.launch import loss_references
 from raymega.orchestrate.core.clock import SystemClock
 from raymega.orchestrate.core.rank_placement import block_size, place_ranks
 from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
 from raymega.orchestrate.run_store.foreign_runs import warn_of_driver
-from raymega.orchestrate.run_store.journal import open_record
 from raymega.plan.distillation.teacher import UNTRAINED
 from raymega.plan.hardware.catalog import CATALOGUE
 from raymega.plan.packing.step_estimate import PackedStep, packed_step
@@ -55,8 +52,6 @@ from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
 from raymega.plugins import with_versions
-from raymega.report.find import find_run
-from raymega.report.page import run_page
 from raymega.session import close_session, open_session
 from raymega.storage.registry import (
     apart_faults,
@@ -66,10 +61,10 @@ from raymega.storage.registry import (
 )
 from raymega.tracking.sink import Sink
 from raymega.tracking.trackers.selection import tracker_faults
-from raymega.verify.run import Options, Report, Watcher, verify_job
 
 if TYPE_CHECKING:
     from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
+    from raymega.verify.run import Options, Report, Watcher
 
 T = TypeVar("T", bound=Section)
 
@@ -197,6 +192,7 @@ def train(
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     """Do everything that :func:`train` does before it starts a worker, with the same errors."""
     from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
+    from raymega.orchestrate.run_store.journal import open_record
 
     plan = make_plan(job)
     open_record(open_store(job.run_uri), job, now=SystemClock().timestamp())
@@ -237,6 +233,8 @@ def verify(job: Job, *, options: Options | None = None, watcher: Watcher | None 
         ConfigError: The job cannot be made small enough, or has no layout to draw.
         WorkerError: The run on one rank failed.
     """
+    from raymega.verify.run import Options, Watcher, verify_job
+
     return verify_job(job, options or Options(), watcher or Watcher())
 
 
@@ -279,11 +277,16 @@ def report(run: str) -> str:
     Raises:
         ConfigError: No run's records are there.
     """
+    from raymega.report.find import find_run
+    from raymega.report.page import run_page
+
     return run_page(find_run(run), now=datetime.now(UTC), levels_of=_known_references)
 
 
 def _known_references(job: Job) -> dict[str, float]:
     """Return the same lines where this machine has the run's data; none where it has not."""
+    from raymega.launch import loss_references
+
     try:
         return loss_references(job)
     except RaymegaError:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from raymega.api import load_job, local_folder
+from raymega.api import load_job
 from raymega.errors import ConfigError
+from raymega.launch import local_folder
 from raymega.optim.lr_schedule import learning_rate
 
 JOB = Path(__file__).parents[2] / "jobs" / "verify.yaml"
