@@ -3,6 +3,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
+# Hundreds of processes of the tests import the package: without bytecode each would compile it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo lint check test test-ranks test-clusters test-all mutate golden pages docs rehearse soak cuda-books test-cuda-books
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.

@@ -140,6 +140,7 @@ def test_stopped_worker_is_replaced_long_before_its_collective_times_out(bench):
     assert first.pids[2] != second.pids[2]
 
 
+@pytest.mark.wide
 def test_mistake_in_the_code_stops_after_three_times_with_exit_4(bench):
     with pytest.raises(WorkerError, match="a mistake in the training code") as caught:
         bench.controller("x.bug-1-3", "elastic.max_failures=50").run()
@@ -147,6 +148,7 @@ def test_mistake_in_the_code_stops_after_three_times_with_exit_4(bench):
     assert len(bench.sink.of(AttemptFailed)) == 3
 
 
+@pytest.mark.wide
 def test_numerics_guard_ends_the_run_with_exit_5(bench):
     with pytest.raises(NumericsError, match="loss=nan") as caught:
         bench.controller("x.nan-1-3").run()

@@ -112,6 +112,7 @@ def test_run_through_all_faults_ends_with_the_bits_of_the_calm_one(tmp_path, cal
     )
 
 
+@pytest.mark.wide
 def test_bad_batch_is_gone_back_for_and_passed_over_for_good(tmp_path, calm):
     seen = run(tmp_path, "x.bad-1-8-0", "elastic.on_nan=rollback", "elastic.replica_check_every=0")
     (failure,) = seen.of(AttemptFailed)

@@ -133,6 +133,7 @@ def test_killed_driver_is_continued_by_the_same_command_on_another_grid(
         assert again.losses[step] == pytest.approx(undisturbed.losses[step], rel=LIMIT)
 
 
+@pytest.mark.wide
 def test_interrupted_run_saves_exits_75_and_continues(address, store, undisturbed):
     first = train(
         *_settings(store, "stopped"),

@@ -86,6 +86,7 @@ def test_workers_run_to_the_end_and_leave_nothing(make_group, tmp_path):
     assert leftovers() == []
 
 
+@pytest.mark.wide
 def test_death_of_a_process_is_reported_as_one(make_group):
     group = make_group("calm", "run.steps=100000")
     wait_for_start(group)
@@ -144,6 +145,7 @@ def test_release_keeps_survivors_warm_and_the_next_attempt_uses_them(
     poll_until(group, lambda _report: not group.is_loading())
 
 
+@pytest.mark.wide
 def test_worker_that_does_not_let_go_is_replaced(make_group, tmp_path):
     group = make_group("x.hang-3-2", "run.steps=100000")
     wait_for_start(group)
@@ -159,6 +161,7 @@ def test_worker_that_does_not_let_go_is_replaced(make_group, tmp_path):
     assert after.keys() == before.keys() and after[3] != before[3]
 
 
+@pytest.mark.wide
 def test_exception_arrives_once_with_rank_and_cause(make_group):
     group = make_group("x.raise-1-3")
     failed = poll_until(group, lambda r: isinstance(r, WorkerFailed) and not r.is_secondary)[-1]
@@ -166,6 +169,7 @@ def test_exception_arrives_once_with_rank_and_cause(make_group):
     assert "a passing error" in failed.traceback
 
 
+@pytest.mark.wide
 def test_requests_reach_every_rank(make_group):
     group = make_group("calm", "run.steps=100000")
     wait_for_start(group)

@@ -73,6 +73,7 @@ def _kills_at(store, file, kill):
     return store
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("server", ["proxy", "object"])
 def test_save_is_committed_through_a_killed_server(swift, store, raw, prefix, outage, server):
     old = save_step(store, 100)

@@ -22,7 +22,7 @@ BARS = {
     4_096: (4 * MB, 40 * MB, 8 * MB, 2.0, 16_000),
     16_384: (8 * MB, 160 * MB, 16 * MB, 8.0, 64_000),
 }
-WORLDS = [512, 4_096, pytest.param(16_384, marks=pytest.mark.wide)]
+WORLDS = [512, *(pytest.param(size, marks=pytest.mark.wide) for size in (4_096, 16_384))]
 
 
 class CountingStore(MemoryStore):

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import inspect
 import io
 import re
@@ -32,6 +33,7 @@ BANNED = (
     r"\bwent on\b", r"\bgo(?:es)? on\b", r"\btaken up again\b", r"\bputs? off\b", r"\bwithout a word\b",
     r"\bbut for\b", r"\bfor beside\b", r"\bby and by\b", r"\bnobody\b", r"\bone expects\b", r"\bmade again\b",
 )  # fmt: skip
+_ANY_BANNED = re.compile("|".join(BANNED), re.IGNORECASE)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
 _ARGUMENT = re.compile(r"^ {4}(\*{0,2}[\w, *]+): ?(.*)$")
 
@@ -118,10 +120,8 @@ def faults_of_docstring(doc: Docstring) -> Iterator[str]:
     for name, description in argument_lines(doc.text):
         if first_word(description) in ELLIPTICAL or not description:
             yield f"{place}: argument: {name}: {description}"
-    for phrase in BANNED:
-        found = re.search(phrase, doc.text, re.IGNORECASE)
-        if found:
-            yield f"{place}: phrase: {found.group()!r} in: {doc.text.splitlines()[0]}"
+    for phrase in banned_phrases(doc.text):
+        yield f"{place}: phrase: {phrase!r} in: {doc.text.splitlines()[0]}"
     body = re.split(r"^(?:Args|Attributes|Returns|Raises|Yields):$", doc.text, flags=re.MULTILINE)[
         0
     ]
@@ -130,23 +130,38 @@ def faults_of_docstring(doc: Docstring) -> Iterator[str]:
         yield f"{place}: long: a sentence of {longest} words: {doc.text.splitlines()[0]}"
 
 
+def banned_phrases(text: str) -> list[str]:
+    """Return the first place of each banned phrase of a text, as it stands there."""
+    # one search finds that most texts have none
+    if not _ANY_BANNED.search(text):
+        return []
+    found = (re.search(phrase, text, re.IGNORECASE) for phrase in BANNED)
+    return [each.group() for each in found if each]
+
+
+@functools.cache
+def _comments(path: Path) -> tuple[tuple[int, str], ...]:
+    """Return the line and the text of each comment of a file."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return tuple(
+        (token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT
+    )
+
+
 def faults_of_comments(path: Path) -> Iterator[str]:
     """Yield each banned phrase of a file's comments."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            for phrase in BANNED:
-                if re.search(phrase, token.string, re.IGNORECASE):
-                    yield f"{path}:{token.start[0]}: phrase: {token.string}"
+    for line, text in _comments(path):
+        for _ in banned_phrases(text):
+            yield f"{path}:{line}: phrase: {text}"
 
 
 def comments_and_lines(path: Path) -> tuple[int, int]:
     """Return the lines of a file that hold a comment for readers, and all that are not blank."""
-    found = {
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        if token.type == tokenize.COMMENT
-        and not re.match(r"#\s*(type:|noqa|fmt:|pragma)", token.string)
-    }
+    found = [
+        line
+        for line, text in _comments(path)
+        if not re.match(r"#\s*(type:|noqa|fmt:|pragma)", text)
+    ]
     return len(found), sum(1 for line in path.read_text().splitlines() if line.strip())
 
 

@@ -7,6 +7,7 @@ processes and a new gloo world, so a rank that dies or hangs harms its own test 
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -230,6 +231,8 @@ def _start(index: int, work: bytes) -> _Rank:
 
 def _main(index: int, work: bytes, pipe: Connection) -> None:
     """Body of a rank's process: do the work and send one outcome back."""
+    # what is loaded stays: no collection of garbage copies the pages that it shares with other ranks
+    gc.freeze()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:

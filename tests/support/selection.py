@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -224,8 +224,8 @@ class Recorder:
                 file.write(f"{report.nodeid}\n")
 
 
-def costs_of(reports: Iterable[Path]) -> dict[str, float]:
-    """Mean seconds a case by function from JUnit files, where they are more than the default's double."""
+def renewed(known: Mapping[str, float], reports: Iterable[Path]) -> dict[str, float]:
+    """Costs by function: of those in JUnit files the mean of their cases, of all others the ``known`` ones."""
     from xml.etree import ElementTree
 
     times: dict[str, list[float]] = {}
@@ -234,16 +234,20 @@ def costs_of(reports: Iterable[Path]) -> dict[str, float]:
             file = case.get("classname", "").replace(".", "/") + ".py"
             name = case.get("name", "").partition("[")[0]
             times.setdefault(f"{file}::{name}", []).append(float(case.get("time", 0)))
-    # functions that cost about the default need no line
-    means = {name: round(sum(each) / len(each), 2) for name, each in sorted(times.items())}
-    return {name: mean for name, mean in means.items() if mean > 2 * DEFAULT_COST_S}
+    means = {name: round(sum(each) / len(each), 2) for name, each in times.items()}
+    # functions that cost about the default need no line, nor do those of a file that is gone
+    return {
+        name: cost
+        for name, cost in sorted((known | means).items())
+        if cost > 2 * DEFAULT_COST_S and (ROOT / name.partition("::")[0]).is_file()
+    }
 
 
 if __name__ == "__main__":
     import sys
 
-    known = _costs() | costs_of(map(Path, sys.argv[1:]))
+    costs = renewed(_costs(), map(Path, sys.argv[1:]))
     COSTS_FILE.write_text(
         "# Seconds of a case, by test function or file, on two idle cores: how shards are cut.\n"
-        "# Written by `python -m tests.support.selection JUNIT.xml ...`.\n" + yaml.safe_dump(known)
+        "# Written by `python -m tests.support.selection JUNIT.xml ...`.\n" + yaml.safe_dump(costs)
     )

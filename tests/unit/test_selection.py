@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies
 
-from tests.support.selection import draw_fewer_examples, seed_of_commit
+from tests.support.selection import draw_fewer_examples, renewed, seed_of_commit
 
 
 def _git(folder, *words):
@@ -41,3 +41,16 @@ def test_a_quarter_of_the_examples_is_drawn_and_once_for_all_cases(examples, few
     draw_fewer_examples([SimpleNamespace(obj=test), SimpleNamespace(obj=test), SimpleNamespace()])
     test()
     assert len(drawn) == fewer
+
+
+def test_costs_of_a_sampled_run_replace_those_of_its_functions_alone(tmp_path):
+    here = "tests/unit/test_selection.py"
+    cases = "".join(
+        f'<testcase classname="tests.unit.test_selection" name="{name}" time="{time}"/>'
+        for name, time in (("long[a]", 4.0), ("long[b]", 2.0), ("cheap_now", 0.01))
+    )
+    (tmp_path / "junit.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    known = {here: 3.0, f"{here}::cheap_now": 5.0, f"{here}::not_drawn": 7.0, "tests/gone.py": 9.0}
+    assert renewed(known, [tmp_path / "junit.xml"]) == {
+        here: 3.0, f"{here}::long": 3.0, f"{here}::not_drawn": 7.0
+    }  # fmt: skip

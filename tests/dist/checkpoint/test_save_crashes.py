@@ -150,7 +150,7 @@ def place(request, tmp_path, service):
     return (tmp_path, f"p-{uuid4().hex}" if request.param == "s3" else "")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_save_loses_nothing_committed_and_leaves_nothing_for_good(place, service, stage):
     with pytest.raises(RankFailureError, match=r"exit code -9|SIGKILL"):

@@ -145,7 +145,7 @@ def _run_stages_of(env, is_sp, model, num_stages):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @_layouts("tp1", "tp2", "tp4-sp")
 @pytest.mark.parametrize("pp", [1, 2, 5], ids=lambda pp: f"pp{pp}")
 def test_whole_stages(pp, tp, sp):
@@ -158,12 +158,13 @@ def test_whole_stages(pp, tp, sp):
     _check_stages(tp, sp, models, pp)
 
 
+@pytest.mark.sample(1)
 @_layouts("tp4", "tp8-sp")
 def test_whole_stages_with_shared_kv_heads(tp, sp):
     _check_stages(tp, sp, [MODELS["llama-kv2"], MODELS["gpt2-kv1"], MODELS["qwen3-kv2"]], 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @_layouts("tp1", "tp2-sp", "tp4", "tp8-sp")
 def test_whole_stages_with_smoothing_z_loss_and_padding(tp, sp):
     """With 128 rows for 52 tokens some ranks hold padding only."""

@@ -121,6 +121,7 @@ def _continued(env, plan_json, uri, task):
     return continue_prompts(plan, scorer, env.groups, unpack_task(task), device=env.device)
 
 
+@pytest.mark.sample(1)
 def test_greedy_text_behind_images_is_that_of_transformers(model):
     theirs, folder, sizes = model
     uri, prompts = str(folder / "ours"), _write_prompts(folder)

@@ -42,7 +42,7 @@ def _reference(model):
     return train([*model, *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model, layout, options", CASES)
 def test_layout_with_cp_trains_the_same_run(model, layout, options):
     assert_same_run([*model, *layout_overrides(layout), *options], _reference(model))

@@ -91,7 +91,7 @@ def test_all_axes_at_once_on_sixteen_ranks():
     assert_same_run(overrides, _reference("balanced"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout"), FOLDED)
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_folded_layout_trains_the_same_run(model, layout, sharding):

@@ -60,7 +60,7 @@ def _reference(model: str):
     return train([*MODELS[model], *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_trains_the_same_run(model, layout):
     check_same_run([*MODELS[model], *layout_overrides(layout)], model)

@@ -58,6 +58,7 @@ def test_layout_trains_the_same_run(model, layout, recompute):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_size_of_micro_batches_does_not_matter(size):
     changes = [*DROPOUT, *layout_overrides("tp1"), f"schedule.micro_batch_size={size}"]

@@ -100,6 +100,7 @@ def test_run_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, before, afte
     np.testing.assert_allclose(rest, whole[STOP:], rtol=LIMIT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2-pp2", f"pp2-dp2{SHARDED}"])
 def test_run_goes_on_where_it_was_bit_for_bit(tmp_path, layout):
     whole, end = _run(layout, tmp_path / "whole")

@@ -25,7 +25,7 @@ def _options(name, chunks, micro_batch_size):
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize(("name", "chunks"), CHUNKS)
 def test_schedule_trains_the_same_run(name, chunks, pp):
@@ -67,6 +67,7 @@ def test_many_chunks_and_large_groups():
     check_same_run([*overrides, "schedule.microbatch_group_size_per_vp_stage=3"], "llama-gqa-tied")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "placing"),
     [

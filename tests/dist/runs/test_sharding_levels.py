@@ -61,7 +61,7 @@ def _reference(model):
     return train([*MODELS[model], *layout_overrides("tp1")])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout", "level", "options"),
     CASES,

@@ -131,6 +131,7 @@ def _replicated_bits(env, plan_json):
     }
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [(), SHARDED], ids=["none", "sharded"])
 def test_replicas_are_equal_to_the_bit_after_steps_with_sequence_parallelism(options):
@@ -173,6 +174,7 @@ def test_no_rank_makes_or_sends_logits_of_the_whole_vocabulary(layout, is_whole)
 # Label smoothing on slice statistics.
 
 
+@pytest.mark.wide
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2", "tp4-sp"])
 def test_label_smoothing_is_over_the_whole_vocabulary(layout):

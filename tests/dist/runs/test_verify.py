@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raymega.verify.launch import open_fork_server
 from raymega.verify.layout import Layout
 from raymega.verify.shares import LayoutFailedError
+from tests.mutations.tree import fork_server_of
 from tests.unit.verify.jobs import JOBS, make_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(2400)]
@@ -163,7 +163,7 @@ def test_mistake_of_the_user_is_exit_2():
 
 def test_rank_that_raises_is_named_and_the_next_layout_runs():
     job, absent = make_job(*SMALL[1::2]), make_job("data.path=/nowhere", *SMALL[1::2])
-    with open_fork_server(timeout_s=200) as fork_server:
+    with fork_server_of(None, timeout_s=200) as fork_server:
         with (
             pytest.raises(LayoutFailedError, match=r"rank [01]: .*ConfigError.*/nowhere"),
             fork_server.run(absent, Layout(tp=2), steps=1),
@@ -174,7 +174,7 @@ def test_rank_that_raises_is_named_and_the_next_layout_runs():
 
 
 def test_layout_that_takes_too_long_is_stopped_and_leaves_no_process():
-    with open_fork_server(timeout_s=0.05) as fork_server:
+    with fork_server_of(None, timeout_s=0.05) as fork_server:
         with (
             pytest.raises(LayoutFailedError, match=r"no rank ended within 0\.05 s"),
             fork_server.run(make_job(), Layout(dp=2), steps=50),

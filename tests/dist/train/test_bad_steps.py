@@ -56,6 +56,7 @@ def _curve(env, plan_json, at, factor):
     return curve, actions, [block.values.numpy().copy() for block in parts.optimizer.blocks()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp2-pp2", "dp2"])
 def test_passing_fault_of_one_rank_leaves_the_run_bit_for_bit_as_it_was(layout):
     batch = f"data.global_batch_size={8 if 'dp2' in layout else 4}"

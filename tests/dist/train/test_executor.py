@@ -118,6 +118,7 @@ def _wanted(num_stages, m):
     return loss.detach(), [weight.grad for weight in weights]
 
 
+@pytest.mark.sample(1)
 @degrees
 def test_loss_and_every_gradient_equal_the_unpipelined_step(pp):
     cases = [(name, chunks, m) for name, chunks in CASES for m in COUNTS]

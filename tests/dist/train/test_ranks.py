@@ -101,9 +101,10 @@ def test_a_rank_that_hangs_is_ended_at_the_timeout():
 
 SESSION = """
 import time
-from tests.support.ranks import run_alone
+from tests.support import ranks
+ranks.PRELOADED[:] = ["tests.support.ranks"]
 from tests.dist.train.test_ranks import write_pid_and_hang
-run_alone(write_pid_and_hang, {path!r})
+ranks.run_alone(write_pid_and_hang, {path!r})
 """
 
 

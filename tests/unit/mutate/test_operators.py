@@ -62,6 +62,7 @@ def test_a_draw_is_a_function_of_its_seed_and_a_longer_one_goes_on():
     assert len({each["key"] for each in more}) == 8
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("file", "test"),
     [

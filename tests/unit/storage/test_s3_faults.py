@@ -83,7 +83,7 @@ def _collect(store, endpoint, prefix):
     assert _open_uploads(endpoint, prefix) == []
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kinds
 @stages
 def test_save_is_committed_through_a_fault_that_passes(
@@ -100,7 +100,7 @@ def test_save_is_committed_through_a_fault_that_passes(
     assert holds_step(store, manifest)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kinds
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "manifest"])
 def test_save_fails_and_the_one_before_stays_when_the_fault_lasts(

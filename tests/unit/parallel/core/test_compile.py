@@ -41,8 +41,19 @@ def _compare(kernels, x, factor, **options):
     torch.testing.assert_close((*found, totals[0]), (*wanted, totals[1]))
 
 
+@pytest.mark.sample(1)
 @needs_compiler
-def test_a_known_call_passes_torch_by(monkeypatch):
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: _draw(4, 6),
+        lambda: _draw(6, 4).T,
+        lambda: _draw(4, 6).float(),
+        lambda: _draw(5, 6),
+    ],
+    ids=["alike", "transposed", "float32", "longer"],
+)
+def test_a_known_call_passes_torch_by(monkeypatch, other):
     torch._dynamo.reset()
     kernels = compile._Kernels(_scaled)
     args = _draw(4, 6), _draw(6), torch.zeros(3)
@@ -56,10 +67,10 @@ def test_a_known_call_passes_torch_by(monkeypatch):
         assert args[2].tolist() == [3.0] * 3
         monkeypatch.setattr(kernels, "_compiled", through)
     # other arguments are not taken for the known ones
-    for x in (_draw(4, 6), _draw(6, 4).T, _draw(4, 6).float(), _draw(5, 6)):
-        # one tensor as two arguments, then two
-        for factor in (x, -x, x[0].clone()):
-            _compare(kernels, x, factor, shift=2.0)
+    x = other()
+    # one tensor as two arguments, then two
+    for factor in (x, -x, x[0].clone()):
+        _compare(kernels, x, factor, shift=2.0)
     _compare(kernels, _draw(4, 6), _draw(6), shift=3.0)
 
 

@@ -50,8 +50,11 @@ def off_by(plan: RunPlan) -> float:
     return step_time(plan, H100).total_s / played_step(plan, H100).total_s - 1
 
 
-def test_closed_forms_are_within_3_percent_of_the_simulated_step():
-    off = {number: off_by(drawn(number)) for number in range(200)}
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("first", range(4))
+def test_closed_forms_are_within_3_percent_of_the_simulated_step(first):
+    """Each fourth of two hundred numbers has every order."""
+    off = {number: off_by(drawn(number)) for number in range(50 * first, 50 * first + 50)}
     assert {number: each for number, each in off.items() if abs(each) > MOST_OFF} == {}
 
 
