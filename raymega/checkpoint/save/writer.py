@@ -82,7 +82,7 @@ class _File:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.layout)
+        return self.layout[-1].start + self.layout[-1].num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +285,7 @@ class CheckpointWriter:
         layouts = [layout_file(assignments[part]) for part in parts]
         file_bytes = [aligned(sum(sizes[part])) for part in parts]
         name = partial(data_file, attempt=self._attempt, rank=self._rank)
-        for portion in pack(file_bytes, buffer_bytes or sum(file_bytes)):
+        for portion in pack(file_bytes, buffer_bytes or 2 * sum(sizes)):
             bases = accumulate(file_bytes[portion], initial=0)
             yield tuple(
                 _File(name=name(number=number), layout=layouts[number], base=base)
