@@ -15,7 +15,14 @@ import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
-from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
+from raymega.checkpoint.format.data_file import (
+    LocalBlock,
+    WriteAssignment,
+    file_header,
+    layout_file,
+    saved_boxes,
+    share_boxes,
+)
 from raymega.checkpoint.format.keys import (
     CheckpointId,
     data_file,
@@ -25,7 +32,6 @@ from raymega.checkpoint.format.keys import (
     manifest_key,
 )
 from raymega.checkpoint.format.manifest import Manifest, commit, list_manifests
-from raymega.checkpoint.format.write_plan import LocalBlock, share_boxes
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
@@ -212,7 +218,7 @@ def _write_file(
     """Write a data file, append its boxes to ``boxes``, and return the crc32 of its header."""
     # One holder: share_boxes only cuts blocks into boxes of bounded size.
     layout, checksums = layout_file(share_boxes(sources)), list[int]()
-    header = layout.header({"step": str(at.step), "attempt": str(at.attempt)})
+    header = file_header(layout, {"step": str(at.step), "attempt": str(at.attempt)})
     # _chunks fills the checksums while the store takes the bytes.
     store.put(key, chain([header], _chunks(layout, sources, checksums)), overwrite=True)
     file = key.rpartition("/")[2]
@@ -221,11 +227,11 @@ def _write_file(
 
 
 def _chunks(
-    layout: FileLayout, sources: Sequence[TensorSource], checksums: list[int]
+    layout: Sequence[WriteAssignment], sources: Sequence[TensorSource], checksums: list[int]
 ) -> Iterator[memoryview]:
     """Yield the bytes of each block, and append its crc32 to ``checksums``."""
     held, values = -1, np.empty(0)
-    for assignment in layout.assignments:
+    for assignment in layout:
         source = sources[assignment.local_block]
         # Boxes of one source follow one another, so each source is read once.
         if assignment.local_block != held:

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raymega.checkpoint.format.data_file import safetensors_header
-from raymega.checkpoint.format.write_plan import pack
+from raymega.checkpoint.format.data_file import pack, safetensors_header
 from raymega.convert.number_formats import (
     CODE_OF,
     SAFETENSORS_CODES,

@@ -21,7 +21,6 @@ from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.parallel.data_parallel.state_tensors import TensorBlock, extent_blocks
 from raymega.plan.memory.optimizer_state import CODES, SCALES, Format
 from raymega.plan.memory.quantized_blocks import BLOCK, ScaleBoxes, scale_boxes, scales_of
-from raymega.plan.zero_levels import ZeroLevel
 
 SQUARES = frozenset({"adam.exp_avg_sq"})
 """Kinds of state that are never negative, and by whose root an update divides."""
@@ -44,8 +43,7 @@ class StatePlacement:
 
     def blocks(self, kind: str, values: torch.Tensor) -> Iterator[TensorBlock]:
         """Yield the blocks of a checkpoint for flat ``values``."""
-        is_replicated = self.part.bucket.level == ZeroLevel.NONE
-        yield from extent_blocks(kind, self.part, self.extent, values, is_replicated=is_replicated)
+        yield from extent_blocks(kind, self.part, self.extent, values)
 
 
 def make_state_storage(form: Format, kind: str, place: StatePlacement) -> StateStorage:

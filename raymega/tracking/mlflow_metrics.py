@@ -9,8 +9,8 @@ from typing import TypeVar
 from mlflow.entities import Metric
 
 from raymega.events import EvaluationFinished, StepFinished, TasksEvaluated
-from raymega.tracking.names import TASK_METRIC
-from raymega.tracking.sink import Stamped, metrics_of
+from raymega.tracking.names import TASK_METRIC, metrics_of
+from raymega.tracking.sink import Stamped
 
 NO_CURVE = frozenset(
     {

@@ -62,8 +62,9 @@ from raymega.tracking.mlflow_metrics import (
     may_be_constant,
     metrics_in,
 )
+from raymega.tracking.names import metrics_of
 from raymega.tracking.queued_sink import is_local_refusal
-from raymega.tracking.sink import Stamped, metrics_of
+from raymega.tracking.sink import Stamped
 
 KEPT_FOLDER = ".raymega/mlflow"
 """Folder of empty databases, below the user's home."""

@@ -1,7 +1,6 @@
-"""Table of all metrics of a run: name, unit, kind and help line.
+"""Table of all metrics of a run: name, unit, kind and help line, and which event carries which metric.
 
-Console, JSON lines, MLflow, Prometheus and dashboards derive from it. `tracking/sink.py` says which
-event carries which metric.
+Console, JSON lines, MLflow, Prometheus and dashboards derive from it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raymega.errors import InternalError
+from raymega.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    Measured,
+    Recovered,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    SaveProgress,
+    StepFinished,
+    WorkersStarted,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +244,63 @@ METRICS = (
 
 BY_NAME = {metric.name: metric for metric in METRICS}
 """Rows by name, without parts."""
+
+
+def metrics_of(event: RunEvent) -> Mapping[str, float]:
+    """Return the event's metrics by name, all of the event's step; empty when it carries none.
+
+    Metrics of single ranks are in ``ranks`` of a Measured.
+    """
+    match event:
+        case Measured():
+            return event.metrics
+        case AttemptStarted():
+            return {"run/attempt": event.attempt}
+        case CheckpointCommitted():
+            return {
+                "checkpoint/stall_s": event.stall_s,
+                "checkpoint/save_s": event.save_s,
+                "checkpoint/bytes": event.num_bytes,
+                "checkpoint/written_share": 1.0,
+            }
+        case SaveProgress():
+            return {"checkpoint/written_share": event.written_bytes / max(1, event.num_bytes)}
+        case Recovered():
+            return {
+                "run/detection_s": event.detection_s,
+                "run/recovery_s": event.recovery_s,
+                "run/lost_steps": event.lost_steps,
+            }
+        case RunFinished():
+            return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
+        case _:
+            return {}
+
+
+def standing_metrics_of(event: RunEvent) -> Mapping[str, float]:
+    """Return the run's state after the event as metrics, for sinks without a step axis."""
+    match event:
+        case RunStarted():
+            return {
+                "run/step": event.step,
+                "run/total_steps": event.total_steps,
+                "checkpoint/step": event.step,
+                "checkpoint/every_steps": _checkpoint_every(event.job),
+            }
+        case WorkersStarted():
+            return {"run/world_size": len(event.pids)}
+        case AttemptStarted() | StepFinished():
+            return {"run/step": event.step}
+        case CheckpointCommitted():
+            return {"checkpoint/step": event.step}
+        case _:
+            return {}
+
+
+def _checkpoint_every(job: Mapping[str, object]) -> float:
+    section = job.get("checkpoint")
+    every = section.get("every") if isinstance(section, Mapping) else None
+    return every if isinstance(every, int) else 0
 
 
 def find_metric(name: str) -> Metric:

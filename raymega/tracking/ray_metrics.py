@@ -1,7 +1,7 @@
 """RayMetricsSink publishes a run's metrics as Ray metrics, which the agent of each node exports to Prometheus.
 
-Tags, refresh and the publishing thread are here; names are in `tracking/names.py`, and `metrics_of` of
-`tracking/sink.py` says which event carries which metric.
+Tags, refresh and the publishing thread are here; names, and which event carries which metric, are in
+`tracking/names.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from raymega.events import (
     SaveSkipped,
     StepFinished,
 )
-from raymega.tracking.names import Metric, find_metric
-from raymega.tracking.sink import metrics_of, standing_metrics_of
+from raymega.tracking.names import Metric, find_metric, metrics_of, standing_metrics_of
 
 log = logging.getLogger(__name__)
 

@@ -1,28 +1,17 @@
 """Sink is the protocol of a run's watchers; CompositeSink puts several behind one.
 
-``metrics_of`` says which metrics each event of `raymega/events.py` carries; `tracking/names.py` defines them.
+`raymega/events.py` has the events, `tracking/names.py` the metrics that each of them carries.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raymega.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    Measured,
-    Recovered,
-    RunEvent,
-    RunFinished,
-    RunStarted,
-    SaveProgress,
-    StepFinished,
-    WorkersStarted,
-)
+from raymega.events import RunEvent
 
 log = logging.getLogger(__name__)
 
@@ -83,60 +72,3 @@ class CompositeSink:
 
 def _name(sink: Sink) -> str:
     return type(sink).__name__
-
-
-def metrics_of(event: RunEvent) -> Mapping[str, float]:
-    """Return the event's metrics by name, all of the event's step; empty when it carries none.
-
-    Metrics of single ranks are in ``ranks`` of a Measured.
-    """
-    match event:
-        case Measured():
-            return event.metrics
-        case AttemptStarted():
-            return {"run/attempt": event.attempt}
-        case CheckpointCommitted():
-            return {
-                "checkpoint/stall_s": event.stall_s,
-                "checkpoint/save_s": event.save_s,
-                "checkpoint/bytes": event.num_bytes,
-                "checkpoint/written_share": 1.0,
-            }
-        case SaveProgress():
-            return {"checkpoint/written_share": event.written_bytes / max(1, event.num_bytes)}
-        case Recovered():
-            return {
-                "run/detection_s": event.detection_s,
-                "run/recovery_s": event.recovery_s,
-                "run/lost_steps": event.lost_steps,
-            }
-        case RunFinished():
-            return {"run/goodput": event.goodput, "run/wall_s": event.wall_s}
-        case _:
-            return {}
-
-
-def standing_metrics_of(event: RunEvent) -> Mapping[str, float]:
-    """Return the run's state after the event as metrics, for sinks without a step axis."""
-    match event:
-        case RunStarted():
-            return {
-                "run/step": event.step,
-                "run/total_steps": event.total_steps,
-                "checkpoint/step": event.step,
-                "checkpoint/every_steps": _checkpoint_every(event.job),
-            }
-        case WorkersStarted():
-            return {"run/world_size": len(event.pids)}
-        case AttemptStarted() | StepFinished():
-            return {"run/step": event.step}
-        case CheckpointCommitted():
-            return {"checkpoint/step": event.step}
-        case _:
-            return {}
-
-
-def _checkpoint_every(job: Mapping[str, object]) -> float:
-    section = job.get("checkpoint")
-    every = section.get("every") if isinstance(section, Mapping) else None
-    return every if isinstance(every, int) else 0

@@ -30,28 +30,28 @@ SAVE_MUTATIONS = (
     ),
     SaveMutation(
         name="every replica writes all that they share",
-        file="checkpoint/format/write_plan.py",
+        file="checkpoint/format/data_file.py",
         old="begin, end = (total * place // len(holders) for place in (replica, replica + 1))",
         new="begin, end = 0, total",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the row in which a replica's stretch begins is written by nobody",
-        file="checkpoint/format/write_plan.py",
+        file="checkpoint/format/data_file.py",
         old="for byte in (begin, end))",
         new="for byte in (begin + row_bytes * (begin > 0), end))",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="tensor-parallel ranks all write what they share",
-        file="checkpoint/format/write_plan.py",
+        file="checkpoint/format/data_file.py",
         old="        if local_block.is_primary:\n",
         new="        if True:\n",
         caught="save: CheckpointError",
     ),
     SaveMutation(
         name="the first tensor is left out",
-        file="checkpoint/format/write_plan.py",
+        file="checkpoint/format/data_file.py",
         old="        if local_block.is_primary:\n",
         new="        if local_block.is_primary and local_block.tensor != local_blocks[0].tensor:\n",
         caught="load: CheckpointError",
@@ -66,8 +66,8 @@ SAVE_MUTATIONS = (
     SaveMutation(
         name="the manifest says that a box begins where its file does",
         file="checkpoint/format/data_file.py",
-        old="start=header_bytes + start",
-        new="start=start",
+        old="start=header_bytes + assignment.start",
+        new="start=assignment.start",
         caught="load: CheckpointError",
     ),
     SaveMutation(

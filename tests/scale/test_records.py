@@ -9,7 +9,7 @@ from raymega.events import AttemptFailed, ExpertLoads, Memory, StepFinished, Wor
 from raymega.storage.rotated_file import MOST_BYTES, RotatedFile, parts_of
 from raymega.tracking.history import load_history
 from raymega.tracking.jsonl import JsonLinesSink, kind_of_line
-from raymega.tracking.thinning import interval
+from raymega.tracking.queued_sink import interval
 from tests.unit.tracking.events import step_finished
 
 WORLDS = (128, 512, 4096, 16384)

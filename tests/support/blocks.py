@@ -3,8 +3,8 @@
 from raymega.parallel.data_parallel.state_tensors import extent_blocks
 
 
-def blocks_of(kind, part, values, *, is_replicated):
+def blocks_of(kind, part, values):
     """Yield the tensor blocks of ``part`` of a bucket, whose flat values are ``values``."""
     for extent in part.extents():
         held = values[extent.within(part.begin)]
-        yield from extent_blocks(kind, part, extent, held, is_replicated=is_replicated)
+        yield from extent_blocks(kind, part, extent, held)

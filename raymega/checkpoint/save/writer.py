@@ -12,14 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from math import inf
 
 from isal.isal_zlib import crc32
 
 from raymega.checkpoint.format.box_table import BoxTable
-from raymega.checkpoint.format.data_file import FileLayout, layout_file, saved_boxes
+from raymega.checkpoint.format.data_file import (
+    MAX_BOX_BYTES,
+    LocalBlock,
+    WriteAssignment,
+    file_header,
+    layout_file,
+    pack,
+    saved_boxes,
+    share_boxes,
+)
 from raymega.checkpoint.format.keys import data_file, folder_of
-from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES, LocalBlock, pack, share_boxes
 from raymega.checkpoint.save.background import Background
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.local_cache import LocalCache
@@ -64,11 +74,15 @@ class SaveLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """A data file: its name, its layout, and the first byte of its blocks in the buffer."""
+    """A data file: its name, its blocks in order, and their first byte in the buffer."""
 
     name: str
-    layout: FileLayout
+    layout: tuple[WriteAssignment, ...]
     base: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout[-1].start + self.layout[-1].num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +100,12 @@ class _Division:
     @property
     def num_bytes(self) -> int:
         """Size of the share in bytes."""
-        return sum(file.layout.num_bytes for files in self.portions for file in files)
+        return sum(file.num_bytes for files in self.portions for file in files)
 
     @property
     def buffer_bytes(self) -> int:
         """Size in bytes of the largest portion, which the buffer must hold."""
-        ends = (files[-1].base + files[-1].layout.num_bytes for files in self.portions)
+        ends = (files[-1].base + files[-1].num_bytes for files in self.portions)
         return max(ends, default=0)
 
 
@@ -136,9 +150,8 @@ class CheckpointWriter:
         ``last_retry`` retries the files of a run's last save, ``retry`` those of every other.
         ``local_cache`` gets each file before the store does.
         """
-        self._store = store
+        self._store, self._report = store, report
         self._rank, self._attempt = rank, attempt
-        self._report = report
         self._retry, self._last_retry = retry, last_retry
         self._limits, self._local_cache = limits, local_cache
         self._pace = RateLimiter(limits.bytes_per_s)
@@ -268,32 +281,25 @@ class CheckpointWriter:
         limits = [limit for limit in (buffer_bytes, self._limits.file_bytes) if limit]
         assignments = share_boxes(local_blocks, max_box_bytes=min([MAX_BOX_BYTES, *limits]))
         sizes = [assignment.num_bytes for assignment in assignments]
-        total = sum(sizes)
-        parts = pack(sizes, min([total, *limits]))
+        parts = pack(sizes, min([sum(sizes), *limits]))
         layouts = [layout_file(assignments[part]) for part in parts]
-        portions = pack(
-            [aligned(layout.num_bytes) for layout in layouts], buffer_bytes or 2 * total
-        )
-        return (self._place(layouts, portion) for portion in portions)
-
-    def _place(self, layouts: Sequence[FileLayout], portion: slice) -> tuple[_File, ...]:
-        files, base = list[_File](), 0
-        for number in range(portion.start, portion.stop):
-            name = data_file(attempt=self._attempt, rank=self._rank, number=number)
-            files.append(_File(name=name, layout=layouts[number], base=base))
-            base += aligned(layouts[number].num_bytes)
-        return tuple(files)
+        file_bytes = [aligned(sum(sizes[part])) for part in parts]
+        name = partial(data_file, attempt=self._attempt, rank=self._rank)
+        for portion in pack(file_bytes, buffer_bytes or 2 * sum(sizes)):
+            bases = accumulate(file_bytes[portion], initial=0)
+            yield tuple(
+                _File(name=name(number=number), layout=layouts[number], base=base)
+                for number, base in zip(range(len(parts))[portion], bases, strict=False)
+            )
 
     def _start(
         self, save: _Save, files: Sequence[_File], blocks: Sequence[TensorBlock], *, is_last: bool
     ) -> None:
         if blocks:
             save.host.copy(
-                (file.base + start, blocks[assignment.local_block].at(assignment.box))
+                (file.base + part.start, blocks[part.local_block].at(part.box))
                 for file in files
-                for assignment, start in zip(
-                    file.layout.assignments, file.layout.starts, strict=True
-                )
+                for part in file.layout
             )
         self._moved_s = time.monotonic()
         save.stall_s = self._moved_s - save.began_s
@@ -333,9 +339,8 @@ class CheckpointWriter:
 
     def _put(self, save: _Save, file: _File) -> tuple[SavedBox, ...]:
         """Write one data file, with retries, and return its boxes with their checksums."""
-        spans = zip(file.layout.starts, file.layout.assignments, strict=True)
-        blocks = [save.host.chunk(file.base + at, assignment.num_bytes) for at, assignment in spans]
-        header = file.layout.header({"step": str(save.step), "attempt": str(self._attempt)})
+        blocks = [save.host.chunk(file.base + part.start, part.num_bytes) for part in file.layout]
+        header = file_header(file.layout, {"step": str(save.step), "attempt": str(self._attempt)})
         key = folder_of(save.step) + file.name
         chunks = [memoryview(header), *blocks]
         if self._local_cache is not None:

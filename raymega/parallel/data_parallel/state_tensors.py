@@ -60,20 +60,21 @@ class TensorBlock:
 
 
 def extent_blocks(
-    kind: str, part: Range, extent: Extent, values: torch.Tensor, *, is_replicated: bool
+    kind: str, part: Range, extent: Extent, values: torch.Tensor
 ) -> Iterator[TensorBlock]:
     """Yield the blocks that tile ``extent``.
+
+    All replicas hold the values of a bucket that is not sharded. Of a sharded one only those do that own the
+    same part of another copy, which exist with hybrid sharding.
 
     Args:
         kind: Kind of state of all these blocks.
         part: Range of a bucket that holds the extent.
         extent: Range of one parameter's elements.
         values: Flat values of the extent.
-        is_replicated: True where all replicas hold the same values; False where only those that own the
-            same part of another copy do, which exist with hybrid sharding.
     """
     sharing = part.bucket.sharing
-    group = sharing.whole if is_replicated else sharing.across
+    group = sharing.whole if part.bucket.level == ZeroLevel.NONE else sharing.across
     for piece, box, at in piece_boxes(extent):
         yield TensorBlock(
             kind=kind,
@@ -126,9 +127,6 @@ class FrozenWeights:
 
     def blocks(self) -> Iterator[TensorBlock]:
         """Yield its blocks, of kind ``model``."""
-        is_replicated = self.part.bucket.level == ZeroLevel.NONE
         for extent in self.part.extents():
             values = self.values[extent.within(self.part.begin)]
-            yield from extent_blocks(
-                "model", self.part, extent, values, is_replicated=is_replicated
-            )
+            yield from extent_blocks("model", self.part, extent, values)

@@ -1,12 +1,13 @@
-"""Compute the cost of each context-parallel method for one rank, layer and micro-batch.
+"""Choose the degrees and methods of context parallelism that a search tries, and compute the cost of each method.
 
-The cost is FLOPs, bytes sent, and memory beyond what is kept for backward.
+The cost is FLOPs, bytes sent, and memory beyond what is kept for backward, for one rank, layer and micro-batch.
 ``raymega.plan.packing.dynamic_cp`` places packs of documents on ranks, and
 ``raymega.plan.hardware.catalog`` has the rates of hardware.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymega.config.schema import Job
@@ -17,6 +18,9 @@ from raymega.plan.validation.context_parallel import exchange_faults
 from raymega.planner.kernels.kernel_time import memory_s
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
+SEARCHED_METHODS = ("ring", "all_to_all")
+LEAST_TOKENS = 4096
+"""Least tokens of a sequence on each context-parallel rank; shorter parts cost more than they save."""
 FORWARD_AND_BACKWARD = 3.5
 """FLOPs of both passes over those of the forward. The forward multiplies twice a block; the fused
 backward recomputes the scores and multiplies five times."""
@@ -64,6 +68,21 @@ class ContextCost:
 
     def _work_s(self, device: Accelerator) -> float:
         return self.flops / device.attention_flops
+
+
+def context_degrees(job: Job, ranks: int) -> Iterator[int]:
+    """Yield powers of two that leave every rank a long part of a sequence."""
+    cp = 1
+    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
+        yield cp
+        cp *= 2
+
+
+def context_methods(job: Job, cp: int) -> tuple[str, ...]:
+    """Return the methods to try with ``cp`` ranks, the job's own first."""
+    return (
+        tuple(dict.fromkeys((job.parallel.cp_method, *SEARCHED_METHODS))) if cp > 1 else ("ring",)
+    )
 
 
 def context_costs(job: Job) -> tuple[ContextCost, ...]:

@@ -16,15 +16,12 @@ from raymega.plan.fp8_layers import depends_on_micro_batch_size
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.run_plan import ON_GRID
 from raymega.plan.validation.unused_fields import settled
+from raymega.planner.cost.context_cost import context_degrees, context_methods
 from raymega.schedule.table import SCHEDULES
 
 MICRO_BATCH_SIZE = "schedule.micro_batch_size"
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
-CP_METHODS = ("ring", "all_to_all")
-LEAST_TOKENS = 4096
-"""Least tokens of a sequence on each context-parallel rank; shorter parts cost more than they save.
-"""
 ORDERS = ("1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "gpipe")
 """Names of schedules; of equally fast ones the first is chosen. ``interleaved`` is left out because
 it is 1f1b with chunks, ``zb_auto`` because its own search is long and starts from zb_h1 or zb_h2.
@@ -109,14 +106,12 @@ def _degrees(space: Space) -> Iterator[dict[str, Any]]:
         deep = [p for p in divisors(num_devices // tp) if p <= job.model.num_layers]
         for pp in space.options("parallel.pp", deep):
             ranks = num_devices // tp // pp
-            for cp in space.options("parallel.cp", _context_degrees(job, ranks)):
+            for cp in space.options("parallel.cp", context_degrees(job, ranks)):
                 dp = ranks // cp
                 is_whole = tp * pp * cp * dp == num_devices
                 is_free = "parallel.dp" not in space.fixed or dp == job.parallel.dp
                 if is_whole and is_free and dp <= job.data.global_batch_size:
-                    mine = job.parallel.cp_method
-                    ways = dict.fromkeys((mine, *CP_METHODS)) if cp > 1 else ("ring",)
-                    for way in space.options("parallel.cp_method", ways):
+                    for way in space.options("parallel.cp_method", context_methods(job, cp)):
                         yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "cp_method": way}
 
 
@@ -130,14 +125,6 @@ def _expert_degrees(space: Space, degrees: dict[str, Any]) -> Iterator[dict[str,
         for ep in space.options("parallel.ep", parts):
             if ranks % (ep * etp) == 0:
                 yield {"ep": ep, "etp": etp}
-
-
-def _context_degrees(job: Job, ranks: int) -> Iterator[int]:
-    """Yield powers of two that leave every rank a long part of a sequence."""
-    cp = 1
-    while ranks % cp == 0 and (cp == 1 or job.data.seq_len // cp >= LEAST_TOKENS):
-        yield cp
-        cp *= 2
 
 
 def _with_options(space: Space, base: Job, degrees: dict[str, Any]) -> Iterator[Job]:

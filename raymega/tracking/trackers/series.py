@@ -14,9 +14,9 @@ from typing import Protocol
 
 from raymega.events import AttemptStarted, RunFinished, RunStarted
 from raymega.tracking.history import Series, load_history
-from raymega.tracking.names import METRICS, Metric
+from raymega.tracking.names import METRICS, Metric, metrics_of
 from raymega.tracking.queued_sink import is_local_refusal
-from raymega.tracking.sink import Stamped, metrics_of
+from raymega.tracking.sink import Stamped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

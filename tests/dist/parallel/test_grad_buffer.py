@@ -121,7 +121,7 @@ def _reduce_shared(env, level):
     return [
         (block.name, block.box, block.values.clone())
         for part in map(buffer._table.owned, buffer._table.buckets)
-        for block in blocks_of("g", part, buffer.owned(part.bucket), is_replicated=True)
+        for block in blocks_of("g", part, buffer.owned(part.bucket))
     ]
 
 
@@ -214,7 +214,7 @@ def _reduce_experts(env, level):
     return norm_sq, [
         (block.tensor.name, block.box, block.values.clone())
         for part in map(buffer._table.owned, buffer._table.buckets)
-        for block in blocks_of("g", part, buffer.owned(part.bucket), is_replicated=True)
+        for block in blocks_of("g", part, buffer.owned(part.bucket))
     ]
 
 

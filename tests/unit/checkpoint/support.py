@@ -128,7 +128,7 @@ def make_blocks(model, grid, rank, *, dtype=torch.float32, is_filled=True, is_sh
     for kind in KINDS:
         for part in map(table.owned, table.buckets):
             values = torch.full((part.end - part.begin,), torch.nan, dtype=dtype)
-            blocks += blocks_of(kind, part, values, is_replicated=not is_sharded)
+            blocks += blocks_of(kind, part, values)
     if is_filled:
         fill(blocks)
     return blocks

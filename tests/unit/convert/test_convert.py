@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from raymega.checkpoint.format import manifest, write_plan
+from raymega.checkpoint.format import data_file, manifest
+from raymega.checkpoint.format.data_file import MAX_BOX_BYTES
 from raymega.checkpoint.format.manifest import commit
-from raymega.checkpoint.format.write_plan import MAX_BOX_BYTES
 from raymega.checkpoint.tools.inspection import open_checkpoint, verify_checkpoints
 from raymega.cli.convert import convert_app
 from raymega.config.load import parse_mapping
@@ -48,7 +48,7 @@ def _read(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_byte_comes_back(tmp_path, monkeypatch, family, is_tied):
     monkeypatch.setattr(native, "FILE_BYTES", 4000)
-    monkeypatch.setattr(write_plan, "MAX_BOX_BYTES", 1000)
+    monkeypatch.setattr(data_file, "MAX_BOX_BYTES", 1000)
     model = make_model(family, tie_word_embeddings=is_tied)
     folder = write_folder(tmp_path / "theirs", model, max_file_bytes=3000)
     assert (folder / "model.safetensors.index.json").exists()

@@ -2,8 +2,13 @@ import pytest
 
 from raymega.errors import InternalError
 from raymega.events import Measured
-from raymega.tracking.names import METRICS, check_names, find_metric
-from raymega.tracking.sink import metrics_of, standing_metrics_of
+from raymega.tracking.names import (
+    METRICS,
+    check_names,
+    find_metric,
+    metrics_of,
+    standing_metrics_of,
+)
 from tests.unit.tracking.events import MEMORY, TIMELINE, whole_run
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.events import AttemptFailed, ExpertLoads, Memory, StepFinished
-from raymega.tracking.thinning import Thinner, interval
+from raymega.tracking.queued_sink import Thinner, interval
 from tests.unit.tracking.events import run_finished
 
 

@@ -18,7 +18,7 @@ from raymega.errors import CheckpointError
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.local import LocalStore
 from tests.support.memory_store import MemoryStore
-from tests.unit.checkpoint.format.test_write_plan import _tensor
+from tests.unit.checkpoint.format.test_share_boxes import _tensor
 from tests.unit.checkpoint.support import (
     MODELS,
     NO_WAIT,

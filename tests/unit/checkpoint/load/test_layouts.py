@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymega.checkpoint.format import write_plan
+from raymega.checkpoint.format import data_file
 from raymega.checkpoint.load.reader import load
 from raymega.plan.grid import Grid
 from raymega.storage.local import LocalStore
@@ -89,7 +89,7 @@ def test_any_grid_loads_from_any(
     model, saved, loaded, is_saved_sharded, is_loaded_sharded, max_box_bytes
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_plan, "MAX_BOX_BYTES", max_box_bytes)
+        patch.setattr(data_file, "MAX_BOX_BYTES", max_box_bytes)
         store = MemoryStore()
         manifest = save_checkpoint(store, MODELS[model], saved, is_sharded=is_saved_sharded)
     check_load(store, manifest, MODELS[model], loaded, torch.float32, is_sharded=is_loaded_sharded)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raymega.checkpoint.format import write_plan
+from raymega.checkpoint.format import data_file
 from raymega.checkpoint.load import ranged_reads
 from raymega.checkpoint.load.reader import load
 from raymega.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ def store():
 
 
 def test_what_is_needed_is_read_once_and_nothing_else(store, monkeypatch):
-    monkeypatch.setattr(write_plan, "MAX_BOX_BYTES", 256)
+    monkeypatch.setattr(data_file, "MAX_BOX_BYTES", 256)
     monkeypatch.setattr(ranged_reads, "GAP_BYTES", 0)
     manifest = save_checkpoint(store, MODEL, make_grid("dp2"))
     grid = make_grid("tp4-pp4")
@@ -65,7 +65,7 @@ def test_whole_model_costs_every_byte_once(store):
 
 
 def test_every_box_that_was_read_is_a_sign_of_life(store, monkeypatch):
-    monkeypatch.setattr(write_plan, "MAX_BOX_BYTES", 256)
+    monkeypatch.setattr(data_file, "MAX_BOX_BYTES", 256)
     manifest = save_checkpoint(store, MODEL, make_grid("tp2"))
     pulses, blocks = [], make_blocks(MODEL, ALONE, 0, is_filled=False)
     load(store, manifest, blocks, progress=lambda: pulses.append(1))

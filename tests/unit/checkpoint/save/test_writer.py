@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raymega.checkpoint.format.data_file import share_boxes
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, data_file, folder_of
-from raymega.checkpoint.format.write_plan import share_boxes
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.rate_limit import RateLimiter

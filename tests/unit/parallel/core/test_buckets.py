@@ -111,7 +111,7 @@ def test_blocks_of_all_ranks_are_the_global_tensors(dp):
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]
-            for block in blocks_of("model", part, values, is_replicated=False):
+            for block in blocks_of("model", part, values):
                 found[block.tensor.name][block.box.within(block.tensor.whole)] += block.values
     assert all(torch.equal(found[name], values) for name, values in whole.items())
 
@@ -136,6 +136,6 @@ def test_blocks_of_experts_whose_gate_and_up_lie_together_are_the_global_tensors
             part = table.owned(table.buckets[0])
             flat = torch.cat((param.detach().flatten(), torch.full((dp,), torch.nan)))
             values = flat[part.begin : part.end]
-            for block in blocks_of("model", part, values, is_replicated=False):
+            for block in blocks_of("model", part, values):
                 found[block.tensor.name][block.box.within(block.tensor.whole)] += block.values
     assert all(torch.equal(found[name], values) for name, values in whole.items())

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymega.checkpoint.format import write_plan
-from raymega.checkpoint.format.write_plan import LocalBlock, pack, share_boxes
+from raymega.checkpoint.format import data_file
+from raymega.checkpoint.format.data_file import LocalBlock, pack, share_boxes
 from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.plan.grid import Grid
@@ -63,7 +63,7 @@ def test_every_element_of_every_tensor_is_written_once(model, tp, pp, dp, order,
         for tensor in model_tensors(model)
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_plan, "MAX_BOX_BYTES", max_box_bytes)
+        patch.setattr(data_file, "MAX_BOX_BYTES", max_box_bytes)
         for rank in range(grid.world_size):
             specs, replica = rank_specs(model, grid, rank), grid.coords(rank).dp
             for assignment in share_boxes(_local_blocks(specs, num_replicas=dp, replica=replica)):
@@ -93,7 +93,7 @@ def test_replicas_get_equal_bytes_to_within_a_row(sizes, num_replicas):
 
 
 def test_box_is_bounded_and_rows_stay_whole(monkeypatch):
-    monkeypatch.setattr(write_plan, "MAX_BOX_BYTES", 100)
+    monkeypatch.setattr(data_file, "MAX_BOX_BYTES", 100)
     specs = [make_spec((_tensor("t", 10, 6), _tensor("wide", 2, 6)), tp=1, tp_rank=0)]
     assignments = share_boxes(_local_blocks(specs)[:2])
     assert [(s.tensor, s.box.offset, s.box.shape) for s in assignments] == [
