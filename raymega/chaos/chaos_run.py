@@ -9,14 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from signal import SIGKILL
 
 from raymega.chaos.driver_process import DriverOutput, DriverProcess
 from raymega.chaos.fault_injector import FaultInjector, FaultTarget
 from raymega.chaos.faults import KINDS, ChaosFault, ScheduledFault
 from raymega.chaos.phase_barriers import RAISE, Arrival, Gate, arrival_at, close_gate, open_gate
 from raymega.chaos.processes import Memory, look_at
+from raymega.errors import PreemptedError
 
 TICK_S = 0.01
+TIMED_OUT = -1
+"""Code of a run that did not end in time."""
+ENDED_BY_US = (0, PreemptedError.exit_code, -SIGKILL)
+"""Exit codes of a driver that a fault may have ended; with any other it failed by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +74,7 @@ class ChaosRun:
     _calm_since_s: float | None = None
 
     def run(self, *, timeout_s: float) -> int:
-        """Run to the end and return the exit code of the last driver; -1 after ``timeout_s`` seconds."""
+        """Run to the end and return the exit code of the last driver; TIMED_OUT after ``timeout_s`` seconds."""
         deadline_s = time.monotonic() + timeout_s
         # The first gate must exist before the first worker can pass it.
         self._close_next()
@@ -82,7 +88,7 @@ class ChaosRun:
             self.injector.undo()
             self.driver.end()
             self.driver.read_output()
-        return -1
+        return TIMED_OUT
 
     def _tick(self) -> int | None:
         # read events, end faults that last a time, inject the next one
@@ -97,7 +103,7 @@ class ChaosRun:
         code = self.driver.code
         if code is None:
             return None
-        if self._was_ended_by_us():
+        if code in ENDED_BY_US and self._was_ended_by_us():
             self._calm_since_s = None
             self.driver.start()
             return None

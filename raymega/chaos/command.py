@@ -84,6 +84,16 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
         mistakes.append(
             Fault(fact=fact, rule=rule, remedy="give --fault kill-worker@5 or --mtbf 30")
         )
+    unread = {"--kinds": options.kinds, "--seconds": options.seconds} if not is_drawn else {}
+    mistakes += [
+        Fault(
+            fact=f"{name} {value} without --mtbf",
+            rule="it is of random faults",
+            remedy=f"leave {name} out",
+        )
+        for name, value in unread.items()
+        if value and is_listed
+    ]
     kinds = _names(options.kinds) or list(DRAWN)
     for kind in set(kinds) - set(KINDS):
         mistakes.append(
@@ -102,6 +112,7 @@ def _faults(job: Job, options: DrillOptions) -> tuple[list[ChaosFault], Iterator
             listed = parse_faults(options.faults, rank_of=victims)
         except ValueError as error:
             mistakes += error.args
+    mistakes += _mlflow_faults(job, _kinds_of(listed, options))
     raise_faults(ConfigError, mistakes)
     # Last, as it tries to create a namespace.
     raise_faults(ConfigError, _cable_faults(_kinds_of(listed, options)))
@@ -127,6 +138,19 @@ def _cable_faults(kinds: Sequence[str]) -> Iterator[Fault]:
             fact=f"fault {asked[0]} is not possible here: {why}",
             rule="it needs nodes in network namespaces of their own, whose links can be cut",
             remedy="run the drill as root on Linux with iproute2, or use freeze-node",
+        )
+
+
+def _mlflow_faults(job: Job, kinds: Sequence[str]) -> Iterator[Fault]:
+    tracking = job.tracking
+    if "mlflow-down" in kinds and (
+        tracking.mlflow_uri == "off" or "mlflow" not in tracking.trackers
+    ):
+        yield Fault(
+            fact=f"fault mlflow-down with tracking.mlflow_uri={tracking.mlflow_uri!r} and "
+            f"tracking.trackers={list(tracking.trackers)}",
+            rule="the run writes to no database that could be down",
+            remedy="add --set tracking.mlflow_uri=run, or leave the fault out",
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from raymega.chaos.chaos_run import ChaosRun
+from raymega.chaos.chaos_run import TIMED_OUT, ChaosRun
 from raymega.chaos.driver_process import DriverOutput, DriverProcess, driver_command
 from raymega.chaos.fault_injector import FaultInjector
 from raymega.chaos.faults import KINDS, ChaosFault, ScheduledFault
@@ -25,6 +25,7 @@ from raymega.storage.local import PARTIAL_FOLDER
 
 CALM_NAME, TRIED_NAME = "undisturbed", "under-faults"
 PREEMPTED = PreemptedError.exit_code
+NO_FAULT = "no fault was injected: the run was over before the first one"
 PATIENCE_S = 15.0
 """Seconds after a run within which all its processes must have ended."""
 Undisturbed = Callable[[int], Sequence[DriverOutput]]
@@ -179,7 +180,8 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
     run = chaos_run.injector.folder.parent if is_tidy else None
     left = _find_leftovers(box, output, driver=chaos_run.driver.pid, run=run)
     # the undisturbed run, as far as the other one came, and the verdict
-    calm = undisturbed(max(surviving(output), default=0))
+    last = max(surviving(output), default=0)
+    calm = undisturbed(last)
     comparison = compare_runs(calm, output, dtype=drill.job.precision.dtype)
     missed = drill.faults[len(chaos_run.injected_faults) :]
     return Verdict(
@@ -193,7 +195,8 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
         calm=calm,
         tried=output,
         faults=[
-            *_ends(code, is_stopped=chaos_run.is_stopped),
+            *_ends(code, last, drill.job.run.steps, is_stopped=chaos_run.is_stopped),
+            *([] if chaos_run.injected_faults or drill.faults else [NO_FAULT]),
             *(
                 f"{fault.describe()} was never injected: the run did not reach its step or phase"
                 for fault in missed
@@ -205,11 +208,15 @@ def run_drill(drill: ChaosExperiment, box: Sandbox, undisturbed: Undisturbed) ->
     )
 
 
-def _ends(code: int, *, is_stopped: bool) -> list[str]:
-    if code == -1:
+def _ends(code: int, last: int, steps: int, *, is_stopped: bool) -> list[str]:
+    if code == TIMED_OUT:
         return ["the run did not end in time"]
     wanted = PREEMPTED if is_stopped else 0
-    return [] if code == wanted else [f"the run ended with code {code} instead of {wanted}"]
+    if code != wanted:
+        return [f"the run ended with code {code} instead of {wanted}"]
+    # the undisturbed run goes no further than this one, so their comparison does not show it
+    is_short = not is_stopped and last < steps
+    return [f"the run ended after step {last} of {steps}"] if is_short else []
 
 
 def _unrecovered(found: Sequence[Incident], *, is_stopped: bool) -> list[str]:

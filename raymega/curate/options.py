@@ -43,7 +43,7 @@ class Quality(Section):
 
     rules: tuple[Families, ...] = ("gopher", "gopher_repetition", "c4", "fineweb")
     """Families of rules, in order."""
-    languages: tuple[str, ...] = ("en",)
+    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...] = ("en",)
     """Languages that the rules are asked about, as their numbers were chosen for English; empty is all."""
     min_words: NonNegative = 50
     """Least number of words of a document (Gopher)."""
@@ -145,8 +145,8 @@ class Sample(Section):
     """Share of the documents of other sources."""
     sources: dict[str, Fraction] = Field(default_factory=dict)
     """Share by pattern of the source, such as '*/forum/*': 0.1; the first that matches counts."""
-    seed: NonNegative = 0
-    """Seed of the draw."""
+    seed: Annotated[int, Field(ge=0, lt=10**10)] = 0
+    """Seed of the draw, of at most ten digits."""
 
 
 OPTIONS: dict[str, type[Section]] = {

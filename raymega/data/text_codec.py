@@ -64,20 +64,44 @@ class TextCodec:
         """Return the text of tokens, without special ones."""
         return str(self._tokenizer.decode([*tokens], skip_special_tokens=True))
 
-    def is_done(self, tokens: Sequence[int], sampling: Sampling) -> bool:
+    def is_done(
+        self, tokens: Sequence[int], sampling: Sampling, *, after: Sequence[int] = ()
+    ) -> bool:
         """Return True if an answer ends with its newest token: by an end, a stop string or its length."""
         if tokens[-1] in self.end_ids or len(tokens) >= sampling.max_tokens:
             return True
-        return bool(sampling.stop) and before_stop(self.decode(tokens), sampling.stop) is not None
+        return bool(sampling.stop) and (
+            self._is_stop(tokens[-1], sampling)
+            or before_stop(self._text(tokens, after), sampling.stop) is not None
+        )
 
-    def answer(self, tokens: Sequence[int], sampling: Sampling) -> tuple[str, str]:
-        """Return the text of an answer before its end, and why it ended: ``stop``, ``end`` or ``length``."""
+    def answer(
+        self, tokens: Sequence[int], sampling: Sampling, *, after: Sequence[int] = ()
+    ) -> tuple[str, str]:
+        """Return the text of an answer before its end, and why it ended: ``stop``, ``end`` or ``length``.
+
+        Args:
+            tokens: Tokens of the answer.
+            sampling: Stop strings.
+            after: Tokens of the prompt that the answer's text continues; empty for a text of its own.
+        """
         is_ended = bool(tokens) and tokens[-1] in self.end_ids
-        text = self.decode(tokens[:-1] if is_ended else tokens)
+        text = self._text(tokens[:-1] if is_ended else tokens, after)
         before = before_stop(text, sampling.stop)
         if before is not None:
             return before, "stop"
-        return text, "end" if is_ended else "length"
+        is_stopped = bool(tokens) and self._is_stop(tokens[-1], sampling)
+        return text, "stop" if is_stopped else "end" if is_ended else "length"
+
+    def _text(self, tokens: Sequence[int], after: Sequence[int]) -> str:
+        """Return the text of ``tokens`` behind ``after``; decoders of SentencePiece drop the space that begins a text."""
+        head, whole = self.decode(after[-1:]), self.decode([*after[-1:], *tokens])
+        # a character that begins in the prompt's last token has another text there
+        return whole[len(head) :] if whole.startswith(head) else self.decode(tokens)
+
+    def _is_stop(self, token: int, sampling: Sampling) -> bool:
+        """Return whether a token is a special one that a stop string spells, which no text shows."""
+        return self._tokenizer.id_to_token(token) in sampling.stop and not self.decode([token])
 
 
 def codec_of_dataset(path: str) -> TextCodec | None:

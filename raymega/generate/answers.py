@@ -26,6 +26,7 @@ class Task:
         tokenizer_json: Content of the tokenizer's file.
         end_ids: Tokens that end an answer.
         images: Pixels of each prompt's images, [3, height, width] uint8 each; empty where no prompt has one.
+        is_continued: Whether the text of an answer follows that of its prompt, a space between them included.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -34,6 +35,7 @@ class Task:
     tokenizer_json: str
     end_ids: Sequence[int]
     images: Sequence[Sequence[Pixels]] = ()
+    is_continued: bool = True
 
     def codec(self) -> TextCodec:
         """Return the tokenizer."""
@@ -41,7 +43,16 @@ class Task:
 
     def is_done(self, codec: TextCodec, number: int, tokens: Sequence[int]) -> bool:
         """Return True if the answer to prompt ``number`` ends with its newest token."""
-        return len(tokens) >= self.limits[number] or codec.is_done(tokens, self.sampling)
+        return len(tokens) >= self.limits[number] or codec.is_done(
+            tokens, self.sampling, after=self._before(number)
+        )
+
+    def answer(self, codec: TextCodec, number: int, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return the text of the answer to prompt ``number``, and why it ended."""
+        return codec.answer(tokens, self.sampling, after=self._before(number))
+
+    def _before(self, number: int) -> Sequence[int]:
+        return self.prompts[number] if self.is_continued else ()
 
     def pack(self) -> bytes:
         """Return the task as bytes, for :func:`unpack_task`."""

@@ -37,12 +37,13 @@ class Model:
             if path.suffix in (".json", ".jinja") and "index" not in path.name
         }
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, request: Any) -> dict[str, Any]:
         """Return prompt, text, tokens and finish_reason for ``{"prompt": text, "max_tokens": 64, ...}``.
 
         Raises:
             ConfigError: The request is wrong.
         """
+        request = request if isinstance(request, Mapping) else {}
         unknown = request.keys() - FIELDS.keys() - {"prompt"}
         prompt = request.get("prompt")
         if unknown or not isinstance(prompt, str) or not prompt:
@@ -53,10 +54,15 @@ class Model:
             )
         sampling = sampling_of(request)
         raise_faults(ConfigError, list(sampling_faults(sampling)))
-        most = self._engine.model.config.get_text_config().max_position_embeddings
-        task = make_task(self._files, [Prompt(prompt)], sampling, most=most)
+        config = self._engine.model.config.get_text_config()
+        # T5 has no positions of its own, and the length that it was trained with
+        most = getattr(config, "max_position_embeddings", None) or config.n_positions
+        is_continued = not config.is_encoder_decoder
+        task = make_task(
+            self._files, [Prompt(prompt)], sampling, most=most, is_continued=is_continued
+        )
         (tokens,) = self._engine.generate(task, batch_size=1)
-        text, reason = task.codec().answer(tokens, sampling)
+        text, reason = task.answer(task.codec(), 0, tokens)
         return {"prompt": prompt, "text": text, "tokens": tokens, "finish_reason": reason}
 
     async def __call__(self, request: Request) -> JSONResponse:

@@ -29,6 +29,7 @@ from raymega.generate.prompts import Prompt, Prompts, read_prompts
 from raymega.messages import EntryOutput, Progress, Report
 from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
+from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.run_plan import RunPlan
 from raymega.plan.sampling import Sampling, sampling_faults
 from raymega.session import session_at
@@ -113,10 +114,9 @@ class Generation:
         else:
             with session_at(address):
                 found = self._on_grid(on_count)
-        codec, sampling = self.task.codec(), self.task.sampling
-        answers = []
-        for prompt, tokens in zip(self.texts, found, strict=True):
-            text, reason = codec.answer(tokens, sampling)
+        codec, answers = self.task.codec(), []
+        for number, (prompt, tokens) in enumerate(zip(self.texts, found, strict=True)):
+            text, reason = self.task.answer(codec, number, tokens)
             answers.append(
                 Answer(prompt=prompt, text=text, tokens=tuple(tokens), finish_reason=reason)
             )
@@ -194,6 +194,7 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
         options.sampling,
         most=most,
         is_rendered=prompts.chat is not None,
+        is_continued=not parts_of(one.job.model).is_encoder_decoder,
         images=images,
     )
     plan = one
@@ -211,13 +212,14 @@ def prepare_generation(uri: str, prompts: Prompts, options: GenerateOptions) -> 
     return Generation(checkpoint=checkpoint, plan=plan, texts=texts, task=task, options=options)
 
 
-def make_task(
+def make_task(  # noqa: PLR0913  # each is one part of a task
     files: Mapping[str, bytes],
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     most: int,
     is_rendered: bool = False,
+    is_continued: bool = True,
     images: PromptImages = NO_IMAGES,
 ) -> Task:
     """Return the task of continuing ``prompts``.
@@ -228,6 +230,7 @@ def make_task(
         sampling: Choice of the tokens.
         most: Number of tokens that the model reads at most.
         is_rendered: True if a chat template made the texts, with their first token.
+        is_continued: True if the model continues a prompt; one with a decoder beside it begins a text of its own.
         images: Images of the prompts.
 
     Raises:
@@ -243,6 +246,7 @@ def make_task(
         tokenizer_json=files[TOKENIZER_FILE].decode(),
         end_ids=sorted(end_ids(files)),
         images=images.pixels,
+        is_continued=is_continued and not is_rendered,
     )
 
 

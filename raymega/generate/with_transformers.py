@@ -115,7 +115,8 @@ def _generate_batch(
     # an encoder reads the end of a text as in training; the answer is the decoder's, behind its first token
     config, is_two_sided = model.config, model.config.is_encoder_decoder
     if is_two_sided:
-        prompts = [[*prompt, config.eos_token_id] for prompt in prompts]
+        end = config.eos_token_id  # which T5's tokenizer writes by itself
+        prompts = [[*prompt, *([end] if prompt[-1] != end else [])] for prompt in prompts]
     # ragged prompts: padding on the left, which neither attention nor positions count
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)

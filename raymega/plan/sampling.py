@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from raymega.errors import Fault
@@ -44,25 +45,37 @@ class Sampling:
 
 def _stops_of(value: Any) -> tuple[str, ...]:
     """Return the stop texts of a request; a text is one of them, not a list of letters."""
-    return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TypeError("it is a text, or a list of texts")
+    return tuple(value)
 
 
 FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    "max_tokens": int,
+    "max_tokens": index,
     "temperature": float,
-    "top_k": int,
+    "top_k": index,
     "top_p": float,
     "stop": _stops_of,
-    "seed": int,
+    "seed": index,
 }
 """Fields of Sampling in a server's request, with what makes them of JSON's values."""
 
 
 def sampling_of(request: Mapping[str, Any]) -> Sampling:
-    """Return the rules that a server's request names, and defaults for the rest."""
-    return Sampling(
-        **{name: read(request[name]) for name, read in FIELDS.items() if name in request}
-    )
+    """Return the rules that a server's request names, and defaults for the rest and for null.
+
+    Raises:
+        ValueError: A field has a value of another kind.
+    """
+    found = {}
+    for name in (each for each in FIELDS if request.get(each) is not None):
+        try:
+            found[name] = FIELDS[name](request[name])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name}={request[name]!r}: {error}") from error
+    return Sampling(**found)
 
 
 def sampling_faults(sampling: Sampling) -> Iterator[Fault]:

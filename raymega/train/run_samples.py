@@ -63,10 +63,15 @@ class RunSampler:
             self._prompts,
             self._sampling,
             images=self._images,
-            is_done=lambda _number, tokens: self._codec.is_done(tokens, self._sampling),
+            is_done=lambda number, tokens: self._codec.is_done(
+                tokens, self._sampling, after=self._prompts[number]
+            ),
             on_token=lambda _count: self._channel.report(Working(rank=self._rank)),
         )
         if self._rank == 0:
-            texts = tuple(self._codec.answer(tokens, self._sampling)[0] for tokens in answers)
+            texts = tuple(
+                self._codec.answer(tokens, self._sampling, after=prompt)[0]
+                for prompt, tokens in zip(self._prompts, answers, strict=True)
+            )
             drawn = SamplesDrawn(step=step, prompts=self._run.sample_prompts, texts=texts)
             self._channel.report(drawn)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from raymega.messages import Box
 
 Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 LIMIT = 1e-9
 MAIN_SCALARS = ("loss", "grad_norm")
 """Scalars of a step that the report has a column for; the others share one."""
@@ -255,12 +256,10 @@ def _eval_deviations(result: RankResult, reference: Reference) -> list[Deviation
 def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> list[Deviation]:
     """Return the worst block's deviation of each step and tensor; infinite if an element is missing."""
     # each tensor must be covered: a layout that loses a shard must not pass
-    first_step = results[0].first_step
-    wanted = {key: values for key, values in reference.tensors.items() if key[0] >= first_step}
-    worst = dict.fromkeys(wanted, 0.0)
-    is_held = {key: np.zeros(values.shape, dtype=bool) for key, values in wanted.items()}
+    is_held = held_nowhere(reference, results[0].first_step)
+    worst = dict.fromkeys(is_held, 0.0)
     for block in (block for result in results for block in result.blocks):
-        key, place = (block.step, block.name), _slices(block.box)
+        key, place = (block.step, block.name), slices_of(block.box)
         off = np.abs(block.values - reference.tensors[key][place]).max(initial=0.0)
         worst[key] = max(worst[key], reference.deviation(*key, float(off)))
         is_held[key][place] = True
@@ -268,6 +267,15 @@ def _tensor_deviations(results: Sequence[RankResult], reference: Reference) -> l
         Deviation(step=step, quantity=name, value=value if is_held[step, name].all() else inf)
         for (step, name), value in worst.items()
     ]
+
+
+def held_nowhere(reference: Reference, first_step: int) -> dict[tuple[int, str], Flags]:
+    """Return False for each element of the tensors from ``first_step`` on, which some rank must hold."""
+    return {
+        key: np.zeros(values.shape, dtype=bool)
+        for key, values in reference.tensors.items()
+        if key[0] >= first_step
+    }
 
 
 def _put_together(blocks: Iterable[ComparedBlock]) -> dict[tuple[int, str], Array]:
@@ -281,11 +289,12 @@ def _put_together(blocks: Iterable[ComparedBlock]) -> dict[tuple[int, str], Arra
         ends = [[o + n for o, n in zip(b.box.offset, b.box.shape, strict=True)] for b in found]
         tensors[key] = np.full([max(dims) for dims in zip(*ends, strict=True)], np.nan)
         for block in found:
-            tensors[key][_slices(block.box)] = block.values
+            tensors[key][slices_of(block.box)] = block.values
     return tensors
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return the place of a box in the whole tensor."""
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
 
 

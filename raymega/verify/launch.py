@@ -179,8 +179,12 @@ def _raise_failures(folder: Path, world_size: int, late: list[int], timeout_s: f
         # a rank may be killed between making its file and writing to it
         if lines:
             texts[rank] = lines[-1]
+        elif (
+            rank in late
+        ):  # also one that hangs behind its results, as in the last gather of weights
+            texts[rank] = "killed while it waited"
         elif not result_path(folder, rank).is_file():
-            texts[rank] = "killed while it waited" if rank in late else "died without a report"
+            texts[rank] = "died without a report"
     if not texts:
         return
     # All ranks late is a deadlock; else the first rank with an error of its own is the cause.

@@ -12,20 +12,26 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import inf, isfinite, isnan
 from typing import Literal
 
 import numpy as np
 
 from raymega.config.schema import Job
+from raymega.messages import Box
 from raymega.verify.compare import (
+    EVAL_EMA_LOSS,
+    EVAL_LOSS,
     MAIN_SCALARS,
     Array,
     Deviation,
     LayoutComparison,
     RankResult,
     Reference,
+    held_nowhere,
     relative,
+    slices_of,
 )
 from raymega.verify.launch import ForkServer
 from raymega.verify.layout import Device
@@ -146,7 +152,7 @@ def _limit_of(name: str) -> str:
 def _kind(quantity: str) -> str:
     if quantity in MAIN_SCALARS:
         return quantity
-    if quantity.startswith("eval_loss"):
+    if quantity.startswith((EVAL_LOSS, EVAL_EMA_LOSS)):
         return "eval_loss"
     return "other" if quantity in (*EXACT, "mtp_loss", "pair_loss") else "tensor"
 
@@ -182,26 +188,36 @@ def _distances(results: Sequence[RankResult], reference: Reference) -> dict[tupl
 
 
 def _tensor_distances(
-    results: Iterable[RankResult], reference: Reference
+    results: Sequence[RankResult], reference: Reference
 ) -> dict[tuple[int, str], float]:
-    offs: dict[tuple[int, str], list[Array]] = defaultdict(list)
-    blocks = (block for result in results for block in result.blocks)
-    for block in (block for block in blocks if not block.name.endswith(COUNTED)):
-        place = tuple(
-            slice(o, o + n) for o, n in zip(block.box.offset, block.box.shape, strict=True)
-        )
-        off = block.values.astype(np.float64) - reference.tensors[block.step, block.name][place]
-        offs[block.step, block.name].append(np.abs(off).ravel())
+    """Return how far each tensor's worst copy is; infinite if an element is missing."""
+    is_held = held_nowhere(reference, results[0].first_step)
+    offs: dict[tuple[int, str], dict[Box, list[Array]]] = defaultdict(lambda: defaultdict(list))
+    for block in (block for result in results for block in result.blocks):
+        key, place = (block.step, block.name), slices_of(block.box)
+        is_held[key][place] = True
+        if not block.name.endswith(COUNTED):
+            off = block.values.astype(np.float64) - reference.tensors[key][place]
+            offs[key][block.box].append(np.abs(off).ravel())
     far: dict[tuple[int, str], float] = defaultdict(float)
-    for (step, name), parts in offs.items():
-        scale, off = _scale(reference, step, name), np.concatenate(parts)
-        if not scale or not off.size:
-            continue
-        # Of masters the median: where a gradient is nearly zero, rounding turns its sign and so the whole update.
-        size = _root_mean_square(off) if "/" in name else float(np.median(off))
+    for (step, name), held in is_held.items():
         key = step, re.sub(r"\.\d+\.", ".*.", name)
-        far[key] = max(far[key], inf if isnan(size) else size / scale)
+        scale = _scale(reference, step, name)
+        # each copy by itself: sound ones would hide a replica that is wrong
+        for copy in zip_longest(*offs[step, name].values(), fillvalue=np.empty(0)):
+            size = _size(np.concatenate(copy), name)
+            far[key] = max(far[key], inf if isnan(size) else size / scale if scale else 0.0)
+        if not held.all():
+            far[key] = inf
     return dict(far)
+
+
+def _size(off: Array, name: str) -> float:
+    """Return the size of a copy's differences."""
+    if not off.size:
+        return 0.0
+    # Of masters the median: where a gradient is nearly zero, rounding turns its sign and so the whole update.
+    return _root_mean_square(off) if "/" in name else float(np.median(off))
 
 
 def _scale(reference: Reference, step: int, name: str) -> float:

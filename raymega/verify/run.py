@@ -42,6 +42,10 @@ from raymega.verify.rounding import (
 from raymega.verify.shares import LayoutFailedError
 from raymega.verify.shrink import Shrunk, shrink_job
 
+NOT_RESUMED = (
+    "checkpoints: one is saved and resumed where --steps is 2 or more, and --layouts has two grids"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -173,6 +177,8 @@ def verify_job(job: Job, options: Options, watcher: Watcher) -> Report:
             rule="a proof compares at least one layout with one rank",
             remedy="use --layouts 1 or more and --max-ranks 2 or more",
         )
+    if resuming_pair(layouts, options.steps) is None:
+        shrunk = replace(shrunk, untested=(*shrunk.untested, NOT_RESUMED))
     watcher.on_start(shrunk, len(layouts))
     # train the reference, then each layout, and compare
     with open_fork_server(timeout_s=options.timeout_s) as fork_server:

@@ -63,8 +63,8 @@ GENERATION_MUTATIONS = (
     GenerationMutation(
         name="a stop string is looked for in the newest token alone",
         file="data/text_codec.py",
-        old="before_stop(self.decode(tokens), sampling.stop) is not None",
-        new="before_stop(self.decode(tokens[-1:]), sampling.stop) is not None",
+        old="before_stop(self._text(tokens, after), sampling.stop) is not None",
+        new="before_stop(self._text(tokens[-1:], after), sampling.stop) is not None",
         caught="a stop string across tokens does not end an answer",
     ),
     GenerationMutation(

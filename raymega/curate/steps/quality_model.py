@@ -100,6 +100,6 @@ class QualityModelStep:
         alpha = self._options.pareto_alpha
         if not alpha:
             return KEPT
-        # Lomax distribution by its inverse: P(draw > x) = (1 + x) ** -alpha.
-        draw = (1 - uniform(document.id, "quality")) ** (-1 / alpha) - 1
-        return KEPT if draw > 1 - score else Outcome("not drawn", is_removed=True)
+        # Lomax distribution: P(draw > 1 - score) = (2 - score) ** -alpha, where a draw itself may be beyond float64.
+        is_drawn = 1 - uniform(document.id, "quality") < (2 - score) ** -alpha
+        return KEPT if is_drawn else Outcome("not drawn", is_removed=True)

@@ -76,6 +76,23 @@ def test_cable_that_this_machine_cannot_make_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "settings", "told"),
+    [
+        ({"faults": "kill-worker@5", "seconds": 9.0}, (), "--seconds 9.0 without --mtbf"),
+        ({"faults": "kill-worker@5", "kinds": "hang"}, (), "--kinds hang without --mtbf"),
+        ({"faults": "mlflow-down@5"}, ("tracking.mlflow_uri=off",), "no database that could be"),
+        ({"mtbf_s": 9.0, "kinds": "mlflow-down"}, ("tracking.trackers=[console]",), "no database"),
+    ],
+    ids=str,
+)
+def test_what_would_do_nothing_is_refused(asked, settings, told, tmp_path):
+    options = DrillOptions(out=tmp_path / "out", **asked)
+    with pytest.raises(ConfigError, match=told):
+        command.drill(VERIFY, (), api.load_job(VERIFY, settings), options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_nodes_have_whole_cpus_for_workers_that_ask_for_a_tenth_of_one(monkeypatch, tmp_path):
     asked = []
 

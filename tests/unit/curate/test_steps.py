@@ -247,6 +247,15 @@ def test_pareto_draw_keeps_by_the_score():
     assert kept[-9.0] == pytest.approx(2**-9, abs=0.005)
 
 
+@pytest.mark.parametrize("alpha", [1e-300, 0.001, 0.5, 1e300])
+def test_pareto_draw_of_any_shape_is_one_of_the_score(alpha):
+    model = LinearModel(weights=np.zeros(1 << 18, dtype=np.float32), bias=0.0)
+    step = QualityModelStep(QualityModel(model="x", pareto_alpha=alpha), model.encode())
+    outcomes = [_run(step, "text", id=f"{at * 2**118:032x}")[0] for at in range(300)]
+    kept = np.mean([not outcome.is_removed for outcome in outcomes])
+    assert kept == pytest.approx(1.5**-alpha, abs=0.1)
+
+
 def test_trained_model_tells_prose_from_code(tmp_path):
     texts = {
         "good": prose(),

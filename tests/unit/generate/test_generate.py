@@ -4,13 +4,16 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError
+from raymega.generate.answers import Task
 from raymega.generate.exported import exported, keep_export
 from raymega.generate.prompts import Prompts
 from raymega.generate.run import GenerateOptions, generate, prepare_generation
@@ -153,6 +156,32 @@ def test_answers_come_in_order_and_stop_strings_span_tokens(model):
         assert (after.finish_reason == "stop") == (stop in before.text)
 
 
+def test_an_encoder_reads_the_end_of_its_text_once():
+    # T5's tokenizer writes it, one that was trained here does not
+    from raymega.generate.with_transformers import Engine
+
+    class Model:
+        config = SimpleNamespace(
+            is_encoder_decoder=True, eos_token_id=1, decoder_start_token_id=0, num_hidden_layers=2
+        )
+        device = "cpu"
+
+        def generate(self, *, input_ids, attention_mask, **_):
+            self.read = [
+                row[mask > 0].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)
+            ]
+            return torch.zeros(len(input_ids), 2, dtype=torch.int64)
+
+    engine = Engine.__new__(Engine)
+    engine.model = Model()
+    task = Task(
+        prompts=[[7, 1], [7], [7, 8, 9, 1]], limits=[1, 1, 1], sampling=Sampling(max_tokens=1),
+        tokenizer_json=byte_tokenizer(), end_ids=[1],
+    )  # fmt: skip
+    assert engine.generate(task, batch_size=4) == [[0]] * 3
+    assert engine.model.read == [[7, 1], [7, 1], [7, 8, 9, 1]]
+
+
 def test_line_serves_the_folder_that_was_written(model, tmp_path):
     for engine, program in {"vllm": "vllm", "sglang": "python"}.items():
         words = serving_line(str(model / "ours"), engine=engine, port=81, folder=tmp_path / "m")
@@ -177,6 +206,19 @@ def test_line_serves_the_folder_that_was_written(model, tmp_path):
 def test_a_text_to_stop_at_in_a_request_is_one_text(stop, stops):
     request = {"prompt": "a", "stop": stop, "temperature": 1, "seed": 3}
     assert sampling_of(request) == Sampling(stop=stops, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 2.5), ("max_tokens", "9"), ("seed", float("inf")), ("temperature", "hot"), ("temperature", 10**400),
+        ("stop", 3), ("stop", [3]), ("stop", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_in_a_request_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"^{field}="):
+        sampling_of({field: value})
+    assert sampling_of({field: None}) == Sampling()
 
 
 @pytest.mark.wide
@@ -207,5 +249,6 @@ def test_ray_serve_application_answers_as_the_command(model, tmp_path):
     (wanted,) = generate(str(model / "ours"), ["a"], options=GenerateOptions(sampling=sampling))
     assert (found["text"], found["tokens"]) == (wanted.text, list(wanted.tokens))
     assert build({"folder": str(tmp_path / "m")})
-    with pytest.raises(ConfigError, match="it is an object with prompt"):
-        Model(str(tmp_path / "m"), device="cpu").answer({"prompt": "a", "top": 3})
+    for wrong in ({"prompt": "a", "top": 3}, ["a"], "a", None):
+        with pytest.raises(ConfigError, match="it is an object with prompt"):
+            Model(str(tmp_path / "m"), device="cpu").answer(wrong)

@@ -137,6 +137,13 @@ def test_an_image_of_bytes_is_that_of_its_file(pictures):
     assert _level(read_image({"bytes": coded}, pictures, VISION.sizes, purpose="a test")) == 2
 
 
+def test_the_mark_of_a_files_byte_order_is_no_part_of_a_prompt(tmp_path):
+    for name, line in {"a.txt": "Once upon", "a.jsonl": '{"prompt": "Once upon"}'}.items():
+        (tmp_path / name).write_text(line, encoding="utf-8-sig")
+        (prompt,) = read_prompts(Prompts(file=tmp_path / name), {}, source="m")
+        assert prompt.text == "Once upon"
+
+
 @pytest.mark.parametrize("option", ["file", "chat"])
 def test_images_beside_a_file_of_prompts_are_refused(pictures, option):
     (pictures / "p.jsonl").write_text('{"prompt": "<image>", "images": ["1.png"]}')

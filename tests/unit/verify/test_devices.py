@@ -56,6 +56,24 @@ def test_without_a_gpu_it_is_refused_before_anything_starts(monkeypatch):
         verify_job(JOB, Options(device="cuda"), Watcher())
 
 
+@pytest.mark.parametrize(
+    ("options", "is_resumed"),
+    [({}, True), ({"layouts": 1}, False), ({"steps": 1}, False)],
+    ids=str,
+)
+def test_that_no_checkpoint_is_resumed_is_said(options, is_resumed, monkeypatch):
+    told = []
+
+    class Told(Watcher):
+        def on_start(self, shrunk, num_layouts):
+            told.extend(shrunk.untested)
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        verify_job(JOB, Options(**{"max_ranks": 2, "layouts": 3} | options), Told())
+    assert (run.NOT_RESUMED in told) != is_resumed
+
+
 def test_layouts_have_no_more_ranks_than_there_are_gpus(monkeypatch):
     monkeypatch.setattr(run, "count_gpus", lambda: 2)
     assert run._for_device(Options(device="cuda", max_ranks=8)).max_ranks == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from raymega.verify import launch
-from raymega.verify.results import failure_path
+from raymega.verify.results import failure_path, result_path
 
 
 def test_rank_killed_before_it_wrote_its_report_is_told_as_such(tmp_path):
@@ -16,3 +16,13 @@ def test_rank_killed_before_it_wrote_its_report_is_told_as_such(tmp_path):
     failure_path(tmp_path, 1).write_text("")
     with pytest.raises(launch.LayoutFailedError, match="rank 1: died without a report"):
         launch._raise_failures(tmp_path, 2, [0], 5.0)
+
+
+def test_rank_that_hangs_behind_its_results_has_failed(tmp_path):
+    for rank in range(2):
+        result_path(tmp_path, rank).touch()
+    launch._raise_failures(tmp_path, 2, [], 5.0)
+    with pytest.raises(launch.LayoutFailedError, match="rank 1: killed while it waited"):
+        launch._raise_failures(tmp_path, 2, [1], 5.0)
+    with pytest.raises(launch.LayoutFailedError, match=r"no rank ended within 5 s"):
+        launch._raise_failures(tmp_path, 2, [0, 1], 5.0)

@@ -68,6 +68,35 @@ def test_what_is_farther_than_the_limit_is_named(change, quantity):
     assert _compare(**change).first.quantity == quantity
 
 
+@pytest.mark.parametrize("num_right", [1, 3])
+def test_a_wrong_replica_is_seen_beside_sound_ones(num_right):
+    results = [_result()] * num_right + [_result(off=1.0)]
+    found = compare_with_spread(results, REFERENCE, SPREAD)
+    assert found.first.quantity == "layers.*.up.weight"
+
+
+def test_an_element_that_no_rank_holds_is_infinitely_far():
+    whole = _result()
+    for lost in whole.blocks:
+        part = replace(whole, blocks=[each for each in whole.blocks if each is not lost])
+        assert compare_with_spread([part], REFERENCE, SPREAD).first.value == inf
+    halves = [
+        replace(each, box=Box(offset=(2,), shape=(2,)), values=each.values[2:])
+        for each in whole.blocks
+    ]
+    assert (
+        compare_with_spread([replace(whole, blocks=halves)], REFERENCE, SPREAD).tensor.value == inf
+    )
+
+
+def test_a_held_out_loss_of_the_average_is_bounded_as_any_held_out_loss():
+    distances = {**SPREAD.distances, "loss": ROUNDING / 50, "eval_loss": 0.0}
+    for name in ("eval_loss/web", "eval_loss of tasks", "eval_ema_loss", "eval_ema_loss/web"):
+        wide = replace(SPREAD, distances={**distances, name: ROUNDING})
+        found = wide.judge("bfloat16", step=3)
+        assert found.first.quantity == found.eval_loss.quantity == name
+
+
 def test_no_spread_is_less_than_a_part_of_a_rounding():
     lucky = replace(SPREAD, distances={**SPREAD.distances, "loss": 0.0})
     found = compare_with_spread([_result(loss=4.0 * (1 + ROUNDING / 8))], REFERENCE, lucky)

@@ -84,6 +84,12 @@ def test_a_job_that_continues_without_a_replica_has_layouts_that_share_the_state
     assert shrunk == plain
 
 
+@pytest.mark.parametrize("policy", ["rerun", "skip", "rollback"])
+def test_a_step_without_numbers_fails_on_every_layout(policy):
+    settings = ("elastic.max_bad_steps=9",) if policy == "skip" else ()
+    assert _shrink(make_job(f"elastic.on_nan={policy}", *settings)).job.elastic.on_nan == "stop"
+
+
 def test_a_job_that_keeps_its_best_checkpoints_has_layouts_too():
     job = make_job("run.eval_every=10", "checkpoint.every=10", "checkpoint.keep_best=1")
     small = _shrink(job).job
@@ -194,7 +200,7 @@ def test_adam_eps_is_raised_and_said():
 
 def test_what_is_not_tested_is_said():
     gaps = " ".join(_shrink(make_job(file="llama-70b-512gpu.yaml")).untested)
-    for part in ("bfloat16", "GPU", "tp2-pp8-dp32 of 512 ranks", "checkpoints"):
+    for part in ("bfloat16", "GPU", "tp2-pp8-dp32 of 512 ranks", "snapshots"):
         assert part in gaps
 
 
