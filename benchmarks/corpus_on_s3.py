@@ -1,26 +1,39 @@
 """A corpus of random tokens in an S3 service on this machine, for runs that read it through a cache of a twentieth.
 
 The service is moto's, in memory and in a process of its own. Workers get its address from this process's environment,
-which Ray's processes inherit.
+which Ray's processes inherit. As a command it measures what a new attempt on a living node costs a rank before its first
+step: the requests to the store, and the time of a CPU, which a loaded machine does not change.
+
+    python -m benchmarks.corpus_on_s3 [--rounds 8]
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+from botocore.client import BaseClient
 
+from raymega.config.load import parse_job
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.samples import known_datasets, open_samples
 from raymega.storage.registry import open_store
+from tests.support.jobs import VERIFY
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 
 NUM_SHARDS, SHARD_TOKENS, VOCAB = 200, 8192, 256
 CACHE_SHARE = 0.05
 """Share of the corpus that a node may keep; half of it is shuffled together."""
+SETTLE_S = 0.5
+"""Pause before a round, in which the threads of the one before end."""
 
 
 @contextmanager
@@ -54,3 +67,47 @@ def _write(folder: Path) -> int:
     )  # fmt: skip
     (folder / META_FILE).write_bytes(encode_meta(meta))
     return sum(shard.num_bytes for shard in shards)
+
+
+def show_attempt(name: str, settings: Sequence[str], *, rounds: int) -> None:
+    """Print the CPU time and the requests of opening the data and reading the first step's rows, again and again."""
+    job = parse_job(VERIFY, [*settings, "run.eval_samples=0"]).job()
+    known, opening, reading, requests = known_datasets(job), list[float](), list[float](), 0
+    ask = BaseClient._make_api_call
+    # the first round is that of a new node, and not counted
+    for number in range(rounds + 1):
+        time.sleep(SETTLE_S)
+        with patch.object(BaseClient, "_make_api_call", autospec=True, side_effect=ask) as asked:
+            began = time.process_time()
+            samples = open_samples(job, known)
+            opened = time.process_time()
+            for sample in range(job.data.global_batch_size):
+                samples.row(sample)
+            read = time.process_time()
+        if number:
+            opening.append(1e3 * (opened - began))
+            reading.append(1e3 * (read - opened))
+            requests += asked.call_count
+        del samples
+    print(
+        f"{name}: opened in {statistics.median(opening):.1f} ms of a CPU, rows in {statistics.median(reading):.1f} ms, "
+        f"{requests / rounds:g} requests an attempt",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    rounds = parser.parse_args().rounds
+    with (
+        tempfile.TemporaryDirectory() as home,
+        exported({"HOME": home}),
+        corpus_on_s3() as settings,
+    ):
+        show_attempt("in an S3 service", settings, rounds=rounds)
+        show_attempt("synthetic", [], rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()

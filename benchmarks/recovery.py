@@ -21,13 +21,14 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.corpus_on_s3 import corpus_on_s3
 from benchmarks.recovery_ray_train import kills_under_ray_train
 from raymega.chaos.sandbox import Sandbox, sandbox
 from raymega.config.load import parse_job
+from raymega.data.samples import known_datasets
 from raymega.errors import PreemptedError
 from raymega.events import (
     AttemptFailed,
@@ -189,7 +190,8 @@ def plan_for(ranks: int, *, spares: int, name: str, folder: str, extra: list[str
         "elastic.snapshot_every=1", f"elastic.spares={spares * tp}", "elastic.max_failures=1000",
         *extra,
     ]  # fmt: skip
-    return make_plan(parse_job(JOB, settings).job())
+    plan = make_plan(parse_job(JOB, settings).job())
+    return replace(plan, datasets=known_datasets(plan.job))
 
 
 def run(plan: RunPlan, folder: str, killer: Killer | NodeKiller, entry: str = ENTRY) -> None:

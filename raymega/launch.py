@@ -10,12 +10,14 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raymega.config.data import is_computed
 from raymega.config.schema import Job
 from raymega.data.megatron import is_megatron
+from raymega.data.samples import known_datasets
 from raymega.data.streaming.remote_dataset import meta_at
 from raymega.data.tokenizer_files import keep_tokenizer
 from raymega.events import RunFinished
@@ -57,6 +59,7 @@ def run_driver(
     record = open_record(store, job, now=clock.timestamp())
     if (done := finished_run(store, record)) is not None:
         return tell(done, sinks)
+    plan = replace(plan, datasets=known_datasets(job))
     me, duration_s = this_process(), job.elastic.lease_s
     with hold_lease(Lease(store, holder=me, duration_s=duration_s, clock=clock)) as lease:
         keep_tokenizer(store, next(iter(job.data.datasets)))

@@ -92,6 +92,10 @@ class DynamicLoader:
         self._depth = depth
         self._balance: dict[str, float] = {}
 
+    def begin(self, batch: BatchPlan, first_sample: int) -> None:
+        """Begin to load the micro-batches of a step, as soon as it is known which one is the first."""
+        self._steps.begin(self._load, batch, first_sample)
+
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``.
 

@@ -87,6 +87,10 @@ class Loader(Generic[R]):
         self._images_of = images_of or (lambda sample: source.row(sample).images)
         self._steps = Ahead[PackedBatches](is_guessing=is_guessing, timeout_s=timeout_s)
 
+    def begin(self, batch: BatchPlan, first_sample: int) -> None:
+        """Begin to load the micro-batches of a step, as soon as it is known which one is the first."""
+        self._steps.begin(self._load, batch, first_sample)
+
     def micro_batches(self, batch: BatchPlan, first_sample: int) -> list[MicroBatch]:
         """Return the micro-batches of a step with ``batch`` that begins at ``first_sample``."""
         return self._steps.of(self._load, batch, first_sample).on_device(self._device)

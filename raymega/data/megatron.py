@@ -85,12 +85,13 @@ class MegatronFiles:
     remote: RemotePair | None
 
 
-def find_files(prefix: str, *, root: Path | None = None) -> MegatronFiles:
+def find_files(prefix: str, *, root: Path | None = None, known: str = "") -> MegatronFiles:
     """Find PREFIX.bin and PREFIX.idx; the .idx file of an object store is copied to this node.
 
     Args:
         prefix: Path or URI of both without .bin and .idx.
         root: Folder of the node for the copy; None for :func:`cache_root`.
+        known: Text that tells what the driver found in an object store, see `bin_parts.look_at`; empty to look.
 
     Raises:
         ConfigError: One of the two files does not exist.
@@ -98,7 +99,7 @@ def find_files(prefix: str, *, root: Path | None = None) -> MegatronFiles:
     """
     if is_remote(prefix):
         try:
-            pair = look_at(prefix)
+            pair = look_at(prefix, known)
         except KeyError as error:
             raise ConfigError(_no_files(f"{error.args[0]} does not exist")) from None
         index = copied_index(pair, root or cache_root())
@@ -152,7 +153,11 @@ class MegatronStream:
             DataError: The files are damaged, or the .bin file has another length than the .idx says.
             StorageError: The store cannot be reached.
         """
-        self._files = find_files(prefix, root=fetcher.root if fetcher else None)
+        self._files = find_files(
+            prefix,
+            root=fetcher.root if fetcher else None,
+            known=fetcher.known.get(f"{MEGATRON}{prefix}", "") if fetcher else "",
+        )
         self._fetcher = fetcher
         self.index = self._index = read_index(self._files.index)
         path, num_bytes, item = f"{prefix}.bin", self._files.num_bytes, self._index.dtype.itemsize
@@ -277,11 +282,11 @@ def _probe(prefix: str, files: MegatronFiles, start: int) -> bytes:
         return file.read(PROBE_BYTES)
 
 
-def megatron_key(path: str) -> str:
+def megatron_key(path: str, known: str = "") -> str:
     """Return a digest of the .idx file's place, size and time, under which a node shares what it says."""
     prefix = path.removeprefix(MEGATRON)
     if is_remote(prefix):
-        return look_at(prefix).key
+        return look_at(prefix, known).key
     index = Path(f"{prefix}.idx")
     found = index.stat()
     name = f"{index.absolute()} {found.st_size} {found.st_mtime_ns}"

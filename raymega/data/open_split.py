@@ -42,7 +42,7 @@ from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
 from raymega.data.streaming.node_cache import shared_tables
-from raymega.data.streaming.remote_dataset import open_files
+from raymega.data.streaming.remote_dataset import is_remote, open_files
 from raymega.data.streaming.stream_rows import Labels, Stream, StreamDocuments, StreamSource
 from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, drawn_reference, seed_of
 from raymega.errors import DataError, Fault
@@ -184,7 +184,8 @@ def open_megatron(setup: SourceSetup, fetcher: Fetcher | None = None) -> Source:
     if setup.split != "train":
         raise DataError(missing_split(setup.path, setup.split))
     stream = MegatronStream(setup.path.removeprefix(MEGATRON), fetcher)
-    key = megatron_key(setup.path) if setup.shape.packing != "none" else ""
+    known = fetcher.known.get(setup.path, "") if fetcher else ""
+    key = megatron_key(setup.path, known) if setup.shape.packing != "none" else ""
     return _rows_of(stream, setup, labels=None, key=key)
 
 
@@ -193,7 +194,14 @@ def _rows_of(stream: Stream, setup: SourceSetup, *, labels: Labels | None, key: 
     shape, vocab_size = setup.shape, setup.vocab_size
     if shape.packing != "none":
         # packed rows, of pairs with their stored reference
-        source = pack_stream(stream, shape, vocab_size=vocab_size, labels=labels, key=key)
+        source = pack_stream(
+            stream,
+            shape,
+            vocab_size=vocab_size,
+            labels=labels,
+            key=key,
+            is_far=is_remote(setup.path),
+        )
         if shape.pairs == "stored":
             assert isinstance(source, PairedSource), "pairs have such a source"
             source.reference = read_reference(setup.path, setup.split, answer_cut(shape))
@@ -229,12 +237,16 @@ def split_key(meta: DatasetMeta, split: str) -> str:
 
 
 def pack_stream(
-    stream: Stream, shape: Shape, *, vocab_size: int, labels: Labels | None, key: str
+    stream: Stream, shape: Shape, *, vocab_size: int, labels: Labels | None, key: str, is_far: bool
 ) -> PackedSource:
-    """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths."""
-    # lengths of documents, read once a node where there are many
+    """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths.
+
+    Where the shards are ``is_far``, in an object store, all of them are fetched for the lengths.
+    """
+    # lengths of documents, read once a node where that takes long
     num_documents = sum(shard.num_documents for shard in stream.shards)
-    share = shared_tables if num_documents >= SHARED_DOCUMENTS else lambda *args: args[-1]()
+    is_shared = is_far or num_documents >= SHARED_DOCUMENTS
+    share = shared_tables if is_shared else lambda *args: args[-1]()
     lengths = share(key, "lengths", lambda: {"lengths": stream.document_lengths()})
     documents = StreamDocuments(stream, lengths["lengths"], vocab_size=vocab_size, labels=labels)
     # rows, under a name with everything that packing depends on

@@ -35,6 +35,12 @@ class Ahead(Generic[Made]):
         self._under_way: dict[_Key, Future[Made]] = {}
         self.waited_s = 0.0
 
+    def begin(
+        self, make: Callable[[BatchPlan, int], Made], batch: BatchPlan, first_sample: int
+    ) -> None:
+        """Begin to compute the result of a step by the function ``make``, before :meth:`of` asks for it."""
+        self._begin(make, (batch, first_sample))
+
     def of(
         self, make: Callable[[BatchPlan, int], Made], batch: BatchPlan, first_sample: int
     ) -> Made:
@@ -54,14 +60,17 @@ class Ahead(Generic[Made]):
         for other in self._under_way.keys() - set(wanted):
             self._under_way.pop(other).cancel()
         for each in wanted:
-            if each not in self._under_way:
-                self._under_way[each] = self._thread.submit(make, *each)
+            self._begin(make, each)
         try:
             return self._under_way[key].result(self._timeout_s)
         except TimeoutError as error:
             raise _late(first_sample, self._timeout_s) from error
         finally:
             self.waited_s = time.monotonic() - began
+
+    def _begin(self, make: Callable[[BatchPlan, int], Made], key: _Key) -> None:
+        if key not in self._under_way:
+            self._under_way[key] = self._thread.submit(make, *key)
 
 
 def _late(first_sample: int, timeout_s: float) -> DataError:

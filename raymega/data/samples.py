@@ -6,22 +6,24 @@ are arithmetic: nothing here has a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from raymega.config.data import DataSource, is_computed, is_synthetic
+from raymega.config.data import MEGATRON, DataSource, is_computed, is_synthetic
 from raymega.config.schema import Job
 from raymega.data.blends.mixture import Mixture, mixture_of
 from raymega.data.distillation.stored_logits import SPLIT, DrawnRows, TeacherRows, open_logits
 from raymega.data.heads.form import job_form
+from raymega.data.megatron import is_megatron
 from raymega.data.open_split import Shape, open_split, shape_of
 from raymega.data.order import RowOrder
 from raymega.data.packing import PackedSource, PlacedPiece
 from raymega.data.row_rules.masking import Masks, Text
 from raymega.data.row_rules.rules import PLAIN_ROWS, RowRules, row_rules
 from raymega.data.rows import Image, Row, Source
-from raymega.data.streaming.fetcher import Fetcher
-from raymega.data.streaming.remote_dataset import is_remote
+from raymega.data.streaming.bin_parts import look_at
+from raymega.data.streaming.fetcher import NOTHING_KNOWN, Fetcher
+from raymega.data.streaming.remote_dataset import description_digest, is_remote
 from raymega.data.streaming.stream_rows import StreamSource
 from raymega.storage.registry import local_path
 
@@ -162,18 +164,34 @@ class Samples:
         self._sources[dataset].need([*dict.fromkeys([*order.shards_from(number), *ahead])])
 
 
-def open_samples(job: Job) -> Samples:
-    """Open the training data of a job.
+def known_datasets(job: Job) -> dict[str, str]:
+    """Return what stores say of a job's datasets in them, by path, with which ranks open them without a store.
+
+    Raises:
+        ConfigError: There is no dataset at a path.
+        StorageError: A dataset's store cannot be reached.
+    """
+    return {
+        path: look_at(path.removeprefix(MEGATRON)).known
+        if is_megatron(path)
+        else description_digest(path)
+        for path in job.dataset_paths
+        if is_remote(path)
+    }
+
+
+def open_samples(job: Job, known: Mapping[str, str] = NOTHING_KNOWN) -> Samples:
+    """Open the training data of a job; ``known`` are its :func:`known_datasets`.
 
     Raises:
         ConfigError: There is no dataset at a path.
         DataError: A dataset is damaged or too short.
         StorageError: A dataset's store cannot be reached.
     """
-    return _open(mixture_of(job.data), "train", job)
+    return _open(mixture_of(job.data), "train", job, known)
 
 
-def open_validation(job: Job) -> dict[str, Samples]:
+def open_validation(job: Job, known: Mapping[str, str] = NOTHING_KNOWN) -> dict[str, Samples]:
     """Open the validation sets of a job by name: those of data.validation, or one without a name.
 
     The one without a name blends the validation splits of the first blend, by its weights.
@@ -184,10 +202,10 @@ def open_validation(job: Job) -> dict[str, Samples]:
         StorageError: A dataset's store cannot be reached.
     """
     if not job.data.validation:
-        return {"": _open(Mixture(job.data.blends[:1]), "valid", job)}
+        return {"": _open(Mixture(job.data.blends[:1]), "valid", job, known)}
     return {
         named.name: _open(
-            Mixture([(0, [DataSource(path=named.path)])]), named.split, job, role="valid"
+            Mixture([(0, [DataSource(path=named.path)])]), named.split, job, known, role="valid"
         )
         for named in job.data.validation
     }
@@ -215,7 +233,9 @@ def _shape(job: Job) -> Shape:
     return shape_of(job.data, job.preference, job_form(job))
 
 
-def _open(mixture: Mixture, split: str, job: Job, *, role: str = "") -> Samples:
+def _open(
+    mixture: Mixture, split: str, job: Job, known: Mapping[str, str], *, role: str = ""
+) -> Samples:
     """Open a split of each dataset; ``role`` is the split whose rules its rows have, empty for its own."""
     shape, seed, vocab_size = _shape(job), job.run.seed, job.model.vocab_size
     # a validation set may be a train split, which is read as held-out text all the same
@@ -223,7 +243,7 @@ def _open(mixture: Mixture, split: str, job: Job, *, role: str = "") -> Samples:
     fetcher = None
     if any(map(is_remote, mixture.datasets)):
         timeout_s = job.elastic.collective_timeout_s
-        fetcher = Fetcher(limit_bytes=job.data.cache_bytes, timeout_s=timeout_s)
+        fetcher = Fetcher(limit_bytes=job.data.cache_bytes, timeout_s=timeout_s, known=known)
     sources = [
         open_split(
             path,

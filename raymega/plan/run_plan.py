@@ -6,7 +6,8 @@ reads no store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
 
@@ -28,13 +29,17 @@ ON_GRID = {"num_workers": "grid"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """Job and what follows from it; ``batch`` is that of every step after the ``ramp``."""
+    """Job and what follows from it; ``batch`` is that of every step after the ``ramp``.
+
+    ``datasets`` has what the driver found of each dataset in an object store, by path: ranks take it from their node.
+    """
 
     job: Job
     grid: Grid
     ramp: tuple[RampStage, ...]
     batch: BatchPlan
     stages: tuple[Stage, ...]
+    datasets: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def batches(self) -> tuple[BatchPlan, ...]:

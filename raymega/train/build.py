@@ -160,7 +160,7 @@ def build_parts(
         groups=groups,
         device=device,
         modules=modules,
-        loader=load(open_samples(job), is_training=True),
+        loader=load(open_samples(job, plan.datasets), is_training=True),
         executor_for=_build_executors(
             plan,
             coords,
@@ -375,7 +375,7 @@ def _build_evaluation(
         return None
     # One batch holds all samples of a set, so that one forward-only schedule covers them.
     sets = {}
-    for name, samples in open_validation(job).items():
+    for name, samples in open_validation(job, plan.datasets).items():
         batch = make_batch(
             global_batch_size=min(job.run.eval_samples, samples.num_samples),
             micro_batch_size=plan.batch.micro_batch_size,

@@ -235,6 +235,8 @@ def _restore(
     section = parts.plan.job.checkpoint
     if start.restore:
         section = section.model_copy(update={"init_adapter": "none"})
+    if not start.restore:
+        _begin_data(parts, first_state(precision), start)
     if not start.restore or parts.plan.job.model.lora.r:
         init_from(parts, section, is_resumed=bool(start.restore), progress=progress)
     if not start.restore:
@@ -243,10 +245,16 @@ def _restore(
     *others, last = _stores_to_restore_from(start)
     for store in others:
         try:
-            return _restore_from(store, parts, start.restore, progress, rank=start.rank)
+            return _restore_from(store, parts, start, progress)
         except CheckpointError as error:
             log.warning("the other copy is next: %s", error)
-    return _restore_from(last, parts, start.restore, progress, rank=start.rank)
+    return _restore_from(last, parts, start, progress)
+
+
+def _begin_data(parts: TrainingComponents, state: TrainState, start: StartWorker) -> None:
+    """Begin to read the rows of the first step, beside what loads the weights."""
+    samples = state.past(start.skipped_samples).samples
+    parts.loader.begin(parts.plan.batch_at(samples), samples)
 
 
 def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
@@ -262,24 +270,21 @@ def _stores_to_restore_from(start: StartWorker) -> list[StateStore]:
 
 
 def _restore_from(
-    store: StateStore,
-    parts: TrainingComponents,
-    key: str,
-    progress: ProgressReporter,
-    *,
-    rank: int,
+    store: StateStore, parts: TrainingComponents, start: StartWorker, progress: ProgressReporter
 ) -> TrainState:
     # the boxes that this rank reads: a large world's manifest leaves the others in its index
-    job, local_cache = parts.plan.job, _near_store(parts.plan.job)
+    job, local_cache, key = parts.plan.job, _near_store(parts.plan.job), start.restore
     reads_alone = isinstance(store, SnapshotCopies) or local_cache or job.memory.offload
     groups = () if reads_alone else groups_to_share(parts.groups, store.uri)
     shared = SharedLoad(list(parts.optimizer.blocks()), groups)
     blocks = shared.mine
     if isinstance(store, SnapshotCopies):
         grid = parts.plan.grid
-        manifest = store.read_blocks(key, boxes_by_name(blocks), rank=rank, grid=grid)
+        manifest = store.read_blocks(key, boxes_by_name(blocks), rank=start.rank, grid=grid)
     else:
         manifest = read_blocks(store, key, boxes_by_name(blocks))
+    state = state_from(manifest.state, job.precision)
+    _begin_data(parts, state, start)
     source = store
     # what memory holds needs no disk
     if local_cache is not None and not isinstance(store, SnapshotCopies):
@@ -292,7 +297,7 @@ def _restore_from(
     log.info(
         "restored step %d from %s in %s, %d near files", manifest.step, key, store.uri, files_near
     )
-    return state_from(manifest.state, parts.plan.job.precision)
+    return state
 
 
 class _Phases:

@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import struct
+from contextlib import suppress
 
 import torch
 
 from raymega.config.data import MEGATRON
-from raymega.errors import ConfigError, Fault
+from raymega.data.streaming.remote_dataset import read_descriptions
+from raymega.errors import ConfigError, Fault, RaymegaError
 from raymega.plan.hardware.kernel_choice import compiles_kernels
 from raymega.plan.run_plan import RunPlan
 from raymega.storage.registry import load_client
@@ -41,12 +43,14 @@ def prepare_process(plan: RunPlan, *, device: str, local_rank: int) -> torch.dev
 
 
 def load_lazy_parts(plan: RunPlan, device: str) -> None:
-    """Import the modules that torch loads lazily in the first step, and clients of stores, while no other rank waits.
+    """Import the modules that torch loads lazily in the first step, and make clients of stores, while no other rank waits.
 
     torch.utils.checkpoint imports torch._dynamo at first use, 1.5 s of CPU time; Inductor takes 1.3 s more.
     """
     for uri in (*plan.job.data.datasets, plan.job.checkpoint.uri):
         load_client(uri.removeprefix(MEGATRON))
+    with suppress(RaymegaError):  # told when a rank opens them
+        read_descriptions(plan.datasets)
     is_compiling = compiles_kernels(plan.job, device)
     if is_compiling or plan.job.memory.recompute == "full":
         importlib.import_module("torch._dynamo")

@@ -73,8 +73,8 @@ BATCHES: tuple[Mutation, ...] = (
     Mutation(
         name="what was made ahead is the first step again",
         file="data/prefetch.py",
-        old="self._thread.submit(make, *each)",
-        new="self._thread.submit(make, each[0], 0)",
+        old="self._thread.submit(make, *key)",
+        new="self._thread.submit(make, key[0], 0)",
         layout=Layout(cp=2, dp=2, dynamic_cp=True),
         job=PACKED,
     ),

@@ -17,8 +17,8 @@ EVALUATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="evaluation reads the training split",
         file="data/samples.py",
-        old='_open(Mixture(job.data.blends[:1]), "valid", job)',
-        new='_open(Mixture(job.data.blends[:1]), "train", job)',
+        old='_open(Mixture(job.data.blends[:1]), "valid", job, known)',
+        new='_open(Mixture(job.data.blends[:1]), "train", job, known)',
         layout=Layout(dp=2),
     ),
     Mutation(

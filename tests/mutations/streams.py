@@ -29,8 +29,8 @@ STREAM_MUTATIONS = (
     StreamMutation(
         name="files of another dataset under the same URI are taken",
         file="data/streaming/remote_dataset.py",
-        old="sha256(description).hexdigest()[:16]",
-        new="sha256(uri.encode()).hexdigest()[:16]",
+        old="folder = fetcher.root / _digest(description)",
+        new="folder = fetcher.root / _digest(uri.encode())",
         caught="another dataset: its predecessor's tokens",
     ),
     StreamMutation(

@@ -46,6 +46,11 @@ class RemotePair:
     num_bytes: int
     key: str
 
+    @property
+    def known(self) -> str:
+        """Text from which :func:`look_at` makes the pair again, without a request."""
+        return f"{self.key}-{self.index_bytes}-{self.num_bytes}"
+
     def read(self, ending: str, start: int, num_bytes: int) -> bytes:
         """Return a range of one of the files; a store that fails is asked again.
 
@@ -56,8 +61,8 @@ class RemotePair:
         return RETRY.read(lambda: self.store.get(key, start=start, num_bytes=num_bytes))
 
 
-def look_at(prefix: str) -> RemotePair:
-    """Find the files at the URI ``prefix``.
+def look_at(prefix: str, known: str = "") -> RemotePair:
+    """Find the files at the URI ``prefix``; asks for nothing where the ``known`` of the pair is given.
 
     Raises:
         KeyError: A file is missing; its URI is the argument.
@@ -65,6 +70,11 @@ def look_at(prefix: str) -> RemotePair:
     """
     folder, _, name = prefix.rpartition("/")
     store, sizes = open_store(folder), dict[str, int]()
+    if known:
+        key, index_bytes, num_bytes = known.split("-")
+        return RemotePair(
+            store=store, name=name, index_bytes=int(index_bytes), num_bytes=int(num_bytes), key=key
+        )
     for ending in ("idx", "bin"):
         try:
             sizes[ending] = store.size(f"{name}.{ending}")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
+from types import MappingProxyType
 from weakref import ref
 
 from isal import isal_zlib
@@ -37,6 +38,7 @@ IDLE_S = 1.0
 """Pause after which an idle thread looks whether its fetcher is still in use."""
 PARTIAL, THREAD_NAME = ".partial", "raymega-fetch"
 COUNTER_FILE = "fetched"
+NOTHING_KNOWN: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +88,7 @@ class Fetcher:
         root: Folder of the node.
         limit_bytes: Most bytes of shards there, of all datasets; more where a run that lives allows more.
         timeout_s: Longest wait for one shard, in seconds.
+        known: Digests of a run's datasets in object stores, by path; see `raymega.data.samples.known_datasets`.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class Fetcher:
         root: Path | None = None,
         retry: RetryPolicy = RETRY,
         is_of_run: bool = True,
+        known: Mapping[str, str] = NOTHING_KNOWN,
     ) -> None:
         """Make a fetcher, of a run or of a command; its threads start with the first shard that is wanted."""
         self.root, self.limit_bytes, self.timeout_s = root or cache_root(), limit_bytes, timeout_s
-        self._retry, self._changed = retry, Condition()
+        self._retry, self._changed, self.known = retry, Condition(), known
         self._bound = CacheBound(self.root, limit_bytes, is_of_run=is_of_run)
         self._all: list[Wants] = []
         self._under_way: set[Path] = set()

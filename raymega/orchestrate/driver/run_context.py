@@ -168,6 +168,8 @@ class RunContext:
 
     def change_grid(self, plan: RunPlan, homes: Mapping[int, int] | None = None) -> None:
         """Use ``plan`` and its grid for the next attempt; see ``WorkerGroup.use`` for ``homes``."""
+        if not plan.datasets:  # a smaller grid's plan follows from the job alone
+            plan = replace(plan, datasets=self.grids.now.datasets)
         old, new = self.grids.now.grid, plan.grid
         change = f"{old.describe()} to {new.describe()}, {counted(new.world_size, 'worker')}"
         self.grids.now = plan

@@ -93,3 +93,11 @@ def test_wait_has_an_end():
     with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
         ahead.of(lambda *_: gate.wait(100), FOUR, 8)
     gate.set()
+
+
+def test_step_that_was_begun_is_not_made_again():
+    maker = Maker()
+    ahead = Ahead(is_guessing=False, timeout_s=100)
+    ahead.begin(maker, FOUR, 8)
+    maker.wait(1)  # before anybody asks for it
+    assert ahead.of(maker, FOUR, 8) == (8, 4) and maker.made == [(8, 4)]

@@ -11,9 +11,20 @@ from raymega.data.checks import data_faults
 from raymega.data.format import META_FILE, ImageMeta, SplitMeta, encode_meta
 from raymega.data.inspect import inspect_dataset
 from raymega.data.open_split import Shape, open_split
-from raymega.data.streaming.remote_dataset import meta_at
+from raymega.data.samples import known_datasets
+from raymega.data.streaming import remote_dataset
+from raymega.data.streaming.fetcher import Fetcher
+from raymega.data.streaming.remote_dataset import (
+    description_digest,
+    meta_at,
+    open_files,
+    read_descriptions,
+)
 from raymega.errors import ConfigError, DataError
+from raymega.plan.run_plan import read_plan
 from raymega.storage.registry import open_store
+from raymega.storage.s3 import S3Store
+from tests.support.jobs import make_test_plan
 from tests.support.servers.ports import CLOSED_PORT
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
 from tests.unit.data.datasets import write_dataset
@@ -137,3 +148,81 @@ def test_pixels_come_from_a_store_with_their_tokens(uri, meta, tmp_path, monkeyp
                 assert (one() == other()).all()
             found += [image().tobytes() for image in there.images]
         assert sorted(found) == sorted(each.tobytes() for each in pictures[:count])
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Keys that stores were asked for."""
+    found, get = [], S3Store.get
+
+    def noted(store, key, **part):
+        found.append(key)
+        return get(store, key, **part)
+
+    monkeypatch.setattr(S3Store, "get", noted)
+    return found
+
+
+def _forget():
+    """Be another process of the node."""
+    remote_dataset._kept.cache_clear()
+
+
+def test_rank_opens_what_its_driver_knows_without_a_store(uri, meta, tmp_path, requests):
+    """A spare that was loaded ahead, a survivor, and a new process on a node that has had one."""
+    known, shape = {uri: description_digest(uri)}, Shape(seq_len=16)
+    requests.clear()
+    read_descriptions(known, root=tmp_path)
+    assert requests == [META_FILE]
+    fetcher = Fetcher(limit_bytes=1 << 20, root=tmp_path, known=known)
+    first = open_split(uri, "train", shape, seed=0, fetcher=fetcher).window(0)
+    open_split(uri, "valid", shape, seed=0, fetcher=fetcher)
+    assert requests == [META_FILE, "train/000000.arrow"]
+    for forget in (lambda: None, _forget):
+        forget()
+        again = Fetcher(limit_bytes=1 << 20, root=tmp_path, known=known)
+        found = open_split(uri, "train", shape, seed=0, fetcher=again)
+        assert (found.window(0) == first).all()
+    assert requests == [META_FILE, "train/000000.arrow"]
+
+
+def test_copy_of_a_description_that_the_disk_damaged_is_read_anew(uri, meta, tmp_path, requests):
+    known = {uri: description_digest(uri)}
+    read_descriptions(known, root=tmp_path)
+    copy = tmp_path / known[uri] / META_FILE
+    copy.write_bytes(copy.read_bytes()[:-9])
+    _forget()
+    requests.clear()
+    fetcher = Fetcher(limit_bytes=1 << 20, root=tmp_path, known=known)
+    assert open_files(uri, fetcher)[0] == meta and requests == [META_FILE]
+    assert description_digest(uri) == known[uri] == remote_dataset._digest(copy.read_bytes())
+
+
+def test_dataset_that_changed_after_the_driver_began_is_refused(uri, meta, tmp_path):
+    known = {uri: description_digest(uri)}
+    write_dataset(tmp_path / "other", train=(33,), first=100)
+    content = (tmp_path / "other" / META_FILE).read_bytes()
+    open_store(uri).put(META_FILE, [content], overwrite=True)
+    with pytest.raises(DataError, match=rf"{META_FILE} has digest .* it had {known[uri]}"):
+        open_files(uri, Fetcher(limit_bytes=1 << 20, root=tmp_path, known=known))
+
+
+def test_lengths_of_documents_are_read_once_a_node(uri, meta, tmp_path, monkeypatch, requests):
+    """Also those of few documents: the shards that hold them may be large, and are gone from the cache by then."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shape = Shape(seq_len=16, packing="best_fit", window=8)
+    lengths = []
+    for _ in range(2):
+        lengths.append(open_split(uri, "train", shape, seed=0).documents.lengths.tolist())
+        for path in (tmp_path / "home").rglob("*.arrow"):
+            path.unlink()
+    assert lengths[0] == lengths[1]
+    assert sorted(requests) == [META_FILE] * 2 + ["train/000000.arrow", "train/000001.arrow"]
+
+
+def test_driver_tells_of_datasets_in_stores_alone(uri, meta):
+    plan = make_test_plan(f"data.path={uri}")
+    assert known_datasets(make_test_plan().job) == {}
+    assert known_datasets(plan.job) == {uri: description_digest(uri)}
+    told = replace(plan, datasets=known_datasets(plan.job))
+    assert read_plan(told.to_json()).datasets == told.datasets and told == plan

@@ -128,3 +128,20 @@ def test_files_written_anew_have_another_place_on_the_node(near, store):
     path = near.with_suffix(".bin")
     path.write_bytes(bytes(reversed(path.read_bytes())))
     assert bin_parts.look_at("s3://bucket/corpora/pile").key != before
+
+
+def test_rank_opens_what_its_driver_knows_and_its_node_has_without_a_request(
+    near, store, tmp_path, monkeypatch
+):
+    shape, asked = Shape(seq_len=16, packing="best_fit", window=64), []
+    known = {FAR: bin_parts.look_at(FAR.removeprefix("megatron:")).known}
+
+    def opened(**more):
+        fetcher = make_fetcher(tmp_path / "node")
+        fetcher.known = known
+        return open_split(FAR, "train", shape, seed=1, vocab_size=VOCAB, fetcher=fetcher)
+
+    first = opened().row(3).tokens.tolist()
+    for name in ("get", "size"):
+        monkeypatch.setattr(store, name, lambda *told, **_: asked.append(told))
+    assert opened().row(3).tokens.tolist() == first and not asked

@@ -7,9 +7,10 @@ import torch
 
 from raymega.checkpoint.load.held_state import NONE, HeldState
 from raymega.errors import CommunicationError, NumericsError
-from raymega.messages import Working
+from raymega.messages import StartWorker, Working
 from raymega.train import entry
 from raymega.train.entry import INTERVAL_S, ProgressReporter, run_worker
+from raymega.train.state import TrainState
 from tests.support.channels import KeptReports
 from tests.support.fakes import FakeClock
 from tests.support.jobs import make_test_plan
@@ -120,3 +121,34 @@ def test_abort_reaches_the_world(monkeypatch):
     monkeypatch.setattr(entry.world, "abort_world", lambda: aborted.append(True))
     entry.abort()
     assert aborted == [True]
+
+
+@pytest.mark.parametrize("key", ["", "checkpoints/step-00000010/manifest-a0001.json"])
+def test_rows_of_the_first_step_are_read_beside_the_weights(key, monkeypatch):
+    """Its shards may have to come from a store, and need not wait for the weights."""
+
+    class LoadedError(Exception):
+        pass
+
+    def loaded(*_, **more):
+        raise LoadedError
+
+    begun, plan = [], make_test_plan()
+    state = TrainState(step=10, samples=80)
+    for name in ("load", "init_from"):
+        monkeypatch.setattr(entry, name, loaded)
+    monkeypatch.setattr(
+        entry, "read_blocks", lambda *_: SimpleNamespace(state=state.scalars(), step=10)
+    )
+    monkeypatch.setattr(entry, "groups_to_share", lambda *_: ())
+    parts = SimpleNamespace(
+        plan=plan, groups=None, optimizer=SimpleNamespace(blocks=list),
+        loader=SimpleNamespace(begin=lambda *told: begun.append(told)),
+    )  # fmt: skip
+    start = StartWorker(
+        plan_json="", run_uri="/nowhere", attempt=2, rank=0, local_rank=0, rendezvous="", restore=key,
+        device="cpu", skipped_samples=((80, 88),),
+    )  # fmt: skip
+    with pytest.raises(LoadedError):
+        entry._restore(parts, start, None)
+    assert begun == [(plan.batch, 88 if key else 0)]

@@ -56,6 +56,8 @@ from tests.support.memory_store import MemoryStore
 
 SMALL = ("run.steps=4", "checkpoint.every=2", "optimizer.lr_warmup_steps=0")
 LACKING = Fault(fact="2 slots free", rule="4 needed", remedy="wait")
+DATASETS = {"s3://team/tokens": "0123456789abcdef"}
+"""What the driver found of the run's datasets in stores."""
 
 
 class World:
@@ -70,6 +72,7 @@ class World:
 
     def drive(self, *script, overrides=(), lacking=()):
         plan = make_test_plan("parallel.tp=2", *SMALL, *overrides)
+        plan = replace(plan, datasets=DATASETS)
         self.group = FakeWorkerGroup(
             self.clock,
             self.store,

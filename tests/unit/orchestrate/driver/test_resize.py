@@ -10,7 +10,7 @@ from raymega.orchestrate.core.state import State
 from raymega.orchestrate.core.worker_group_api import NodeDrain
 from raymega.plan.run_plan import read_plan
 from tests.support.fakes import FakeWorkers
-from tests.unit.orchestrate.driver.test_controller import LACKING, World, lost_run
+from tests.unit.orchestrate.driver.test_controller import DATASETS, LACKING, World, lost_run
 
 DP2 = ("parallel.pp=1", "parallel.dp=2", "elastic.replan_after_s=1.0", "run.steps=10000")
 
@@ -49,7 +49,8 @@ def test_lost_workers_that_do_not_come_back_make_the_grid_smaller(world):
     world.tick_until(State.STARTING)
     (plan,) = world.group.plans
     assert plan.grid.degrees()["dp"] == 1 and plan.batch.num_micro_batches == 8
-    assert read_plan(world.group.orders[-1].plan_json).grid.world_size == 2
+    told = read_plan(world.group.orders[-1].plan_json)
+    assert told.grid.world_size == 2 and told.datasets == plan.datasets == DATASETS
     assert 1.0 <= world.clock.now_s - lost_s <= 2.0
     event = world.sink.of(AttemptStarted)[-1]
     assert event.grid["dp"] == 1 and "re-planned from tp2-dp2 to tp2, 2 workers" in event.reason
