@@ -71,6 +71,13 @@ def test_files_are_apart():
     assert len(plan_requests(make_manifest(boxes), boxes, 100)) == 2
 
 
+def test_bytes_of_several_names_are_read_once_however_long():
+    boxes = [replace(make_box(0, 500), tensor=f"model/experts.{i}") for i in range(3)]
+    (request,) = plan_requests(make_manifest(boxes), boxes, 100)
+    assert (request.start, request.num_bytes) == (0, 500)
+    assert request.boxes == tuple(boxes)
+
+
 def put_data(store, manifest):
     for key in manifest.file_sizes():
         store.put(key, [DATA], overwrite=True)
