@@ -34,6 +34,8 @@ NEAREST = 2
 """How many test files are run first: most mistakes are seen by these, and the others are not even loaded."""
 TIMEOUT_S = 900.0
 """Longest time of a mistake's tests: one that hangs is seen."""
+OPTIONS = ("--sample-seed=0", "--timeout=200")
+"""Options of pytest: the same cases for each mistake, and a test that hangs is seen after 200 s."""
 
 
 def draw(num: int, seed: int) -> list[dict]:
@@ -78,7 +80,7 @@ def attempt(tree: Tree, mistake: dict) -> dict:
     with tree.planted(mistake["file"], changed):
         for some in (tests[:NEAREST], tests[NEAREST:]):
             if some and verdict == "passed":
-                verdict, said = tree.verdict(some, "--sample-seed=0", timeout_s=TIMEOUT_S)
+                verdict, said = tree.verdict(some, *OPTIONS, timeout_s=TIMEOUT_S)
             if verdict == "passed":
                 HEALTHY.update(dict.fromkeys(some, True))
     seconds = round(time.monotonic() - began, 1)
@@ -103,9 +105,7 @@ def _is_sound(tree: Tree, said: str) -> bool:
     function, file = found[1].partition("[")[0], found[1].partition("::")[0]
     # a file that passed with a mistake planted passes without
     if file not in HEALTHY and function not in HEALTHY:
-        HEALTHY[function] = (
-            tree.verdict([found[1]], "--sample-seed=0", timeout_s=TIMEOUT_S)[0] == "passed"
-        )
+        HEALTHY[function] = tree.verdict([found[1]], *OPTIONS, timeout_s=TIMEOUT_S)[0] == "passed"
     return HEALTHY.get(file) or HEALTHY[function]
 
 

@@ -2,9 +2,11 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
+from raymega.data import prefetch
 from raymega.data.prefetch import Ahead
 from raymega.errors import DataError
 from raymega.plan.batch import make_batch
@@ -93,3 +95,12 @@ def test_wait_has_an_end():
     with pytest.raises(DataError, match=r"sample 8 .* 0\.05 s"):
         ahead.of(lambda *_: gate.wait(100), FOUR, 8)
     gate.set()
+
+
+def test_wait_is_measured_from_the_request_to_the_result(monkeypatch):
+    clock = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    ahead = Ahead(is_guessing=False, timeout_s=100)
+    for waited_s in (2.5, 1.0):
+        ahead.of(Maker(), FOUR, 0)
+        assert ahead.waited_s == waited_s

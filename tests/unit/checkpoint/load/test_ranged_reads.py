@@ -54,10 +54,11 @@ def small(monkeypatch):
         ([(0, 10), (18, 10)], [(0, 28)]),
         ([(0, 10), (19, 10)], [(0, 10), (19, 10)]),
         ([(20, 10), (0, 20)], [(0, 30)]),
+        ([(0, 10), (10, 10), (20, 10), (38, 4)], [(0, 42)]),
         ([(0, 500), (500, 4)], [(0, 500), (500, 4)]),
         ([], []),
     ],
-    ids=["full", "too long", "gap", "wide gap", "any order", "one long box", "nothing"],
+    ids=["full", "too long", "gap", "wide gap", "any order", "several", "one long box", "nothing"],
 )
 def test_neighbours_travel_together(spans, wanted):
     boxes = [make_box(*span) for span in spans]

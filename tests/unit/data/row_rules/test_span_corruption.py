@@ -67,6 +67,8 @@ def test_source_and_target_are_the_text(kind):
         assert np.array_equal(read[1:], target[:-1])
         assert row.mask.sum() == len(target)
         if kind == "segments":
+            filled = np.count_nonzero(row.stream_documents == 0) / len(row.tokens)
+            assert _rule().filled(LENGTH) == filled
             assert sum(map(len, spans)) == 6
             assert len(spans) == 2
 
