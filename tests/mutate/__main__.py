@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from zlib import crc32
 
 import yaml
 
@@ -57,15 +58,17 @@ def draw(num: int, seed: int) -> list[dict]:
         operator = source.choice(list(OPERATORS))
         file = source.choice(sorted(found[operator]))
         number, line = source.choice(found[operator][file])
-        key = f"{operator}/{file}/{number}"
-        if key in drawn or key in passed_over:
+        place = (operator, file, number)
+        if place in drawn or place in passed_over:
             continue
         changed, text = plant((PACKAGE / file).read_text(), operator, number)
+        # what a file has become, so that results are of this very file
+        key = f"{operator}/{file}/{crc32(changed.encode()):08x}"
         if text in EQUIVALENT.get(file, ()) or (file, changed) in changes:
-            passed_over.add(key)
+            passed_over.add(place)
             continue
         changes.add((file, changed))
-        drawn[key] = {
+        drawn[place] = {
             "key": key, "operator": operator, "file": file, "number": number, "line": line, "change": text,
         }  # fmt: skip
     return list(drawn.values())

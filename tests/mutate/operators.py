@@ -25,6 +25,8 @@ SPOKEN = ("fact", "rule", "remedy", "description", "log")
 """Arguments that are for people."""
 LOGGED = ("warning", "info", "debug", "exception")
 """Functions that log; not those named log, which are logarithms."""
+REFUSALS = ("raise_faults", "raise_if_aborted")
+"""Functions that return nothing and may raise."""
 WAITS = ("timeout", "stacklevel", "maxsize", "max_workers", "indent")
 """Arguments that decide how long something waits or how it looks; names that end in _s are of them."""
 
@@ -129,7 +131,7 @@ def stale_value(tree: ast.AST) -> Iterator[Place]:
                 if isinstance(statement, ast.AugAssign):
                     yield _left_out(block, statement)
                 elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                    if _called(statement.value) not in LOGGED:
+                    if _called(statement.value) not in LOGGED + REFUSALS:
                         yield _left_out(block, statement)
                 elif isinstance(statement, ast.Assign):
                     names = {
@@ -225,7 +227,7 @@ def _is_spoken(node: ast.AST) -> bool:
         case ast.Expr(value=ast.Constant()):
             return True
         case ast.Call():
-            return _called(node) in LOGGED
+            return _called(node) in LOGGED + REFUSALS
         case ast.keyword(arg=str(name)):
             return name in SPOKEN or name in WAITS or name.endswith("_s")
         case ast.FunctionDef(returns=ast.AST() as returns):
@@ -236,9 +238,9 @@ def _is_spoken(node: ast.AST) -> bool:
 
 
 def _is_said(statement: ast.stmt) -> bool:
-    """Return whether a statement logs, and does nothing else."""
+    """Return whether a statement logs or refuses, and does nothing else."""
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    return is_call and _called(statement.value) in LOGGED
+    return is_call and _called(statement.value) in LOGGED + REFUSALS
 
 
 def _is_of_type(test: ast.expr) -> bool:

@@ -62,6 +62,7 @@ def kind(x, form):
         raise ValueError("more than 8")
     if x.numel() > 6:
         log.warning("many")
+    raise_faults(PlanError, faults_of(x[0]))
     if not isinstance(x, list):
         return form.wait(x, timeout_s=6)
     return x.dtype in (torch.float32, torch.float64)
