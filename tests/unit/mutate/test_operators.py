@@ -97,6 +97,7 @@ def test_a_draw_is_a_function_of_its_seed_and_a_longer_one_goes_on():
         ("model/attention/core_attention.py", "tests/unit/model/attention/test_core_attention.py"),
         ("train/state.py", "tests/unit/train/test_state.py"),
         ("optim/clip.py", "tests/dist/model/test_train_statistics.py"),
+        ("parallel/context_parallel/transfers.py", "tests/dist/parallel/test_context_attention.py"),
     ],
 )
 def test_nearest_tests_are_those_of_the_name_and_those_that_use_it(file, test):
