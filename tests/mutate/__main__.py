@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from zlib import crc32
 
 import yaml
 
@@ -29,15 +30,20 @@ EQUIVALENT: dict[str, set[str]] = {}
 for entry in yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text()):
     EQUIVALENT.setdefault(entry["file"], set()).add(entry["change"])
 HEALTHY: dict[str, bool] = {}
-"""Whether a test passes in the copy without a mistake, by its id."""
+"""Whether a test passes in the copy without a mistake, by its file or its function."""
+NEAREST = 2
+"""How many test files are run first: most mistakes are seen by these, and the others are not even loaded."""
 TIMEOUT_S = 900.0
 """Longest time of a mistake's tests: one that hangs is seen."""
+OPTIONS = ("--sample-seed=0", "--timeout=200")
+"""Options of pytest: the same cases for each mistake, and a test that hangs is seen after 200 s."""
 
 
 def draw(num: int, seed: int) -> list[dict]:
     """Draw mistakes: an operator first, then a file that it can change, then a place, none twice.
 
-    Of those in EQUIVALENT none is drawn, and another one takes its place.
+    Of those in EQUIVALENT none is drawn, and another one takes its place; so it is for a change that another operator
+    has made already.
     """
     found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in OPERATORS}
     for path in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
@@ -46,34 +52,40 @@ def draw(num: int, seed: int) -> list[dict]:
             continue
         for operator, number, line in places(path.read_text()):
             found[operator].setdefault(file, []).append((number, line))
-    source, drawn, passed_over = random.Random(seed), {}, set()
+    source, drawn, changes, passed_over = random.Random(seed), {}, set(), set()
     total = sum(len(some) for files in found.values() for some in files.values())
     while len(drawn) < min(num, total - len(passed_over)):
         operator = source.choice(list(OPERATORS))
         file = source.choice(sorted(found[operator]))
         number, line = source.choice(found[operator][file])
-        key = f"{operator}/{file}/{number}"
-        if file in EQUIVALENT and _change_of(file, operator, number) in EQUIVALENT[file]:
-            passed_over.add(key)
+        place = (operator, file, number)
+        if place in drawn or place in passed_over:
             continue
-        drawn.setdefault(
-            key, {"key": key, "operator": operator, "file": file, "number": number, "line": line}
-        )
+        changed, text = plant((PACKAGE / file).read_text(), operator, number)
+        # what a file has become, so that results are of this very file
+        key = f"{operator}/{file}/{crc32(changed.encode()):08x}"
+        if text in EQUIVALENT.get(file, ()) or (file, changed) in changes:
+            passed_over.add(place)
+            continue
+        changes.add((file, changed))
+        drawn[place] = {
+            "key": key, "operator": operator, "file": file, "number": number, "line": line, "change": text,
+        }  # fmt: skip
     return list(drawn.values())
 
 
-def _change_of(file: str, operator: str, number: int) -> str:
-    """Return what a mistake changes, as it is printed."""
-    return plant((PACKAGE / file).read_text(), operator, number)[1]
-
-
 def attempt(tree: Tree, mistake: dict) -> dict:
-    """Plant one mistake, run the tests nearest to its file, and return what they said."""
+    """Plant one mistake, run the tests nearest to its file until one fails, and return what they said."""
     source = (PACKAGE / mistake["file"]).read_text()
-    changed, text = plant(source, mistake["operator"], mistake["number"])
+    changed, _ = plant(source, mistake["operator"], mistake["number"])
     tests, began = nearest_tests(mistake["file"]), time.monotonic()
+    verdict, said = "passed", ""
     with tree.planted(mistake["file"], changed):
-        verdict, said = tree.verdict(tests, "--sample-seed=0", timeout_s=TIMEOUT_S)
+        for some in (tests[:NEAREST], tests[NEAREST:]):
+            if some and verdict == "passed":
+                verdict, said = tree.verdict(some, *OPTIONS, timeout_s=TIMEOUT_S)
+            if verdict == "passed":
+                HEALTHY.update(dict.fromkeys(some, True))
     seconds = round(time.monotonic() - began, 1)
     if verdict in ("failed", "not run") and not _is_sound(tree, said):
         verdict = "unsound"
@@ -81,7 +93,6 @@ def attempt(tree: Tree, mistake: dict) -> dict:
     verdict = seen.get(verdict, verdict)
     return {
         **mistake,
-        "change": text,
         "verdict": verdict,
         "tests": list(tests),
         "seconds": seconds,
@@ -90,15 +101,15 @@ def attempt(tree: Tree, mistake: dict) -> dict:
 
 
 def _is_sound(tree: Tree, said: str) -> bool:
-    """Return whether the test that failed passes where nothing is planted; each is asked once."""
+    """Return whether the test that failed passes where nothing is planted; each function is asked once."""
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
     if not found:
         return True
-    if found[1] not in HEALTHY:
-        HEALTHY[found[1]] = (
-            tree.verdict([found[1]], "--sample-seed=0", timeout_s=TIMEOUT_S)[0] == "passed"
-        )
-    return HEALTHY[found[1]]
+    function, file = found[1].partition("[")[0], found[1].partition("::")[0]
+    # a file that passed with a mistake planted passes without
+    if file not in HEALTHY and function not in HEALTHY:
+        HEALTHY[function] = tree.verdict([found[1]], *OPTIONS, timeout_s=TIMEOUT_S)[0] == "passed"
+    return HEALTHY.get(file) or HEALTHY[function]
 
 
 def main() -> None:
@@ -115,7 +126,7 @@ def main() -> None:
     mistakes = draw(options.num, options.seed)[first - 1 :: of]
     if options.list:
         for each in mistakes:
-            print(f"{each['file']}:{each['line']}: {each['operator']}")
+            print(f"{each['file']}:{each['line']}: {each['operator']}: {each['change']}")
         return
     results = _results(ROOT / ".mutate" / f"{options.seed}.jsonl", mistakes)
     _report([each for each in results if each["key"] in {mistake["key"] for mistake in mistakes}])
@@ -126,6 +137,10 @@ def _results(path: Path, mistakes: list[dict]) -> list[dict]:
     path.parent.mkdir(exist_ok=True)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     tried = {each["key"] for each in done}
+    # files of a survivor's tests have passed
+    for each in done:
+        if each["verdict"] == "survived":
+            HEALTHY.update(dict.fromkeys(each["tests"], True))
     with tempfile.TemporaryDirectory(prefix="raymega-mutate-") as folder, path.open("a") as file:
         tree = Tree(Path(folder))
         for mistake in (each for each in mistakes if each["key"] not in tried):

@@ -1,7 +1,8 @@
 """Operators that draw a mistake: each finds places in a module's syntax tree, and changes one of them.
 
 A place is given by its number, so that an operator's name, a file and a number say a mistake for ever, as long as the
-file does not change. What is only written for people is left alone: docstrings, messages of errors and of logs.
+file does not change. Left alone is what changes no number of a run: docstrings, messages of errors and of logs, functions
+that return text or faults, conditions that only raise or log, questions for a type, and limits of waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ ALIKE = {
 }  # fmt: skip
 """Groups and axes that are easily mistaken for one another."""
 SUMS = ("all_reduce", "start_all_reduce", "reduce_scatter")
-SPOKEN = ("fact", "rule", "remedy", "description", "log", "logger", "warning", "info", "debug")
+SPOKEN = ("fact", "rule", "remedy", "description", "log")
+"""Arguments that are for people."""
+LOGGED = ("warning", "info", "debug", "exception")
+"""Functions that log; not those named log, which are logarithms."""
+REFUSALS = ("raise_faults", "raise_if_aborted")
+"""Functions that return nothing and may raise."""
+WAITS = ("timeout", "stacklevel", "maxsize", "max_workers", "indent")
+"""Arguments that decide how long something waits or how it looks; names that end in _s are of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +87,11 @@ def skip_a_group(tree: ast.AST) -> Iterator[Place]:
     for node in _nodes(tree):
         if isinstance(node, ast.Call) and _called(node) in SUMS and node.args:
             yield _replaced(tree, node, node.args[0])
-        if isinstance(node, ast.If):
+        asks = isinstance(node, ast.If | ast.IfExp) and not _is_of_type(node.test)
+        if asks and isinstance(node, ast.If):
             yield _set(node, "test", ast.Constant(False))
             yield _set(node, "test", ast.Constant(True))
-        if isinstance(node, ast.IfExp):
+        if asks and isinstance(node, ast.IfExp):
             yield _set(node, "test", ast.UnaryOp(ast.Not(), node.test))
         if isinstance(node, ast.For) and not isinstance(node.iter, ast.Constant):
             last = ast.Subscript(
@@ -122,7 +131,7 @@ def stale_value(tree: ast.AST) -> Iterator[Place]:
                 if isinstance(statement, ast.AugAssign):
                     yield _left_out(block, statement)
                 elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                    if _called(statement.value) not in SPOKEN:
+                    if _called(statement.value) not in LOGGED + REFUSALS:
                         yield _left_out(block, statement)
                 elif isinstance(statement, ast.Assign):
                     names = {
@@ -141,9 +150,16 @@ def stale_value(tree: ast.AST) -> Iterator[Place]:
 
 def wrong_dtype(tree: ast.AST) -> Iterator[Place]:
     """Take a narrower dtype, or leave out a cast."""
+    compared = {
+        id(part)
+        for node in _nodes(tree)
+        if isinstance(node, ast.Compare)
+        for part in ast.walk(node)
+    }
     for node in _nodes(tree):
         if (
             isinstance(node, ast.Attribute)
+            and id(node) not in compared
             and node.attr in NARROWER
             and getattr(node.value, "id", "") == "torch"
         ):
@@ -190,7 +206,7 @@ def plant(source: str, operator: str, number: int) -> tuple[str, str]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes in their order, without annotations, defaults of messages and docstrings."""
+    """Yield the nodes in their order that a run's numbers may depend on."""
     for child in ast.iter_child_nodes(tree):
         if _is_spoken(child):
             continue
@@ -198,21 +214,41 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _nodes(child)
 
 
+TYPE_QUESTIONS = ("isinstance", "issubclass", "hasattr")
+NO_NUMBERS = (
+    ast.AnnAssign, ast.arg, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Assert, ast.Raise, ast.Global,
+)  # fmt: skip
+"""Kinds of nodes that hold types, names and texts."""
+
+
 def _is_spoken(node: ast.AST) -> bool:
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    is_text = isinstance(node, ast.keyword) and node.arg in SPOKEN
-    is_said = isinstance(node, ast.Call) and _called(node) in SPOKEN
-    is_type = isinstance(
-        node,
-        ast.AnnAssign
-        | ast.arg
-        | ast.Import
-        | ast.ImportFrom
-        | ast.JoinedStr
-        | ast.Assert
-        | ast.Raise,
-    )
-    return is_docstring or is_text or is_said or is_type or isinstance(node, ast.Global)
+    """Return whether a node is for people, types or refusals alone."""
+    match node:
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Call():
+            return _called(node) in LOGGED + REFUSALS
+        case ast.keyword(arg=str(name)):
+            return name in SPOKEN or name in WAITS or name.endswith("_s")
+        case ast.FunctionDef(returns=ast.AST() as returns):
+            return ast.unparse(returns) in ("str", "NoReturn") or "Fault" in ast.unparse(returns)
+        case ast.If(body=body, orelse=[]):
+            return all(isinstance(each, ast.Raise) or _is_said(each) for each in body)
+    return isinstance(node, NO_NUMBERS)
+
+
+def _is_said(statement: ast.stmt) -> bool:
+    """Return whether a statement logs or refuses, and does nothing else."""
+    is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return is_call and _called(statement.value) in LOGGED + REFUSALS
+
+
+def _is_of_type(test: ast.expr) -> bool:
+    """Return whether a condition asks for a type alone: what follows does not work for another."""
+    while isinstance(test, ast.UnaryOp):
+        test = test.operand
+    is_call = isinstance(test, ast.Call) and _called(test) in TYPE_QUESTIONS
+    return is_call or getattr(test, "id", "") == "TYPE_CHECKING"
 
 
 def _has_text(node: ast.BinOp) -> bool:

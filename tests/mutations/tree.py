@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,8 +37,20 @@ COPIED = (
     "pyproject.toml",
     "README.md",
 )
-NEVER_PASSED = {1: "failed", 2: "not run", 3: "not run", 4: "not run"}
-"""Exit codes of pytest by what they say: a test failed, a module did not load, pytest failed, an id is unknown."""
+VERDICTS = {0: "passed", 1: "failed", 2: "not run", 3: "not run", 4: "not run", 5: "passed"}
+"""Exit codes of pytest by what they say: a test failed, a module did not load, pytest failed, an id is unknown, or all
+that the files have is wide."""
+PYTEST = """
+import os, sys
+os.dup2(2, 1)
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+os.environ["PYTHONPATH"] = folder
+sys.path.insert(0, folder)
+import pytest
+sys.exit(pytest.main(arguments))
+"""
+"""Runs pytest in a copy, in a process that has torch loaded already."""
 
 
 class Tree:
@@ -51,6 +64,7 @@ class Tree:
                 shutil.copytree(ROOT / name, folder / name, ignore=ignore)
             else:
                 shutil.copy2(ROOT / name, folder / name)
+        # tests are not changed, and pytest keeps its own bytecode of them
         command = [
             sys.executable,
             "-m",
@@ -59,7 +73,6 @@ class Tree:
             "--invalidation-mode",
             "checked-hash",
             "raymega",
-            "tests",
         ]
         subprocess.run(command, cwd=folder, check=True)
 
@@ -77,28 +90,35 @@ class Tree:
     def verdict(self, tests: Sequence[str], *options: str, timeout_s: float) -> tuple[str, str]:
         """Run tests, and return ``passed``, ``failed``, ``not run`` or ``late``, and the end of what pytest wrote."""
         command = [
-            sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line",
-            *options, *tests,
-        ]  # fmt: skip
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return "late", f"more than {timeout_s:g} s"
-        finally:
-            # the ranks too, which are of its session
-            _kill_session(process.pid)
-        process.wait()
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--no-header",
+            "--tb=line",
+            *options,
+            *tests,
+        ]
+        with tempfile.TemporaryFile("w+") as log:
+            process = nursery().start(PYTEST, [str(self.folder), *command], stderr=log)
+            process.stdin.close()
+            process.stdout.close()
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return "late", f"more than {timeout_s:g} s"
+            finally:
+                # the ranks too, which are of its session
+                _kill_session(process.pid)
+            log.seek(0)
+            said = log.read()
         end = "\n".join(said.strip().splitlines()[-8:])
         # a mistake that ends the interpreter, as memory that is freed too early does
-        if process.returncode < 0:
-            return "failed", f"ended by {signal.Signals(-process.returncode).name}\n{end}"
-        if process.returncode in (0, *NEVER_PASSED):
-            return NEVER_PASSED.get(process.returncode, "passed"), end
-        raise RuntimeError(f"pytest ended with {process.returncode}: {' '.join(command)}\n{said}")
+        if code < 0:
+            return "failed", f"ended by {signal.Signals(-code).name}\n{end}"
+        if code in VERDICTS:
+            return VERDICTS[code], end
+        raise RuntimeError(f"pytest ended with {code}: {' '.join(command)}\n{said}")
 
 
 @contextmanager

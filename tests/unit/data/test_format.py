@@ -1,6 +1,6 @@
 import pytest
 
-from raymega.data.format import META_FILE, local_folder, read_meta, size_faults
+from raymega.data.format import META_FILE, ImageMeta, local_folder, read_meta, size_faults
 from raymega.errors import ConfigError, DataError
 from tests.unit.data.datasets import write_dataset
 
@@ -38,3 +38,9 @@ def test_uris_name_local_folders_only():
         local_folder("file://a/b")
     with pytest.raises(ConfigError, match="s3:// is none"):
         local_folder("s3://bucket/tokens")
+
+
+def test_a_patch_is_worth_the_bytes_of_its_colours_in_tokens_of_four():
+    assert ImageMeta(size=28, num_patches=4, token_id=1).tokens_worth == 1 + 3 * 14 * 14 // 4
+    several = ImageMeta(size=0, num_patches=9, token_id=1, patch_size=16, max_pixels=2304)
+    assert several.tokens_worth == 1 + 3 * 16 * 16 // 4

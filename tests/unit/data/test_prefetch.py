@@ -2,9 +2,11 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
+from raymega.data import prefetch
 from raymega.data.prefetch import Ahead
 from raymega.errors import DataError
 from raymega.plan.batch import make_batch
@@ -101,3 +103,12 @@ def test_step_that_was_begun_is_not_made_again():
     ahead.begin(maker, FOUR, 8)
     maker.wait(1)  # before anybody asks for it
     assert ahead.of(maker, FOUR, 8) == (8, 4) and maker.made == [(8, 4)]
+
+
+def test_wait_is_measured_from_the_request_to_the_result(monkeypatch):
+    clock = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    ahead = Ahead(is_guessing=False, timeout_s=100)
+    for waited_s in (2.5, 1.0):
+        ahead.of(Maker(), FOUR, 0)
+        assert ahead.waited_s == waited_s

@@ -13,6 +13,7 @@ from raymega.schedule.checker import check
 from raymega.schedule.instructions import COMPUTE, RECEIVE, Op
 from raymega.schedule.order import Sizes
 from raymega.schedule.schedules import interleaved, one_f_one_b, zero_bubble
+from raymega.schedule.schedules.gpipe import forward_only
 from raymega.schedule.simulate import Durations, simulate
 from raymega.schedule.stage_placement import Placement
 from raymega.schedule.table import (
@@ -289,3 +290,10 @@ def test_number_of_chunks_that_a_schedule_does_not_have_is_a_fault(name):
         told = [fault.fact for fault in schedule_faults(name, sizes)]
         is_legal = kind.least_chunks <= chunks <= kind.most_chunks
         assert (f"schedule.chunks={chunks}" in told) != is_legal
+
+
+def test_forward_only_takes_what_arrives_first():
+    first, last = forward_only(Placement(pp=2, chunks=2), 2)
+    # stages 0 and 2: micro-batch 1 is there before micro-batch 0 comes round
+    assert [(each.chunk, each.micro_batch) for each in first] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert first == last

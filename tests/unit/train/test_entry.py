@@ -7,7 +7,7 @@ import torch
 
 from raymega.checkpoint.load.held_state import NONE, HeldState
 from raymega.errors import CommunicationError, NumericsError
-from raymega.messages import StartWorker, Working
+from raymega.messages import Entered, StartWorker, Working
 from raymega.train import entry
 from raymega.train.entry import INTERVAL_S, ProgressReporter, run_worker
 from raymega.train.state import TrainState
@@ -26,6 +26,16 @@ def test_portions_are_told_at_most_once_in_an_interval():
         clock.advance(INTERVAL_S / 4)
         progress()
     assert channel.reports == [Working(rank=3)] * 10
+
+
+def test_a_phase_took_the_time_since_the_one_before(monkeypatch):
+    clock, channel = FakeClock(), KeptReports()
+    monkeypatch.setattr(entry, "time", clock)
+    phases = entry._Phases(channel, 3)
+    for phase, seconds in (("met", 2.0), ("built", 3.5)):
+        clock.advance(seconds)
+        phases.passed(phase)
+        assert channel.reports[-1] == Entered(rank=3, phase=phase, seconds=seconds)
 
 
 @pytest.mark.parametrize(

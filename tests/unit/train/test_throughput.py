@@ -1,10 +1,17 @@
+import resource
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from raymega.plan.flops import flops_per_token
-from raymega.train.throughput import ThroughputMeter, memory_metrics, reset_peak_memory
+from raymega.train import throughput
+from raymega.train.throughput import (
+    BusyTimeMeter,
+    ThroughputMeter,
+    memory_metrics,
+    reset_peak_memory,
+)
 from tests.support.jobs import make_test_plan
 
 CPU = torch.device("cpu")
@@ -49,3 +56,22 @@ def test_memory_of_a_cpu_is_that_of_its_process():
     assert after["memory/allocated_bytes"] - before["memory/allocated_bytes"] > 0.9 * 2**26
     assert after["memory/peak_bytes"] >= 0.9 * after["memory/allocated_bytes"]
     del block
+
+
+def test_bytes_in_use_are_the_pages_that_are_resident(monkeypatch, tmp_path):
+    (tmp_path / "statm").write_text("9000 70 60 5 0 800 0\n")
+    monkeypatch.setattr(throughput, "STATM", tmp_path / "statm")
+    assert memory_metrics(CPU)["memory/allocated_bytes"] == 70 * resource.getpagesize()
+
+
+def test_work_on_a_cpu_is_the_mean_time_of_a_step_less_its_waits(monkeypatch):
+    clock = iter([10.0, 13.0, 20.0, 24.0])
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    waited = SimpleNamespace(seconds=5.0)
+    meter = BusyTimeMeter(CPU, waited, SimpleNamespace(begin_step=lambda: None))
+    with meter:
+        waited.seconds += 1.0
+    with meter:
+        pass
+    assert meter.pop_metrics() == {"worker/work_s": (3.0 - 1.0 + 4.0) / 2}
+    assert meter.pop_metrics() == {"worker/work_s": 0.0}

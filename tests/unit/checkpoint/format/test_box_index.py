@@ -75,6 +75,29 @@ def test_rank_of_any_grid_reads_its_boxes_and_fills_its_blocks(store, layout):
         assert same(blocks, make_blocks(MODEL, grid, rank))
 
 
+def test_parts_are_read_that_have_boxes_of_a_wanted_tensor():
+    class Log(MemoryStore):
+        read = ()
+
+        def get(self, key, *, start=0, num_bytes=-1):
+            self.read = {*self.read, key} if key.endswith(".parquet") else self.read
+            return super().get(key, start=start, num_bytes=num_bytes)
+
+    log = Log()
+    whole = save_checkpoint(log, MODEL, GRID)
+    index = read_root(log, whole.key).index
+    folder, held = whole.key.rpartition("/")[0] + "/", {}
+    for part in index.parts:
+        for box in replace(index, parts=(part,)).read(log, folder, None):
+            held.setdefault(box.tensor, set()).add(folder + part.file)
+    assert len(index.parts) > 2 and held.keys() == whole.shapes.keys()
+    for name, parts in held.items():
+        log.read = ()
+        place = Box(offset=(0,) * len(whole.shapes[name]), shape=whole.shapes[name])
+        assert {box.tensor for box in index.read(log, folder, {name: [place]})} == {name}
+        assert log.read == parts
+
+
 def test_tensor_that_only_the_root_names_is_unexpected(store):
     key = save_checkpoint(store, MODEL, GRID).key
     blocks = make_blocks(MODEL, make_grid("tp1"), 0, is_filled=False)[:3]

@@ -54,10 +54,11 @@ def small(monkeypatch):
         ([(0, 10), (18, 10)], [(0, 28)]),
         ([(0, 10), (19, 10)], [(0, 10), (19, 10)]),
         ([(20, 10), (0, 20)], [(0, 30)]),
+        ([(0, 10), (10, 10), (20, 10), (38, 4)], [(0, 42)]),
         ([(0, 500), (500, 4)], [(0, 500), (500, 4)]),
         ([], []),
     ],
-    ids=["full", "too long", "gap", "wide gap", "any order", "one long box", "nothing"],
+    ids=["full", "too long", "gap", "wide gap", "any order", "several", "one long box", "nothing"],
 )
 def test_neighbours_travel_together(spans, wanted):
     boxes = [make_box(*span) for span in spans]
@@ -69,6 +70,13 @@ def test_neighbours_travel_together(spans, wanted):
 def test_files_are_apart():
     boxes = [make_box(0, 10, file=f"a0001-rank0000{i}.safetensors") for i in (0, 1)]
     assert len(plan_requests(make_manifest(boxes), boxes, 100)) == 2
+
+
+def test_bytes_of_several_names_are_read_once_however_long():
+    boxes = [replace(make_box(0, 500), tensor=f"model/experts.{i}") for i in range(3)]
+    (request,) = plan_requests(make_manifest(boxes), boxes, 100)
+    assert (request.start, request.num_bytes) == (0, 500)
+    assert request.boxes == tuple(boxes)
 
 
 def put_data(store, manifest):

@@ -5,6 +5,7 @@ import pytest
 from raymega.checkpoint.format.manifest import find_restore, list_manifests
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import SaveLimits
+from raymega.checkpoint.tools import copy
 from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.errors import CheckpointError, StorageError
 from raymega.storage.local import LocalStore
@@ -76,6 +77,16 @@ def test_file_that_is_there_but_wrong_is_written_again(source, manifest):
     target.delete(manifest.key)
     assert copy_checkpoint(source, manifest, target).num_written == 1
     assert find_restore(target).manifest == manifest
+
+
+def test_a_file_of_one_box_is_looked_at_too(source, manifest):
+    boxes = manifest.boxes[:1]
+    assert copy._is_right(source, manifest, boxes)
+    target = MemoryStore()
+    data = bytearray(source.get(manifest.file_key(boxes[0])))
+    data[boxes[0].start] ^= 1
+    target.put(manifest.file_key(boxes[0]), [bytes(data)], overwrite=False)
+    assert not copy._is_right(target, manifest, boxes)
 
 
 def test_flipped_bit_of_the_source_is_not_copied(source, manifest):

@@ -38,10 +38,30 @@ def test_parts_have_shares_and_ratios_within_their_bounds_and_lie_anywhere():
     assert len(places) > 1500
 
 
-def test_where_no_part_fits_the_middle_within_the_ratio_is_taken():
-    section = AugmentSection(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))
-    box = crop_box(10, 30, section, _random())
-    assert (box.top, box.left, box.height, box.width) == (0, 10, 10, 10)
+@pytest.mark.parametrize(
+    ("height", "width", "box"),
+    [(10, 60, (0, 20, 10, 20)), (60, 10, (20, 0, 20, 10)), (10, 15, (0, 0, 10, 15))],
+    ids=["too-wide", "too-tall", "within"],
+)
+def test_where_no_part_fits_the_middle_within_the_ratio_is_taken(height, width, box):
+    # twice the image's area
+    section = AugmentSection.model_construct(crop_scale=(2.0, 2.0), crop_ratio=(0.5, 2.0))
+    found = crop_box(height, width, section, _random())
+    assert (found.top, found.left, found.height, found.width) == box
+
+
+def test_the_image_becomes_the_part_that_was_drawn():
+    """Red grows downwards and green to the right, so that colours of edges are places of edges."""
+    section = AugmentSection(crop_scale=(0.2, 0.5), crop_ratio=(0.5, 2.0))
+    rows, columns = np.mgrid[:24, :24].astype(np.uint8)
+    image = np.stack([rows * 10, columns * 10, rows])
+    for seed in range(5):
+        box = crop_box(24, 24, section, _random(seed))
+        found = augmented(image, section, _random(seed)).astype(int)
+        assert found.shape == image.shape
+        for colours, first, size in ((found[0], box.top, box.height), (found[1], box.left, box.width)):  # fmt: skip
+            assert abs(colours.min() - first * 10) <= 5
+            assert abs(colours.max() - (first + size - 1) * 10) <= 5
 
 
 def test_the_whole_image_and_a_flip_are_exact():

@@ -1,5 +1,6 @@
 """Span corruption: what both sides read, documents apart, keyed by sample, as T5 and megatron-core draw spans."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from raymega.config.encoder import SpanCorruptionSection
 from raymega.data.row_rules.span_corruption import SpanCorruption, span_corruption_of
 from raymega.data.samples import open_samples
+from raymega.plan.layers.encoder_decoder import corrupted_lengths
 from tests.support.jobs import make_test_plan
 
 EOS, START, FIRST, LENGTH = 1, 0, 199, 40
@@ -65,6 +67,8 @@ def test_source_and_target_are_the_text(kind):
         assert np.array_equal(read[1:], target[:-1])
         assert row.mask.sum() == len(target)
         if kind == "segments":
+            filled = np.count_nonzero(row.stream_documents == 0) / len(row.tokens)
+            assert _rule().filled(LENGTH) == filled
             assert sum(map(len, spans)) == 6
             assert len(spans) == 2
 
@@ -93,6 +97,41 @@ def test_a_document_without_room_loses_its_end():
     assert joined == _text(20, 2)[: len(joined)].tolist()
     crowded = _rule(lengths=(20, 40)).row([_text(20, 1), _text(20, 2)], 4)
     assert crowded.stream_documents.max() == 0
+
+
+def test_a_document_that_fits_exactly_is_whole_and_one_of_two_tokens_is_a_document():
+    sizes = corrupted_lengths(_rule().section, 20)
+    for short in ((0, 0), (1, 0), (0, 1)):
+        lengths = tuple(size - less for size, less in zip(sizes, short, strict=True))
+        source, target, _ = _sides(_rule(lengths=lengths).row([_text(20)], 4), 0)
+        joined, _ = _joined(source, target)
+        assert (joined == _text(20).tolist()) == (short == (0, 0))
+    source, target, _ = _sides(_rule().row([_text(2)], 4), 0)
+    assert _joined(source, target) == (_text(2).tolist(), [[_text(2)[1]]])
+    assert not _rule().row([_text(1)], 4).mask.any()
+
+
+def test_geometric_spans_have_their_distribution_and_fill_share_and_room():
+    """A fifth of spans ends with each token, up to the most."""
+    stats = pytest.importorskip("scipy.stats")
+    rule = _rule(span_lengths="geometric", noise_density=0.2, max_span_length=4)
+    for sample in range(10):
+        spans = rule.geometric(200, 200, rule._random(sample, 0))
+        assert sum(stop - start for start, stop in spans) == 40
+    targets = [
+        sum(stop - start + 1 for start, stop in rule.geometric(200, 12, rule._random(sample, 1)))
+        + 1
+        for sample in range(10)
+    ]
+    assert max(targets) == 12
+    alone = replace(rule, section=rule.section.model_copy(update={"num_sentinels": 1}))
+    firsts, sizes = np.zeros(10), np.zeros(4)
+    for sample in range(2000):
+        ((start, stop),) = alone.geometric(200, 200, alone._random(sample, 2))
+        firsts[start // 20] += 1
+        sizes[stop - start - 1] += 1
+    assert stats.chisquare(firsts).pvalue > LEAST_P
+    assert stats.chisquare(sizes, 2000 * np.array([0.2, 0.16, 0.128, 0.512])).pvalue > LEAST_P
 
 
 def test_spans_depend_on_seed_sample_and_document_alone():

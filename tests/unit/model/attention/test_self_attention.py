@@ -1,6 +1,8 @@
 """Attention on one rank: the written-out softmax, causality, grouped queries."""
 
 from dataclasses import replace
+from math import log1p
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +65,18 @@ def test_norms_without_weights_follow_rope_by_halves_too():
     for heads in (queries, keys):
         squares = heads.square().mean(-1)
         assert torch.allclose(squares, torch.ones_like(squares), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_temperatures_grow_with_the_logarithm_of_the_position_and_are_rounded_once(dtype):
+    """As in Llama 4: 1 + scale * log(1 + floor((position + 1) / floor))."""
+    attention = SimpleNamespace(temperature=(8, 0.1))
+    positions = torch.tensor([[0], [6], [7], [8], [100], [10_000]])
+    layout, q = SimpleNamespace(positions=positions), torch.empty(0, dtype=dtype)
+    found = Attention._temperatures(attention, layout, q)
+    steps = [0, 0, 1, 1, 12, 1250]
+    wanted = torch.tensor([1 + 0.1 * log1p(step) for step in steps], dtype=torch.float64)
+    assert found.shape == (6, 1, 1, 1)
+    assert found.dtype == dtype
+    near = {torch.float64: 1e-15, torch.bfloat16: 1e-6}[dtype]
+    assert (found.flatten().double() - wanted.to(dtype).double()).abs().max() <= near

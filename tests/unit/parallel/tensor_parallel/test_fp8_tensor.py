@@ -14,6 +14,7 @@ from raymega.parallel.tensor_parallel.fp8_tensor import (
     largest,
     product,
     quantise,
+    rounding_margin,
     scale_for,
 )
 from tests.support.params import ALONE
@@ -122,3 +123,20 @@ def test_an_expert_multiplies_its_rows_as_a_linear_layer_does_row_by_row(counts,
         wanted = [torch.cat([y for y, _, _ in each]), torch.cat([x for _, x, _ in each])]
         for mine, theirs in zip(found, [*wanted, torch.stack([w for *_, w in each])], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "distance"),
+    [
+        # steps of 1/8 from 1 to 2, of 2 from 16 to 32
+        ([1.05, 1.0], 1.0625 - 1.05),
+        ([-17.1, 16.0], 17.1 - 17.0),
+        ([3.0], 0.125),
+    ],
+)
+def test_margin_is_the_least_distance_from_a_midpoint_as_a_share_of_the_range(numbers, distance):
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    found = rounding_margin(
+        torch.tensor(numbers, dtype=torch.float64) * scale, scale, torch.float8_e4m3fn
+    )
+    assert found == pytest.approx(distance / 448, rel=1e-9)
