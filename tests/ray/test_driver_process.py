@@ -21,7 +21,7 @@ def read_until(driver, word, at_least=0):
         first, *rest = line.split()
         if first == word and int(rest[0]) >= at_least:
             return [int(number) for number in rest]
-    raise AssertionError(f"the driver ended without {word}")
+    raise AssertionError(f"the driver ended with code {driver.wait(60)}, without {word}")
 
 
 def wait_until_gone(pids, timeout_s):

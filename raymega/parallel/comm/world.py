@@ -147,7 +147,7 @@ def abort_world(cause: str = "its attempt is over") -> None:
         groups = abort_groups()
         # Destroying a gloo group blocks until its pending operation has ended, so a thread does it.
         while groups:
-            threading.Thread(target=[groups.pop()].clear, daemon=True).start()
+            threading.Thread(target=[groups.pop()].clear, name="close-group", daemon=True).start()
         if is_gloo:  # it aborts collectives, but not point-to-point transfers
             _world.connections.cut()
 

@@ -38,7 +38,7 @@ class _LostPeer:
 
 
 def _is_of_attempt(thread):
-    return thread.name.startswith(("checkpoint", "raymega-ahead", "tidy", "attempt"))
+    return thread.name.startswith(("checkpoint", "raymega-ahead", "tidy", "attempt", "close-group"))
 
 
 def _held():
