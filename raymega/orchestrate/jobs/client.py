@@ -32,8 +32,8 @@ POLL_S = 1.0
 AWAY_TIMEOUT_S = 600.0
 """Longest wait for a job server that has stopped answering, in seconds."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-NO_AGENT = "No available agent"
-"""Words of a job server on a cluster whose nodes have just started."""
+PASSING = ("No available agent", "Cannot connect to host", "Server disconnected")
+"""Words of a job server on a cluster whose nodes have just started, or are busy."""
 COMMAND = ("python", "-c", "from raymega.cli.main import run; run()")
 SAVED = re.compile(rf"^{PreemptedError.__name__}: ", re.MULTILINE)
 """Last line of a driver that was stopped and has saved; Ray keeps no exit code of stopped jobs."""
@@ -200,12 +200,15 @@ class JobsClient:
     def _queue(self, **request: Any) -> None:
         """Queue a job; a cluster whose agents are still starting is asked again for half a minute."""
 
-        def ask(_number: int) -> None:
+        def ask(number: int) -> None:
             try:
                 self._client.submit_job(**request)
             except RuntimeError as error:
-                if NO_AGENT in str(error):
-                    raise ConnectionError(str(error)) from error
+                # its answer to the try before was lost
+                if number and "already exists" in str(error):
+                    return
+                if any(words in str(error) for words in PASSING):
+                    raise ConnectionError(_last_line(error)) from error
                 raise
 
         RETRY.run(ask)
@@ -304,7 +307,12 @@ def _other_version(cluster_ray: str) -> ConfigError:
 
 def _not_taken(submission_id: str, error: Exception) -> Fault:
     return Fault(
-        fact=f"the job server did not take {submission_id!r}: {one_line(error, 300)}",
+        fact=f"the job server did not take {submission_id!r}: {one_line(_last_line(error), 300)}",
         rule="it must store the working folder and the job",
         remedy="look at the head's dashboard.log; a full disk is a frequent cause",
     )
+
+
+def _last_line(error: Exception) -> str:
+    """Return an error's last line: the server answers with whole tracebacks, of which it names the cause."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
