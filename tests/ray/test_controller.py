@@ -64,7 +64,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path):
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(1) as executor:
         yield Bench(tmp_path, executor)
     assert leftovers() == []
 
