@@ -167,7 +167,7 @@ class JobsClient:
                 },
                 metadata=dict(submission.metadata),
             )
-        except (RuntimeError, ConnectionError) as error:
+        except (RuntimeError, OSError) as error:
             # Ray's server tells the two cases apart by text only
             if "already exists" in str(error):
                 raise ConfigError(
@@ -194,7 +194,7 @@ class JobsClient:
                 runtime_env={"working_dir": folder} if folder else None,
                 metadata={"raymega_beside": run},
             )
-        except (RuntimeError, ConnectionError) as error:
+        except (RuntimeError, OSError) as error:
             raise StorageError(_not_taken(submission_id, error)) from error
 
     def _queue(self, **request: Any) -> None:

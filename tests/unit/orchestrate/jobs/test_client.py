@@ -1,6 +1,7 @@
 """Answers of a job server, by a client in its place: which are asked again, and what is told of the others."""
 
 import pytest
+import requests
 
 from raymega.errors import StorageError
 from raymega.orchestrate.jobs import client as jobs
@@ -21,6 +22,8 @@ class Server:
     def submit_job(self, **_):
         self.num_asked += 1
         answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
         if answer is not None:
             raise RuntimeError(answer)
 
@@ -53,6 +56,13 @@ def test_job_whose_answer_was_lost_is_not_refused_as_another_ones(monkeypatch):
     )
     submit(server, monkeypatch)
     assert server.num_asked == 2
+
+
+def test_head_that_is_gone_is_told_without_a_traceback(monkeypatch):
+    # requests' error of a connection is an OSError, and no ConnectionError of Python's
+    gone = requests.exceptions.ConnectionError("Connection refused")
+    with pytest.raises(StorageError, match="'run-a1': Connection refused;"):
+        submit(Server(gone, gone, gone), monkeypatch)
 
 
 def test_refusal_tells_the_cause_and_is_not_asked_again(monkeypatch):
