@@ -118,14 +118,15 @@ def test_hung_worker_is_replaced_after_the_deadline(bench):
     """Time is skipped only while rank 2 is known to hang, so that no healthy step can be late."""
     clock, log = SkippingClock(), bench.folder / "rank-00002.log"
     controller = bench.controller("x.hang-2-6", "elastic.collective_timeout_s=100.0", clock=clock)
-    ended = bench.executor.submit(controller.run)
-    while "it hangs" not in (log.read_text() if log.exists() else ""):
-        assert not ended.done(), ended.result()
-        time.sleep(0.05)
-    while not bench.sink.of(AttemptFailed):
-        clock.skipped_s += 10.0
-        time.sleep(0.1)
-    assert ended.result().status == "finished"
+    with ThreadPoolExecutor(1) as runner:
+        ended = runner.submit(controller.run)
+        while "it hangs" not in (log.read_text() if log.exists() else ""):
+            assert not ended.done(), ended.result()
+            time.sleep(0.05)
+        while not bench.sink.of(AttemptFailed):
+            clock.skipped_s += 10.0
+            time.sleep(0.1)
+        assert ended.result().status == "finished"
     assert "no step after step 5 for 110 s" in bench.sink.of(AttemptFailed)[0].cause
     first, second = bench.sink.of(WorkersStarted)
     assert first.pids[2] != second.pids[2]
