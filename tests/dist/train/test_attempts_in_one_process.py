@@ -41,19 +41,25 @@ def _is_of_attempt(thread):
     return thread.name.startswith(("checkpoint", "raymega-ahead", "tidy", "attempt", "close-group"))
 
 
+def _threads_of_system():
+    return len([*Path("/proc/self/task").iterdir()])
+
+
 def _held():
     """Objects by type, Python's threads and the system's, descriptors, and wrappers of the process's last hook."""
     end_s = time.monotonic() + GUARD_S
-    while (
-        any(map(_is_of_attempt, threading.enumerate())) and time.monotonic() < end_s
-    ):  # a save may still be written
+    # a save may still be written, and the system ends a thread after Python's join has returned
+    while time.monotonic() < end_s and (
+        any(map(_is_of_attempt, threading.enumerate()))
+        or _threads_of_system() > threading.active_count()
+    ):
         gc.collect()
         time.sleep(0.01)
     gc.collect()
     objects = Counter(str(type(each)) for each in gc.get_objects())
     numbers = {
         "threads": threading.active_count(),
-        "of the system": len([*Path("/proc/self/task").iterdir()]),
+        "of the system": _threads_of_system(),
         "descriptors": len([*Path("/proc/self/fd").iterdir()]),
         "is torch's hook": int(sys.excepthook is not sys.__excepthook__),
     }
