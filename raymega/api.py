@@ -1,72 +1,38 @@
 """Functions behind the commands: load a job, plan it, train it, verify it.
 
-They connect the other packages and hold no logic of their own. What Ray, verify or a report needs is imported inside the
-functions that start it: a plan takes a tenth of a second, and importing the driver takes one.
+They connect the other packages and hold no logic of their own. What Ray, stores, checkpoints, verify or a report need is
+imported inside the functions that use it: a plan is made in a tenth of a second, and importing the driver takes one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from raymega.checkpoint.format.manifest import valid_checkpoints
-from raymega.checkpoint.load.fingerprint import BASE, TEACHER, origin_faults
-from raymega.checkpoint.load.init_from import ADAPTER, resume_faults, start_faults
-from raymega.checkpoint.load.pinned_source import pin_faults, pinned, teacher_faults
-from raymega.checkpoint.tools.inspection import open_checkpoint as open_checkpoint
-from raymega.config.fields import Section
 from raymega.config.grid_text import override_list
-from raymega.config.load import ParsedJob, parse_job
-from raymega.config.schema import (
-    CheckpointSection,
-    DataSection,
-    DistillationSection,
-    Job,
-    ModelSection,
-    ScheduleSection,
-)
-from raymega.data.blends.epochs import budget_steps
-from raymega.data.checks import training_faults
-from raymega.data.distillation.stored_logits import stored_how
-from raymega.data.samples import first_rows
-from raymega.data.text_codec import sample_prompt_faults
-from raymega.errors import ConfigError, DataError, Fault, RaymegaError, raise_faults
-from raymega.events import RunFinished
-from raymega.orchestrate.core.clock import SystemClock
-from raymega.orchestrate.core.rank_placement import block_size, place_ranks
-from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
+from raymega.config.load import parse_job
+from raymega.config.schema import Job
+from raymega.errors import ConfigError, DataError, RaymegaError, raise_faults
 from raymega.orchestrate.jobs.submission import credential_faults, relative_path_faults
-from raymega.orchestrate.run_store.foreign_runs import warn_of_driver
-from raymega.plan.distillation.teacher import UNTRAINED
 from raymega.plan.hardware.catalog import CATALOGUE
-from raymega.plan.packing.step_estimate import PackedStep, packed_step
 from raymega.plan.run_plan import RunPlan, make_plan
-from raymega.plan.snapshot_replicas import memory_faults
 from raymega.plan.validation.plugins import without_broken_parts
 from raymega.plan.validation.registry import job_faults
-from raymega.planner.calibration.fit import accelerator_yaml
 from raymega.planner.search.auto_parallel import choose_layout, planned_for
 from raymega.planner.search.selection import Choice
 from raymega.plugins import with_versions
-from raymega.session import close_session, open_session
-from raymega.storage.registry import (
-    apart_faults,
-    folder_faults,
-    open_store,
-    store_faults,
-)
-from raymega.tracking.sink import Sink
-from raymega.tracking.trackers.selection import tracker_faults
 
 if TYPE_CHECKING:
+    from raymega.checkpoint.tools.handle import Checkpoint
     from raymega.evaluate.run import EvalOptions, EvalReport, OnRows
+    from raymega.events import RunFinished
+    from raymega.plan.packing.step_estimate import PackedStep
+    from raymega.tracking.sink import Sink
     from raymega.verify.run import Options, Report, Watcher
-
-T = TypeVar("T", bound=Section)
 
 
 def load_job(
@@ -119,19 +85,23 @@ def load_chosen(
     left, broken = without_broken_parts(parsed.values)
     parsed = replace(parsed, values=left, faults=(*parsed.faults, *broken))
     # A length in tokens or epochs becomes one in steps, on which schedules and plans depend.
-    steps, faults = budget_steps(parsed.values)
-    parsed = parsed.with_steps(steps, faults)
+    if parsed.values.get("run.tokens") or parsed.values.get("run.epochs"):
+        from raymega.data.blends.epochs import budget_steps
+
+        parsed = parsed.with_steps(*budget_steps(parsed.values))
     # The planner fills in the layout before the rules between fields are checked.
     choice = choose_layout(parsed)
     if choice is not None:
         parsed = parsed.with_overrides(choice.overrides)
     if is_for_training:
-        parsed = _with_pins(parsed)
+        from raymega.training_checks import outside_faults, with_pins
+
+        parsed = with_pins(parsed)
     faults = [*parsed.faults, *job_faults(parsed.values), *credential_faults(parsed.values)]
     if is_in_ray_job:
         faults += relative_path_faults(Path(path), overrides)
     if is_for_training:
-        faults += _outside_faults(parsed.values)
+        faults += outside_faults(parsed.values)
     raise_faults(ConfigError, faults)
     job = parsed.job()
     if is_for_training and job.run.eval_tasks:
@@ -148,6 +118,9 @@ def plan(job: Job) -> RunPlan:
 
 def look_at_packing(plan: RunPlan) -> tuple[PackedStep | None, str]:
     """Return the cost of the run's first step of packed documents, or why it is unknown here."""
+    from raymega.data.samples import first_rows
+    from raymega.plan.packing.step_estimate import packed_step
+
     try:
         rows = first_rows(plan.job)
     except (ConfigError, DataError) as error:
@@ -164,7 +137,7 @@ def train(
     address: str = "auto",
     sinks: Sequence[Sink] = (),
     choice: Choice | None = None,
-    entry: str = TRAIN_ENTRY,
+    entry: str | None = None,
 ) -> RunFinished:
     """Run the driver until the run ends; a run name that exists continues that run.
 
@@ -173,7 +146,7 @@ def train(
         address: ``auto`` joins a running Ray or starts a local one; ``local``; ``HOST:PORT``.
         sinks: Sinks in addition to metrics.jsonl, MLflow and the pictures; closed at the end.
         choice: Choice of the planner with its reasons, which is saved with the run; None without one.
-        entry: Module that workers run.
+        entry: Module that workers run; None for the package's own.
 
     Raises:
         ConfigError: The run exists with another model, seed or data, its store cannot hold a lease, or a
@@ -185,14 +158,20 @@ def train(
         RaymegaError: Another error ended the run; its class has the exit code.
     """
     from raymega.launch import run_driver
+    from raymega.orchestrate.core.worker_group_api import TRAIN_ENTRY
 
-    return run_driver(job, address=address, sinks=sinks, choice=choice, entry=entry)
+    return run_driver(job, address=address, sinks=sinks, choice=choice, entry=entry or TRAIN_ENTRY)
 
 
 def dry_run(job: Job, *, address: str = "auto") -> RunPlan:
     """Do everything that :func:`train` does before it starts a worker, with the same errors."""
     from raymega.orchestrate.cluster.node_inventory import list_nodes, node_memory
+    from raymega.orchestrate.core.clock import SystemClock
+    from raymega.orchestrate.core.rank_placement import block_size, place_ranks
     from raymega.orchestrate.run_store.journal import open_record
+    from raymega.plan.snapshot_replicas import memory_faults
+    from raymega.session import close_session, open_session
+    from raymega.storage.registry import open_store
 
     plan = make_plan(job)
     open_record(open_store(job.run_uri), job, now=SystemClock().timestamp())
@@ -215,6 +194,7 @@ def calibrate(plan: RunPlan, *, name: str) -> str:
         WorkerError: A worker failed, or the cluster has no room.
     """
     from raymega.orchestrate.diagnostics.calibrate import calibrate_cluster
+    from raymega.planner.calibration.fit import accelerator_yaml
 
     job = plan.job
     base = planned_for({"cluster.accelerator": job.cluster.accelerator})
@@ -268,6 +248,18 @@ def evaluate(
     return report
 
 
+def open_checkpoint(uri: str) -> Checkpoint:
+    """Open the newest checkpoint that ``uri`` names, whole or not.
+
+    Raises:
+        ConfigError: The URI names no checkpoint.
+        CheckpointError: The manifest cannot be read.
+    """
+    from raymega.checkpoint.tools import inspection
+
+    return inspection.open_checkpoint(uri)
+
+
 def report(run: str) -> str:
     """Return a run's page as HTML, from the records on this machine.
 
@@ -291,108 +283,3 @@ def _known_references(job: Job) -> dict[str, float]:
         return loss_references(job)
     except RaymegaError:
         return {}
-
-
-def _with_pins(parsed: ParsedJob) -> ParsedJob:
-    """Return the job with the manifests of others that its ranks read: all read the same one, now and in each restart."""
-    values, uri, read = parsed.values, _run_uri(parsed.values), _pinned_fields(parsed.values)
-    fields = [each for each in sorted({BASE, ADAPTER, *read}) if values.get(each, "none") != "none"]
-    if parsed.faults or not fields or store_faults(uri):
-        return parsed
-    own = open_store(uri)
-    # a new run begins with weights and adapters as well
-    if not valid_checkpoints(own):
-        read += [BASE, ADAPTER]
-    pins = {each: pinned(values[each], own, field=each, is_read=each in read) for each in fields}
-    for field in sorted({*read} & pins.keys()):
-        warn_of_driver(field, pins[field], SystemClock())
-    return parsed.with_overrides(f"{field}={json.dumps(pin)}" for field, pin in pins.items())
-
-
-def _pinned_fields(values: Mapping[str, Any]) -> list[str]:
-    """Return the fields that name checkpoints which the job reads again in each restart."""
-    model, teacher = (
-        _section(values, "model", ModelSection),
-        _section(values, "distillation", DistillationSection),
-    )
-    is_read = {BASE: model and model.lora.r > 0, TEACHER: teacher and teacher.is_live}
-    return [field for field, is_due in is_read.items() if is_due]
-
-
-def _run_uri(values: Mapping[str, Any]) -> str:
-    """Return the URI of the run's store; empty where the job does not say."""
-    if "checkpoint.uri" not in values:
-        return ""
-    run = f"/{values['run.name']}" if "run.name" in values else ""
-    return f"{values['checkpoint.uri'].rstrip('/')}{run}"
-
-
-def _outside_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the faults of data and store, as far as the job's fields parsed."""
-    yield from training_faults(values) or sample_prompt_faults(values)
-    yield from tracker_faults(values)
-    if values.get("checkpoint.local_uri", "none") != "none":
-        yield from _near_faults(values["checkpoint.local_uri"], values.get("checkpoint.uri"))
-    yield from _teacher_faults(values)
-    # store of the run
-    is_resumed = False
-    if uri := _run_uri(values):
-        outside = store_faults(uri)
-        yield from outside
-        # A run with checkpoints of its own resumes from them, whatever checkpoint.init_from says.
-        is_resumed = not outside and bool(valid_checkpoints(open_store(uri)))
-        if is_resumed:
-            model = _section(values, "model", ModelSection)
-            schedule = _section(values, "schedule", ScheduleSection)
-            if model and schedule:
-                size, fp8 = schedule.micro_batch_size, values.get("precision.fp8", "none")
-                yield from resume_faults(open_store(uri), model, micro_batch_size=size, fp8=fp8)
-            # Adapters alone are saved: their base is read again, as a teacher is.
-            fields = _pinned_fields(values)
-            for field in fields:
-                yield from pin_faults(values.get(field, "none"), open_store(uri), field=field)
-            if BASE not in fields:
-                return
-    # checkpoint that a new run starts from
-    if values.get("checkpoint.init_from", "none") != "none":
-        model = _section(values, "model", ModelSection)
-        checkpoint = _section(values, "checkpoint", CheckpointSection)
-        if model and checkpoint:
-            if is_resumed:  # its adapters come from its own checkpoint
-                checkpoint = checkpoint.model_copy(update={"init_adapter": "none"})
-            yield from start_faults(checkpoint, model)
-
-
-def _teacher_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of a live teacher's checkpoint, which each attempt reads, or of stored logits of another one."""
-    section, model = (
-        _section(values, "distillation", DistillationSection),
-        _section(values, "model", ModelSection),
-    )
-    if section is None or model is None or not section.is_on:
-        return []
-    if not section.is_live:
-        data = _section(values, "data", DataSection)
-        return [
-            fault
-            for path in (data.datasets if data else ())
-            for fault in origin_faults(path, stored_how(path), section.teacher_checkpoint)
-        ]
-    teacher = section.model_of_teacher(model).model_copy(update=dict(UNTRAINED))
-    return teacher_faults(section.teacher_checkpoint, teacher)
-
-
-def _near_faults(near: str, uri: str | None) -> list[Fault]:
-    field = "checkpoint.local_uri"
-    faults = folder_faults(near, field=field)
-    if faults or uri is None:
-        return faults
-    return apart_faults(near, field=field, other=uri, other_field="checkpoint.uri")
-
-
-def _section(values: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    """Return the job's section, or None where one of its fields did not parse."""
-    fields = {field: f"{name}.{field}" for field in kind.model_fields}
-    if not values.keys() >= set(fields.values()):
-        return None
-    return kind.model_validate({field: values[path] for field, path in fields.items()})

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, for terminals only: phases of a preparation, steps of a run."""
+"""Progress of commands: bars on stderr, for terminals only, of a preparation or a run, and a run's bill as it starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raymega.cli.plan.bill import bill_of, device_of, priced
 from raymega.errors import duration
 from raymega.events import AttemptStarted, RunEvent, RunStarted, StepFinished, WorkersStarted
-from raymega.planner.bill import dollars
+from raymega.plan.hardware.catalog import Accelerator
+from raymega.plan.run_plan import RunPlan
+from raymega.planner.bill import bill_lines, dollars
+from raymega.planner.cost.simulated_step import played_step
 from raymega.tracking.time_left import TimeLeft
 
 OnProgress = Callable[[str, int, int], None]
@@ -104,3 +108,38 @@ def _make_progress(*more: TextColumn) -> Progress:
         # On a terminal lines go above the bar; output that goes to a file must stay there.
         redirect_stdout=sys.stdout.isatty(),
     )
+
+
+class BillSink:
+    """Sink that prints, once the run has started, what its remaining steps are expected to cost."""
+
+    def __init__(self, console: Console, plan: RunPlan, *, price: float) -> None:
+        """Print to ``console``; a ``price`` of 0 is that of the job's accelerator."""
+        self._console, self._plan = console, plan
+        device = device_of(plan.job)
+        self._device = device and priced(device, price)
+
+    def emit(self, event: RunEvent) -> None:
+        """Print the bill at the start of a run that has steps to do."""
+        if not isinstance(event, RunStarted) or event.step >= event.total_steps:
+            return
+        if self._device is None:
+            self._print("Expected time and cost: name the GPU, as --set cluster.accelerator=h100")
+            return
+        step_s = played_step(self._plan, self._device).total_s
+        bill = bill_of(self._plan, self._device, step_s, first_step=event.step)
+        for line in bill_lines(bill, self._device):
+            self._print(
+                f"Expected on {self._plan.grid.world_size} x {_named(self._device)}: {line}"
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Return at once: nothing is buffered."""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _named(device: Accelerator) -> str:
+    """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
+    return "cpu of the catalogue" if device.name == "cpu" else device.name

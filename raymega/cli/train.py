@@ -10,10 +10,10 @@ from rich.console import Console
 
 from raymega import api
 from raymega.cli.options import Address, AsJsonLines, Grid, JobFile, Overrides
-from raymega.cli.plan.bill import BillSink, Price, dollars_per_s
+from raymega.cli.plan.bill import Price, dollars_per_s
 from raymega.cli.plan.predictions import show_choice
 from raymega.cli.plan.text import show_plan
-from raymega.cli.progress import step_bar
+from raymega.cli.progress import BillSink, step_bar
 from raymega.config.grid_text import grid_overrides
 from raymega.tracking.console import ConsoleSink
 from raymega.tracking.jsonl import JsonLinesSink

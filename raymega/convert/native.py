@@ -15,6 +15,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import ValidationError
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.data_file import (
     LocalBlock,
     WriteAssignment,
@@ -36,7 +37,6 @@ from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.config.schema import ModelSection
 from raymega.convert.number_formats import Array
 from raymega.errors import CheckpointError, Fault
-from raymega.messages import SavedBox
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plugins import is_known, use_for_checkpoint
 from raymega.storage.store import Store

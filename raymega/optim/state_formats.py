@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.core.buckets import Extent, Range, piece_boxes
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.data_parallel.quantized_scales import ScaleReducer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raymega.messages import Box
+from raymega.box import Box
 
 
 def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from raymega.box import Box
 from raymega.config.schema import Job
-from raymega.messages import Box
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.layers.global_tensor import Role
 from raymega.plan.memory.optimizer_state import format_of, kinds_of, state_bytes

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from raymega.box import Box
 from raymega.config.moe import MoeSection
 from raymega.errors import Fault
-from raymega.messages import Box
 
 FIELD = "checkpoint.init_upcycle"
 DENSE, EXPERTS = ".mlp.", ".moe.experts."

@@ -16,7 +16,7 @@ from math import inf, isnan, nan
 import numpy as np
 import numpy.typing as npt
 
-from raymega.messages import Box
+from raymega.box import Box
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

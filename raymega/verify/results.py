@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.verify.compare import ComparedBlock, RankResult, StepValues
 
 

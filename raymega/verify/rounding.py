@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
+from raymega.box import Box
 from raymega.config.schema import Job
-from raymega.messages import Box
 from raymega.verify.compare import (
     EVAL_EMA_LOSS,
     EVAL_LOSS,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymega.box import Box
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
@@ -24,7 +25,7 @@ from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.errors import CheckpointError
 from raymega.evaluate.requests import Request
 from raymega.evaluate.worker import score_requests
-from raymega.messages import Box, Requests, ShardSaved
+from raymega.messages import Requests, ShardSaved
 from raymega.optim.param_groups import rates_of
 from raymega.parallel.comm.process_groups import Groups, groups_of_plan
 from raymega.parallel.comm.world import close_world, file_store, open_world

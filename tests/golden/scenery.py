@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.epochs import LeaseGrant, LeaseHolder
 from raymega.checkpoint.format.manifest import READABLE, Manifest, commit
 from raymega.checkpoint.load.init_from import WEIGHTS
@@ -24,7 +25,6 @@ from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.safetensors_files import INDEX, WHOLE
 from raymega.data.export import index_bytes
 from raymega.data.format import META_FILE, TOKENIZER_FILE
-from raymega.messages import SavedBox
 from raymega.orchestrate.run_store.journal import open_record, write_record
 from raymega.plan.tensor_table import model_tensors
 from raymega.planner.calibration.measured_run import METRICS_FILE

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.box_table import BoxTable, SavedTensor
 from raymega.checkpoint.format.keys import data_file
-from raymega.messages import Box, SavedBox, ShardSaved
+from raymega.messages import ShardSaved
 from raymega.plan.flat_boxes import boxes_of_range
 
 KINDS = ("adam.exp_avg", "adam.exp_avg_sq", "model")

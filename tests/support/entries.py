@@ -14,11 +14,12 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.manifest import read_manifest
 from raymega.errors import CommunicationError, NumericsError
 from raymega.events import EvaluationFinished, StepFinished
-from raymega.messages import Box, Entered, Progress, SavedBox, ShardSaved, WorkerFinished
+from raymega.messages import Entered, Progress, ShardSaved, WorkerFinished
 from raymega.plan.run_plan import read_plan
 from raymega.storage.registry import open_store
 

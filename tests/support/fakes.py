@@ -6,15 +6,14 @@ None of them starts a process, touches a disk or waits.
 from concurrent.futures import Executor, Future
 from datetime import UTC, datetime, timedelta
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.keys import data_file, folder_of
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.snapshots.snapshot import Snapshot
 from raymega.events import StepFinished
 from raymega.messages import (
-    Box,
     Entered,
     Progress,
-    SavedBox,
     ShardSaved,
     SnapshotHolders,
     WorkerDied,

@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from isal.isal_zlib import crc32
 
+from raymega.box import Box
 from raymega.checkpoint.format.box_table import MAX_DIMS, ROW, BoxTable, SavedTensor
 from raymega.errors import CheckpointError
-from raymega.messages import Box
 from raymega.storage.store import Store
 
 INLINE_BOXES = 8_192

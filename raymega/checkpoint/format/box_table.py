@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from raymega.box import Box, SavedBox
 from raymega.errors import CheckpointError
-from raymega.messages import Box, SavedBox
 
 MAX_DIMS = 4
 ROW = np.dtype(

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from raymega.messages import Box
+from raymega.box import Box
 
 
 def uncovered_cells(outer: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, int]]:

@@ -21,10 +21,10 @@ from operator import add
 
 from isal.isal_zlib import crc32
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError
-from raymega.messages import Box, SavedBox
 from raymega.plan.flat_boxes import boxes_of_range
 from raymega.storage.store import Store
 

@@ -21,6 +21,7 @@ from itertools import takewhile
 from isal.isal_zlib import crc32
 from pydantic import TypeAdapter, ValidationError
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.box_index import INLINE_BOXES, BoxIndex, split
 from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.catalogue import enter, manifest_keys, take_out
@@ -34,7 +35,6 @@ from raymega.checkpoint.format.keys import (
     manifest_key,
 )
 from raymega.errors import CheckpointError, Fault, one_line, raise_faults
-from raymega.messages import Box, SavedBox
 from raymega.storage.json_objects import first_damage
 from raymega.storage.store import Store, is_there, sizes_below
 

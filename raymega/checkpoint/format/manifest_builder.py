@@ -13,11 +13,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.coverage import is_partition, uncovered_cells
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.errors import CheckpointError, Fault, raise_faults
-from raymega.messages import Box, SavedBox, ShardSaved
+from raymega.messages import ShardSaved
 
 
 def assemble(  # noqa: PLR0913  # each is a part of the manifest

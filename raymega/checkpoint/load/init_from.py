@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.manifest import Manifest, broken_files, find_restore
 from raymega.checkpoint.load.fingerprint import overwritten_start_faults
 from raymega.checkpoint.tools.inspection import open_root
@@ -18,7 +19,6 @@ from raymega.config.fields import by_path
 from raymega.config.lora import LoraSection
 from raymega.config.schema import CheckpointSection, FunctionField, ModelSection
 from raymega.errors import Fault, RaymegaError, first_few
-from raymega.messages import Box, SavedBox
 from raymega.plan.adapters import is_adapter
 from raymega.plan.init_from_rules import (
     CHANGED,

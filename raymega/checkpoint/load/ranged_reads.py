@@ -12,9 +12,9 @@ from typing import cast
 
 from isal.isal_zlib import crc32
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.data_file import check_block, missing_file
 from raymega.checkpoint.format.manifest import Manifest
-from raymega.messages import Box, SavedBox
 from raymega.storage.registry import local_path
 from raymega.storage.store import ReadsInto, Store
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import element_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load.ranged_reads import NUM_FETCHES, fetch
 from raymega.config.schema import Job
 from raymega.errors import CheckpointError, ConfigError, Fault, raise_faults
-from raymega.messages import Box, SavedBox
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.memory.optimizer_state import saved_kinds

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from raymega.box import Box
 from raymega.checkpoint.load.init_from import WEIGHTS
-from raymega.messages import Box
 from raymega.parallel.core.sharded_parameter import initial_values, rows_behind
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.upcycling import Upcycling

@@ -1,8 +1,7 @@
 """Saves a rank's share: copies it to host memory, and writes it while training continues.
 
 It uses one host buffer as large as the share (the rank's state divided by the data-parallel degree),
-or as large as the job allows, and keeps it between saves. A failing store never raises into training.
-The writer reports what it wrote; the driver commits the checkpoint.
+or as large as the job allows, and keeps it between saves. A failing store never raises into training. The driver commits.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from math import inf
 
 from isal.isal_zlib import crc32
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.data_file import (
     MAX_BOX_BYTES,
@@ -35,7 +35,7 @@ from raymega.checkpoint.save.host_copy import HostCopy
 from raymega.checkpoint.save.local_cache import LocalCache
 from raymega.checkpoint.save.rate_limit import RateLimiter
 from raymega.errors import StorageError, one_line
-from raymega.messages import RankSaveProgress, SavedBox, ShardSaved
+from raymega.messages import RankSaveProgress, ShardSaved
 from raymega.parallel.core.pinned_memory import aligned
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.storage.retry import RetryPolicy

@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.keys import CheckpointId, checkpoint_of, rank_of
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.snapshots.queries import BoxQuestion, FoundBoxes, ask_boxes
 from raymega.errors import CheckpointError, StorageError
-from raymega.messages import Box, SavedBox, SnapshotHolders
+from raymega.messages import SnapshotHolders
 from raymega.plan.grid import Grid
 from raymega.storage.replicated_store import ReplicatedStore
 from raymega.storage.store import Store

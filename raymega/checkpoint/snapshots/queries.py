@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.box_table import BoxTable
 from raymega.checkpoint.format.keys import (
     ROOT,
@@ -26,7 +27,6 @@ from raymega.checkpoint.format.keys import (
 )
 from raymega.checkpoint.snapshots.part import SnapshotPart, parse_part
 from raymega.errors import CheckpointError
-from raymega.messages import Box, SavedBox
 from raymega.storage.store import Store
 
 NUM_PARTS_KEPT = 64

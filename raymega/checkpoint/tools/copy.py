@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.data_file import read_block, read_header
 from raymega.checkpoint.format.epochs import is_valid_epoch, newest_grant
 from raymega.checkpoint.format.manifest import Manifest, broken_files, commit
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.errors import CheckpointError, Fault, raise_faults
-from raymega.messages import SavedBox
 from raymega.storage.store import Store
 
 FILES_IN_FLIGHT = 4

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.errors import CheckpointError, raise_faults
-from raymega.messages import Box, SavedBox
 
 BOXES_HELD = 8
 """Number of boxes of one side that stay in memory, as the next box of the other side may overlap them."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.data_file import read_block
 from raymega.checkpoint.format.dtypes import from_bfloat16, storage_type
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import tensor_faults
 from raymega.errors import CheckpointError, ConfigError, counted, raise_faults
-from raymega.messages import Box, SavedBox
 from raymega.storage.store import Store
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.tools.diff import TensorDifference, compare
 from raymega.checkpoint.tools.handle import Checkpoint
@@ -24,7 +25,6 @@ from raymega.cli.checkpoint.merge import merge_
 from raymega.cli.options import AsJson, Uri, add_command
 from raymega.cli.output import json_object, print_json, table
 from raymega.errors import counted
-from raymega.messages import SavedBox
 
 WEIGHTS = "model/"
 """Start of the names of tensors that are weights."""

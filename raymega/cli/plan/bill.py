@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from raymega.config.schema import Job
 from raymega.errors import RaymegaError
-from raymega.events import RunEvent, RunStarted
 from raymega.plan.hardware.catalog import Accelerator
 from raymega.plan.hardware.catalog_file import find_accelerator
 from raymega.plan.run_plan import RunPlan
-from raymega.planner.bill import Bill, bill_lines, make_bill
+from raymega.planner.bill import Bill, make_bill
 from raymega.planner.cost.evaluation_time import sample_s
-from raymega.planner.cost.simulated_step import played_step
 from raymega.planner.search.auto_parallel import BY_DEVICE
 
 MOST_DOLLARS = 1e6
@@ -82,38 +79,3 @@ def _prompt_tokens(job: Job) -> int:
             return max(len(prompt_ids(codec, text, each, vision)) for text, each in own)
     # a token has a byte at least; an image has as many tokens as its pixels say
     return job.data.seq_len if vision.is_on else max(len(text.encode()) for text in prompts)
-
-
-def _named(device: Accelerator) -> str:
-    """Return the device's name; of the catalogue's cpu, that it is not this machine's."""
-    return "cpu of the catalogue" if device.name == "cpu" else device.name
-
-
-class BillSink:
-    """Sink that prints, once the run has started, what its remaining steps are expected to cost."""
-
-    def __init__(self, console: Console, plan: RunPlan, *, price: float) -> None:
-        """Print to ``console``; a ``price`` of 0 is that of the job's accelerator."""
-        self._console, self._plan = console, plan
-        device = device_of(plan.job)
-        self._device = device and priced(device, price)
-
-    def emit(self, event: RunEvent) -> None:
-        """Print the bill at the start of a run that has steps to do."""
-        if not isinstance(event, RunStarted) or event.step >= event.total_steps:
-            return
-        if self._device is None:
-            self._print("Expected time and cost: name the GPU, as --set cluster.accelerator=h100")
-            return
-        step_s = played_step(self._plan, self._device).total_s
-        bill = bill_of(self._plan, self._device, step_s, first_step=event.step)
-        for line in bill_lines(bill, self._device):
-            self._print(
-                f"Expected on {self._plan.grid.world_size} x {_named(self._device)}: {line}"
-            )
-
-    def close(self, timeout_s: float) -> None:
-        """Return at once: nothing is buffered."""
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)

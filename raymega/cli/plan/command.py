@@ -14,7 +14,6 @@ from raymega.cli.options import Grid, Overrides
 from raymega.cli.output import print_json
 from raymega.cli.plan import predictions
 from raymega.cli.plan.bill import MOST_DOLLARS, Price, priced
-from raymega.cli.plan.measured import show_calibration
 from raymega.cli.plan.text import show_plan
 from raymega.config.grid_text import grid_overrides
 from raymega.config.schema import Job
@@ -128,7 +127,7 @@ def plan(
         predictions.show_runs(runs, as_json=as_json)
         return
     if calibrate is not None:
-        show_calibration(calibrate, gpu, as_json=as_json)
+        _show_calibration(calibrate, gpu, as_json=as_json)
         return
     assert job_file is not None
     # plan of the job, with the degrees of --grid
@@ -172,6 +171,13 @@ def _device_of(job: Job) -> str:
     if job.cluster.accelerator != BY_DEVICE:
         return job.cluster.accelerator
     return "cpu" if job.cluster.device == "cpu" else "h100"
+
+
+def _show_calibration(run: Path, gpu: str, *, as_json: bool) -> None:
+    """Compare with a run of raymega; what fits constants loads numpy, and no other plan needs it."""
+    from raymega.cli.plan.measured import show_calibration
+
+    show_calibration(run, gpu, as_json=as_json)
 
 
 def _show_best(

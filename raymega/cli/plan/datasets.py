@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from raymega.cli.output import table
+from raymega.config.data import is_computed
 from raymega.config.schema import Job
-from raymega.data.blends.epochs import planned_reads, streamed_reads
 
 
 def datasets_object(job: Job) -> dict[str, object]:
     """Return what the run reads of each dataset as a JSON object; empty for one dataset that is no stream."""
     found: dict[str, object] = {}
+    if _are_computed(job):
+        return found
+    from raymega.data.blends.epochs import planned_reads, streamed_reads
+
     if job.data.sources or job.data.stages:
         found["datasets"] = [asdict(use) for use in planned_reads(job)]
     if streamed := streamed_reads(job):
@@ -21,6 +25,10 @@ def datasets_object(job: Job) -> dict[str, object]:
 
 def show_datasets(job: Job) -> None:
     """Print what the run reads of each dataset; nothing for one dataset that is no stream."""
+    if _are_computed(job):
+        return
+    from raymega.data.blends.epochs import planned_reads, streamed_reads
+
     if streamed := streamed_reads(job):
         print(
             f"\ndata from object stores: {streamed.cached_bytes:,} bytes of disk a node, "
@@ -41,3 +49,9 @@ def show_datasets(job: Job) -> None:
     ]
     print("\ndatasets; epochs count from the begin of the run")
     print(table(("from sample", "dataset", "share", "samples", "tokens", "epochs"), rows))
+
+
+def _are_computed(job: Job) -> bool:
+    """Return whether the run reads one dataset and no file; what reads files takes a tenth of a plan's time to import."""
+    section = job.data
+    return not section.sources and not section.stages and all(map(is_computed, section.datasets))

@@ -21,7 +21,6 @@ from raymega.planner.calibration.error_band import TimeBand, band_of, fits_proba
 from raymega.planner.calibration.published_runs import PublishedRun, read_runs
 from raymega.planner.cost.peak_memory import memory_use
 from raymega.planner.cost.simulated_step import played_step
-from raymega.planner.html_report import draw_plan
 from raymega.planner.search.advice import advice_line, advise
 from raymega.planner.search.search import MEMORY_MARGIN, RankedLayout, SearchResult
 from raymega.planner.search.selection import Choice, seconds
@@ -116,6 +115,8 @@ def write_picture(plan: RunPlan, device: Accelerator, path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
+    from raymega.planner.html_report import draw_plan
+
     found = prediction(plan, device)
     write_drawing(
         path,

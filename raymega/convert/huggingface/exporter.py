@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from raymega.box import SavedBox
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.load.init_from import WEIGHTS
@@ -38,7 +39,6 @@ from raymega.convert.output_folder import folder_faults, new_folder
 from raymega.convert.safetensors_files import NewTensor, write_weights
 from raymega.data.format import TOKENIZER_FILE
 from raymega.errors import CheckpointError, ConfigError, Fault, first_few, raise_faults
-from raymega.messages import SavedBox
 from raymega.plan.tensor_table import model_tensors
 
 DTYPES = ("saved", "float64", "float32", "bfloat16", "float16")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.manifest_builder import coverage_faults
 from raymega.checkpoint.load.init_from import WEIGHTS
 from raymega.checkpoint.tools.handle import Checkpoint
@@ -36,7 +37,6 @@ from raymega.convert.torch_dcp.names import (
 )
 from raymega.convert.torch_dcp.writer import DcpNewTensor, write_dcp
 from raymega.errors import CheckpointError, ConfigError, raise_faults
-from raymega.messages import Box, SavedBox
 
 COUNTED = "adam.exp_avg"
 """Kind of tensor for which torch's optimizer also keeps the number of updates."""

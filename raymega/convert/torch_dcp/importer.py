@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from raymega.box import Box
 from raymega.checkpoint.format.coverage import uncovered_cells
 from raymega.checkpoint.format.dtypes import ELEMENT_TYPES
 from raymega.checkpoint.load.init_from import WEIGHTS
@@ -34,7 +35,6 @@ from raymega.convert.torch_dcp.names import (
 )
 from raymega.convert.torch_dcp.reader import DcpBlock, DcpFolder, DcpTensor, open_dcp
 from raymega.errors import ConfigError, Fault, first_few, raise_faults
-from raymega.messages import Box
 from raymega.plan.init_from_rules import matches
 from raymega.plan.rename_rules import make_renames, rename_faults
 from raymega.plan.tensor_table import model_tensors

@@ -12,6 +12,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 
+from raymega.box import Box
 from raymega.convert.number_formats import Array, storage_type
 from raymega.convert.torch_dcp.file_part import FilePart
 from raymega.convert.torch_dcp.pickle_reader import (
@@ -26,7 +27,6 @@ from raymega.convert.torch_dcp.pickle_reader import (
     read_tensor,
 )
 from raymega.errors import ConfigError
-from raymega.messages import Box
 
 METADATA = ".metadata"
 # Raised when the metadata lack an attribute or have one of another type.

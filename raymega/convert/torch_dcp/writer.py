@@ -15,12 +15,12 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 
+from raymega.box import Box
 from raymega.convert.number_formats import Array
 from raymega.convert.torch_dcp.file_part import FilePart
 from raymega.convert.torch_dcp.pickle_reader import STORAGES
 from raymega.convert.torch_dcp.pickle_writer import Call, Instance, Name, Outside, Table, to_pickle
 from raymega.convert.torch_dcp.reader import METADATA
-from raymega.messages import Box
 
 FILE_BYTES = 2 * 2**30
 """Size in bytes from which on the next block goes to a new data file."""

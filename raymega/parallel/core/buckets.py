@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.shard_spec import Piece
 from raymega.parallel.core.sharded_parameter import ShardedParameter

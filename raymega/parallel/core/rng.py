@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.plan.flat_boxes import linear_index
 
 # Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; 2011).

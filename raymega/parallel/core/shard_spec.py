@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.layers.global_tensor import WHOLE_EXPERTS, GlobalTensor, Role
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from raymega.box import Box
 from raymega.errors import Fault, InternalError, raise_faults
-from raymega.messages import Box
 from raymega.parallel.core import rng
 from raymega.parallel.core.shard_spec import Piece, ShardSpec
 from raymega.plan.layers.global_tensor import GlobalTensor

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.comm.collectives import start_exchange
 from raymega.parallel.comm.process_groups import Group, Groups
 from raymega.parallel.comm.trace import CommLog

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.comm.collectives import start_all_reduce
 from raymega.parallel.comm.process_groups import Group, Groups
 from raymega.parallel.comm.trace import CommLog

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.comm.process_groups import Group
 from raymega.parallel.core.buckets import Extent, Range, piece_boxes
 from raymega.parallel.core.sharded_parameter import ShardedParameter

@@ -11,7 +11,7 @@ from itertools import pairwise
 from struct import pack, unpack
 from typing import Protocol
 
-from raymega.messages import Box
+from raymega.box import Box
 
 BLOCK = 64
 """Weights that share a scale (QLoRA, section 3)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.plan.grid import ExpertPlace
 from raymega.plan.layers.base_blocks import COMPUTE
 

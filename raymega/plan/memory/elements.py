@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.plan.layers.base_blocks import (
     AT_ONCE,
     CODE_BITS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.plan.layers.global_tensor import GlobalTensor
 
 BLOCK = 256

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from raymega.box import Box
 from raymega.checkpoint.format.manifest import read_blocks
 from raymega.checkpoint.load.fingerprint import TEACHER
 from raymega.checkpoint.load.foreign_reads import foreign_read
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.tools.inspection import open_root
-from raymega.messages import Box
 from raymega.model.heads.score_head import language_head
 from raymega.model.pipeline_stage import StageModule
 from raymega.parallel.comm.process_groups import Group, Groups

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.checkpoint.load.held_state import NONE, HeldState, fill, take_over
 from raymega.errors import CheckpointError
 from raymega.events import StepFinished
-from raymega.messages import Box, Requests
+from raymega.messages import Requests
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.layers.global_tensor import GlobalTensor
 from raymega.plan.run_plan import read_plan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter
 from raymega.plan.grid import Grid

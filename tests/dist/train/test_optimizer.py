@@ -5,8 +5,8 @@ from math import sqrt
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.config.schema import OptimizerSection
-from raymega.messages import Box
 from raymega.optim.clip import clip_factor, local_norm_sq
 from raymega.parallel.comm.collectives import all_reduce
 from raymega.plan.grid import Grid

@@ -3,19 +3,12 @@
 Every sample that a rank reads is counted, step by step; a checkpoint carries what its history has trained.
 """
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.keys import checkpoint_of, data_file, folder_of
 from raymega.checkpoint.format.manifest import read_manifest
 from raymega.errors import CheckpointError, StorageError
 from raymega.events import StepFinished
-from raymega.messages import (
-    Box,
-    Entered,
-    Progress,
-    SavedBox,
-    ShardSaved,
-    WorkerFailed,
-    WorkerFinished,
-)
+from raymega.messages import Entered, Progress, ShardSaved, WorkerFailed, WorkerFinished
 from raymega.orchestrate.core.worker_group_api import ThreadStatus
 from raymega.plan.batch import batch_at
 from raymega.plan.run_plan import read_plan

@@ -9,8 +9,8 @@ import math
 import torch
 from torch.nn import functional
 
+from raymega.box import Box
 from raymega.config.schema import ModelSection
-from raymega.messages import Box
 
 
 def make_model(family: str, **changes) -> ModelSection:

@@ -5,12 +5,12 @@ from zlib import crc32
 
 import torch
 
+from raymega.box import Box
 from raymega.checkpoint.format.manifest import Manifest, commit
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.save.writer import CheckpointWriter, SaveLimits
 from raymega.config.schema import ModelSection
 from raymega.errors import StorageError
-from raymega.messages import Box
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.core.buckets import Sharing, make_buckets
 from raymega.parallel.core.shard_spec import ShardSpec, make_spec

@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from raymega.cli.plan.bill import BillSink, dollars_per_s
+from raymega.cli.plan.bill import dollars_per_s
 from raymega.cli.plan.notes import Machine, notes
 from raymega.cli.plan.ranks import intervals, rank_sizes
-from raymega.cli.progress import StepBar
+from raymega.cli.progress import BillSink, StepBar
 from raymega.events import RunFinished
 from raymega.plan.memory.state_bytes import rank_state
 from raymega.tracking.console import ConsoleSink

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from raymega.box import Box
 from raymega.checkpoint.format import data_file, manifest
 from raymega.checkpoint.format.data_file import MAX_BOX_BYTES
 from raymega.checkpoint.format.manifest import commit
@@ -26,7 +27,6 @@ from raymega.convert.huggingface.names import hf_tensors
 from raymega.convert.safetensors_files import open_weights
 from raymega.data.format import TOKENIZER_FILE
 from raymega.errors import CheckpointError, ConfigError, StorageError
-from raymega.messages import Box
 from raymega.plan.grid import Grid
 from raymega.storage.local import LocalStore
 from tests.unit.checkpoint.support import assemble_shards, block_values, save_shards

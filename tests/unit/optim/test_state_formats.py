@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.config.schema import OptimizerSection
-from raymega.messages import Box
 from raymega.optim.state_formats import dynamic_codes
 from raymega.parallel.comm.trace import CommLog
 from raymega.parallel.data_parallel.quantized_scales import ScaleReducer

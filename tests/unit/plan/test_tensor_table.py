@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.config.schema import ModelSection
-from raymega.messages import Box
 from raymega.parallel.core.sharded_parameter import initial_values
 from raymega.plan import flops, tensor_table
 from raymega.plan.flops import (

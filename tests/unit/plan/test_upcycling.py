@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from raymega.box import Box
 from raymega.config.moe import MoeSection
-from raymega.messages import Box
 from raymega.plan.upcycling import make_upcycling, upcycling_faults
 
 D, F = 4, 12

@@ -6,7 +6,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.verify.compare import (
     ComparedBlock,
     RankResult,

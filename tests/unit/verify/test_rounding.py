@@ -6,7 +6,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.verify.compare import ComparedBlock, RankResult, StepValues, make_reference
 from raymega.verify.rounding import LIMIT_OF_SPREAD, Spread, compare_with_spread
 

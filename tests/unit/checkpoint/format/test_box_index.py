@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format import box_index
 from raymega.checkpoint.format import manifest as manifests
 from raymega.checkpoint.format.box_table import BoxTable
@@ -22,7 +23,6 @@ from raymega.checkpoint.tools.copy import copy_checkpoint
 from raymega.checkpoint.tools.inspection import list_checkpoints, verify_checkpoints
 from raymega.checkpoint.tools.retention import Pruner, RetentionPolicy
 from raymega.errors import CheckpointError
-from raymega.messages import Box, SavedBox
 from raymega.storage.local import LocalStore
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, make_blocks, make_grid, same, save_checkpoint

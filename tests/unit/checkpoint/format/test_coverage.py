@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.box import Box
 from raymega.checkpoint.format.coverage import uncovered_cells
-from raymega.messages import Box
 
 
 def _box(*spans):

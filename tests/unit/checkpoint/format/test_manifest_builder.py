@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from raymega.box import Box
 from raymega.errors import CheckpointError
-from raymega.messages import Box
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.support import MODELS, assemble_shards, make_grid, save_shards
 

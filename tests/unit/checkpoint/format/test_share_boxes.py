@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymega.box import Box
 from raymega.checkpoint.format import data_file
 from raymega.checkpoint.format.data_file import LocalBlock, pack, share_boxes
-from raymega.messages import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.plan.grid import Grid
 from raymega.plan.layers.global_tensor import GlobalTensor

@@ -6,11 +6,11 @@ from zlib import crc32
 
 import pytest
 
+from raymega.box import Box, SavedBox
 from raymega.checkpoint.format.manifest import Manifest
 from raymega.checkpoint.load import ranged_reads
 from raymega.checkpoint.load.ranged_reads import fetch, plan_requests
 from raymega.errors import CheckpointError, StorageError
-from raymega.messages import Box, SavedBox
 from tests.support.memory_store import MemoryStore
 
 DATA = bytes(range(256)) * 8

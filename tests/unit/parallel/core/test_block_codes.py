@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.config.lora import LoraSection
 from raymega.convert.tuned import coded_base
-from raymega.messages import Box
 from raymega.parallel.core import block_codes
 from raymega.plan.layers.base_blocks import box_blocks, dynamic_values, format_values, scale_bytes
 from raymega.plan.memory.elements import coded_elements

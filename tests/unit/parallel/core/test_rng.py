@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.core import rng
 
 ONES = 0xFFFFFFFF

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.plan.layers.global_tensor import GlobalTensor
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raymega.box import Box
 from raymega.errors import InternalError
-from raymega.messages import Box
 from raymega.parallel.core import sharded_parameter
 from raymega.parallel.core.shard_spec import make_spec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, check_specs, initialise
