@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from raymega.box import Box
 from raymega.checkpoint.format.manifest import commit, read_manifest
 from raymega.checkpoint.format.manifest_builder import assemble
 from raymega.checkpoint.load.ranged_reads import LOCAL_BYTES, NUM_FETCHES
 from raymega.checkpoint.load.reader import load
 from raymega.checkpoint.save.writer import CheckpointWriter
-from raymega.messages import Box
 from raymega.parallel.comm.world import open_world
 from raymega.parallel.data_parallel.state_tensors import TensorBlock
 from raymega.plan.layers.global_tensor import GlobalTensor

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
 import torch
 
-from raymega.messages import Box
+from raymega.box import Box
 from raymega.parallel.core.shard_spec import Piece, ShardSpec
 from raymega.parallel.core.sharded_parameter import ShardedParameter, initialise
 from raymega.plan.layers.global_tensor import GlobalTensor
