@@ -40,6 +40,9 @@ def train(
     Example: raymega train jobs/verify.yaml --set run.steps=50
     Example: raymega train jobs/verify.yaml --grid tp=2,pp=2
     """
+    # the first line comes at once: checks may ask a store, and Ray and the workers take seconds
+    if not dry_run:
+        print(f"Checking {job_file}; then Ray and its workers start.", file=sys.stderr, flush=True)
     # parallel.layout=auto is decided here, before anything starts.
     server = os.environ.get("MLFLOW_TRACKING_URI")
     job, choice = api.load_chosen(
@@ -52,10 +55,6 @@ def train(
     if dry_run:
         show_plan(api.dry_run(job, address=address), as_json=as_json)
         return
-    # the first line comes at once; Ray and the workers take seconds
-    print(
-        f"Checking run {job.run.name}; then Ray and its workers start.", file=sys.stderr, flush=True
-    )
     if not as_json:
         show_choice(choice)
         plan = api.plan(job)
