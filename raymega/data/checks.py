@@ -43,6 +43,7 @@ from raymega.data.open_split import (
     no_documents,
     shape_of,
     short_split,
+    split_key,
 )
 from raymega.data.preference.dataset_folder import has_folder, no_folder
 from raymega.data.preference.stored_reference import read_reference
@@ -326,7 +327,7 @@ def _stored_faults(
             )  # fmt: skip
             continue
         try:
-            read_reference(path, split, wanted)
+            read_reference(path, split, wanted, content=split_key(meta_at(path), split))
         except ConfigError as error:
             yield from error.faults
 

@@ -204,7 +204,9 @@ def _rows_of(stream: Stream, setup: SourceSetup, *, labels: Labels | None, key: 
         )
         if shape.pairs == "stored":
             assert isinstance(source, PairedSource), "pairs have such a source"
-            source.reference = read_reference(setup.path, setup.split, answer_cut(shape))
+            source.reference = read_reference(
+                setup.path, setup.split, answer_cut(shape), content=key
+            )
         return source
     # windows: one takes a token more than a row, from a single shard
     sizes = [shard.num_tokens for shard in stream.shards]

@@ -10,7 +10,7 @@ import numpy as np
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.config.schema import Job, ModelSection
 from raymega.data.heads.form import job_form
-from raymega.data.open_split import answer_cut, open_split, shape_of
+from raymega.data.open_split import answer_cut, open_split, shape_of, split_key
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import reference_path, write_reference
 from raymega.data.streaming.remote_dataset import meta_at
@@ -108,7 +108,8 @@ def _store(
         sums[place] = scores.log_probs[mask].sum()
     # write the sums with the cut of answers and the model that they are of
     file, key = reference_path(path, split), f"{opened.store.uri}/{opened.manifest.key}"
-    write_reference(file, sums, answer_cut(shape) | {"checkpoint": key})
+    content = split_key(meta_at(path), split)
+    write_reference(file, sums, answer_cut(shape) | {"checkpoint": key}, content=content)
     return StoredReference(file=str(file), pairs=len(sums), checkpoint=key)
 
 

@@ -7,7 +7,7 @@ same dataset on every machine. Folders are listed by `raymega.prepare.readers.li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import accumulate
@@ -25,7 +25,7 @@ from raymega.prepare.readers.formats import (
     missing_library,
     unknown_suffixes,
 )
-from raymega.prepare.readers.listing import Listed, list_root, root_of
+from raymega.prepare.readers.listing import HF_DICT, Listed, list_root, root_of
 from raymega.prepare.readers.pieces import SourceFile
 
 
@@ -86,8 +86,8 @@ def hash_of(text: str, purpose: str) -> int:
     return int.from_bytes(blake2b(encoded, digest_size=8, person=purpose.encode()).digest())
 
 
-def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> Iterator[SourceFile]:
-    """Yield the selected files of one input."""
+def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> list[SourceFile]:
+    """Return the selected files of one input."""
     root = root_of(name)
     # A file is read whatever the patterns say; a folder is listed with all its subfolders.
     try:
@@ -100,8 +100,11 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
     own = own_folders(each.name for each in listed)
     if info.is_file and is_part_of_unfinished(system, info.path):
         raise ConfigError(_unfinished(name))
-    unknown, broken = [], []
+    unknown, broken, files, dicts = [], [], [], []
     for each in listed:
+        if not info.is_file and PurePosixPath(each.name).name == HF_DICT:
+            dicts.append(each.name.removesuffix(HF_DICT))
+            continue
         is_left_out = own.has(each.name) or _matches(each.name, exclude)
         if not info.is_file and (is_left_out or not (each.why or _matches(each.name, include))):
             continue
@@ -114,10 +117,27 @@ def _list_input(name: str, include: Sequence[str], exclude: Sequence[str]) -> It
         elif form is None:
             unknown.append(label)
         else:
-            yield _source_file(root, each, label, form)
+            files.append(_source_file(root, each, label, form))
     faults = [*broken[:5], *([unknown_suffixes(unknown)] if unknown else [])]
+    faults += _mixed_splits(name, dicts, files)
     if faults:
         raise ConfigError(*faults)
+    return files
+
+
+def _mixed_splits(name: str, dicts: Iterable[str], files: Iterable[SourceFile]) -> Iterator[Fault]:
+    """Yield a fault for each DatasetDict of `datasets` of which files of several splits are selected."""
+    for top in dicts:
+        inside = [each.name.removeprefix(top) for each in files if each.name.startswith(top)]
+        splits = sorted({each.partition("/")[0] for each in inside if "/" in each})
+        if len(splits) > 1:
+            folder = f"{name.rstrip('/')}/{top}"
+            yield Fault(
+                fact=f"{folder} is a DatasetDict with the splits {', '.join(splits)}",
+                rule="a dataset is made of one split: as one input, their documents would be mixed, and trained on",
+                remedy=f"give {folder}{'train' if 'train' in splits else splits[0]} as the INPUT; "
+                "the folders of several as INPUTs, to join them",
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Reference log-probabilities of a preference dataset's answers, in a file beside its shards.
 
-`raymega.evaluate.reference` computes them once. A job may use them if its answers are cut and counted as they
-were then.
+`raymega.evaluate.reference` computes them once. A job may use them if its answers are the same, and cut and
+counted as they were then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from raymega.data.preference.dataset_folder import has_folder
 from raymega.data.streaming.remote_dataset import local_folder
 from raymega.errors import ConfigError, Fault
 
+CONTENT = "content"
+"""Name of the digest of the split that the log-probabilities are of."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -41,23 +43,26 @@ def _digest(file: Path) -> str:
         return blake2b(found["log_probs"].tobytes(), digest_size=8).hexdigest()
 
 
-def write_reference(file: Path, log_probs: Floats, how: Mapping[str, object]) -> None:
-    """Write log-probabilities [N, 2] of all pairs, and by which model and cut of answers they are."""
+def write_reference(
+    file: Path, log_probs: Floats, how: Mapping[str, object], *, content: str
+) -> None:
+    """Write log-probabilities [N, 2] of all pairs, of which split's ``content``, by which model and cut they are."""
     # written beside and renamed, so that a reader never finds half a file
     packed = io.BytesIO()
-    np.savez(packed, log_probs=log_probs, how=np.array(json.dumps(dict(how))))
+    np.savez(packed, log_probs=log_probs, how=np.array(json.dumps({**how, CONTENT: content})))
     beside = file.with_suffix(".tmp")
     beside.write_bytes(packed.getvalue())
     beside.replace(file)
 
 
-def read_reference(path: str, split: str, wanted: Mapping[str, object]) -> Floats:
+def read_reference(path: str, split: str, wanted: Mapping[str, object], *, content: str) -> Floats:
     """Return the stored log-probabilities, [N, 2].
 
     Args:
         path: Folder of the dataset.
         split: Name of the split.
         wanted: Cut and labels of answers in this job.
+        content: Digest of the split's content.
 
     Raises:
         ConfigError: There are none, or they are of answers that were cut or counted otherwise.
@@ -83,4 +88,12 @@ def read_reference(path: str, split: str, wanted: Mapping[str, object]) -> Float
                 remedy=remedy,
             )
             raise ConfigError(fault)
+    # answers of another dataset would be compared with these, pair by pair
+    if how.get(CONTENT) != content:
+        fault = Fault(
+            fact=f"preference.reference=stored, and the {split} split of {path} has content {content}",
+            rule=f"{file} has the answers of content {how.get(CONTENT, 'unknown')}",
+            remedy=remedy,
+        )
+        raise ConfigError(fault)
     return log_probs

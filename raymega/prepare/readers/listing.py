@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from pyarrow import fs
 
-# What `Dataset.save_to_disk` writes beside its Arrow files; state.json lists them.
+# What `Dataset.save_to_disk` writes beside its Arrow files; state.json lists them. The last lies beside folders of splits.
 HF_STATE, HF_INFO, HF_DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
@@ -118,8 +118,7 @@ def _without_hf_files(system: fs.FileSystem, listed: list[Listed]) -> list[Liste
         for gone in (f"{prefix}{each}" for each in sorted(wanted)):
             missing = _broken(Listed(name=gone, path=gone), f"is missing; {name} lists it")
             by_name.setdefault(gone, missing)
-    # The list of splits, beside their folders.
-    return [each for each in by_name.values() if PurePosixPath(each.name).name != HF_DICT]
+    return [*by_name.values()]
 
 
 def _data_files(content: bytes) -> set[str] | None:

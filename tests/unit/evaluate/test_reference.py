@@ -1,5 +1,6 @@
 """Stored reference log-probabilities: the workers' scores of answers, summed over the labels that count."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -128,6 +129,27 @@ def test_a_run_starts_at_its_own_reference(tmp_path, monkeypatch, row_format, lo
     assert {fault.fact for fault in faults} == {
         "preference.reference=stored with data.seq_len=32",
     }
+    # and those of another dataset of as many pairs, or of one that is not known
+    values["data.seq_len"] = 64
+    assert training_faults(values) == []
+    for known in (False, True):
+        if known:
+            _write_pairs(tmp_path, seed=4, row_format=row_format)
+        else:
+            _forget_content(reference_path(str(pairs[0]), "train"))
+        (fault,) = [each for each in training_faults(values) if "the train split" in each.fact]
+        assert "raymega data reference" in fault.remedy
+        with pytest.raises(ConfigError, match="has the answers of content"):
+            open_split(str(pairs[0]), "train", shape, seed=0)
+        reference.store_reference(plan.job, checkpoint="runs/sft")
+
+
+def _forget_content(file):
+    with np.load(file) as found:
+        values = dict(found)
+    how = json.loads(str(values["how"]))
+    del how["content"]
+    np.savez(file, **values | {"how": np.array(json.dumps(how))})
 
 
 @pytest.mark.parametrize(
@@ -152,11 +174,11 @@ def test_a_reference_that_cannot_read_the_answers_is_refused(pairs, monkeypatch,
 def test_a_run_does_not_go_on_with_another_reference(pairs):
     job = _plan(pairs).job
     file = reference_path(str(pairs[0]), "train")
-    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "a"})
+    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "a"}, content="x")
     identity = identity_of(job)
-    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "b"})
+    write_reference(file, np.full((20, 2), -3.0), {"checkpoint": "b"}, content="x")
     assert identity_faults("dpo", identity, job) == []
-    write_reference(file, np.full((20, 2), -4.0), {"checkpoint": "b"})
+    write_reference(file, np.full((20, 2), -4.0), {"checkpoint": "b"}, content="x")
     (fault,) = identity_faults("dpo", identity, job)
     assert "raymega data reference" in fault.remedy
     # a record of before has none
@@ -172,7 +194,9 @@ def test_every_dataset_of_a_job_keeps_its_reference(tmp_path):
     for number, (folder, split) in enumerate(parts):
         folder.mkdir()
         first = _write_pairs(folder, seed=number)
-        write_reference(reference_path(str(folder), split), np.zeros((20, 2)), {"checkpoint": "a"})
+        write_reference(
+            reference_path(str(folder), split), np.zeros((20, 2)), {"checkpoint": "a"}, content="x"
+        )
     paths = [str(folder) for folder, _ in parts]
     job = _plan(
         (paths[0], first[1]), "data.path=none", "run.eval_samples=4",
@@ -184,7 +208,7 @@ def test_every_dataset_of_a_job_keeps_its_reference(tmp_path):
     for folder, split in parts:
         file = reference_path(str(folder), split)
         before = file.read_bytes()
-        write_reference(file, np.ones((20, 2)), {"checkpoint": "b"})
+        write_reference(file, np.ones((20, 2)), {"checkpoint": "b"}, content="x")
         (fault,) = identity_faults("dpo", identity, job)
         assert split in fault.fact and "raymega data reference" in fault.remedy
         file.write_bytes(before)

@@ -7,6 +7,7 @@ import pytest
 
 from raymega.data.format import META_FILE, TOKENIZER_FILE
 from raymega.data.inspect import inspect_dataset
+from raymega.errors import ConfigError
 from raymega.prepare.groups import make_groups
 from raymega.prepare.origins import SOURCES_FILE
 from raymega.prepare.sources import list_files
@@ -97,14 +98,26 @@ def test_key_of_the_text_is_chosen(tmp_path):
     assert done.meta.recipe["text_key"] == "content"
 
 
-def test_datasets_folder_with_splits_is_read_whole(tmp_path):
+def test_splits_of_a_datasets_folder_are_read_one_at_a_time(tmp_path):
+    """All of them as one input would put the test's documents into the training."""
+    hf = tmp_path / "in" / "hf"
     for split in ("train", "test"):
-        (tmp_path / "hf" / split).mkdir(parents=True)
-        FORMS["datasets-folder"](tmp_path / "hf" / split)
-    (tmp_path / "hf" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    done = prepared(tmp_path / "hf", tmp_path / "out")
-    num_documents = sum(split.num_documents for split in done.meta.splits.values())
-    assert num_documents == 2 * (corpora.NUM_TEXTS - 1)
+        (hf / split).mkdir(parents=True)
+        FORMS["datasets-folder"](hf / split)
+    (hf / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for name in (hf, tmp_path / "in"):
+        with pytest.raises(
+            ConfigError, match=f"{hf}/ is a DatasetDict with the splits test, train"
+        ):
+            prepared(name, tmp_path / "refused")
+    with_test_left_out = [
+        file.name for file in list_files([str(hf)], include=["*"], exclude=["test"])
+    ]
+    assert with_test_left_out == [f"train/data-{i:05d}-of-00002.arrow" for i in range(2)]
+    joined = list_files([f"{hf}/train", f"{hf}/test"], include=["*"], exclude=[])
+    assert len(joined) == 4
+    done = prepared(hf / "train", tmp_path / "out")
+    assert sum(each.num_documents for each in done.meta.splits.values()) == corpora.NUM_TEXTS - 1
 
 
 def test_held_out_documents_are_the_same_in_every_order(tmp_path):
