@@ -30,7 +30,11 @@ from raymega.convert.huggingface.extra_files import (
     has_tokenizer,
     trained_tokens,
 )
-from raymega.convert.huggingface.families.images.llava import PREPROCESSOR, current_preprocessor
+from raymega.convert.huggingface.families.images.llava import (
+    PREPROCESSOR,
+    current_preprocessor,
+    separate_preprocessor,
+)
 from raymega.convert.huggingface.heads import sentence_files
 from raymega.convert.huggingface.names import HfTensor, exported_tensors, hf_tensors
 from raymega.convert.native import model_of
@@ -107,6 +111,7 @@ def hf_export(
         config |= trained_tokens(manifest)
     # Qwen2-VL's own processor keeps shapes: the one that it was imported with goes along
     is_said = model.vision.has_positions or model.vision.max_pixels > 0
+    beside = separate_preprocessor(beside) if model.vision.is_on else beside
     if model.vision.is_on and (is_said or PREPROCESSOR in beside):
         beside[PREPROCESSOR] = current_preprocessor(model.vision, beside.get(PREPROCESSOR, b""))
     for name, content in sentence_files(model, is_readable=has_tokenizer(beside)).items():

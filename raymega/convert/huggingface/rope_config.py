@@ -35,11 +35,13 @@ _ROPES = {
 
 def rope_of(config: Config) -> dict[str, Any]:
     """Return RoPE's settings in the form of transformers 5, from either form."""
-    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, which wins.
-    scaling = config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **scaling}
-    tables = config.get("rope_parameters") or {}
-    rope |= tables.get("full_attention") or {} if "full_attention" in tables else tables
+    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, unless rope_scaling is there, too.
+    scaling, tables = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if "full_attention" in tables:
+        rope = {**(tables["full_attention"] or {}), **scaling}
+    else:
+        rope = {**(scaling or tables)}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **rope}
     rope = {name: value for name, value in rope.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     return rope

@@ -6,6 +6,7 @@ from typing import Any
 
 from raymega.convert.huggingface.architectures import LLAMA_DEFAULTS, SAME, Architecture, Config
 from raymega.convert.huggingface.families.family import HfFamily
+from raymega.convert.huggingface.rope_config import rope_of
 
 _DEFAULTS = {
     **LLAMA_DEFAULTS, "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
@@ -18,8 +19,9 @@ _WANTED = {
 
 
 def _values(config: Config) -> dict[str, Any]:
-    # released models say how many features RoPE turns, not which share
-    if "rotary_dim" not in config:
+    # released models say how many features RoPE turns, not which share; where both are there, the share counts
+    is_share = "partial_rotary_factor" in config or "partial_rotary_factor" in rope_of(config)
+    if is_share or config.get("rotary_dim") is None:
         return {}
     return {"attention": {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}}
 

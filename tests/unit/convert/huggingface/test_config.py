@@ -1,9 +1,11 @@
 """config.json: both spellings of RoPE, published configs, and what is refused."""
 
+import copy
 import re
 from operator import attrgetter
 
 import pytest
+from transformers import MiniMaxM2Config
 
 from raymega.config.schema import MoeSection
 from raymega.convert.huggingface.config import config_from, model_from
@@ -184,7 +186,10 @@ def test_mistral_without_the_key_has_its_first_window_and_null_has_none():
         ({"attention_bias": True}, "attention_bias=True; only nothing or False is built"),
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn with no factor"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}, "rope_scaling": None},
+            "rope_type='dynamic'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"hidden_size": None}, "has no hidden_size"),
@@ -235,6 +240,31 @@ def test_values_of_another_kind_are_named(change, fact):
     with pytest.raises(ConfigError) as caught:
         model_from(LLAMA31_8B | change)
     assert fact in str(caught.value)
+
+
+MINIMAX_M2 = {
+    "model_type": "minimax_m2", "hidden_size": 256, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rotary_dim": 64}, {"rotary_dim": 64, "partial_rotary_factor": 0.25}, {"rotary_dim": None},
+        {"rotary_dim": 64, "rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.25}},
+        {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        {"rope_theta": 8.0, "rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_of_rope_settings_that_contradict_each_other_those_count_that_transformers_takes(change):
+    theirs = MiniMaxM2Config(**copy.deepcopy(change)).rope_parameters
+    model = model_from(MINIMAX_M2 | change)
+    assert model.attention.partial_rotary_factor == theirs.get("partial_rotary_factor", 1.0)
+    assert model.rope_theta == theirs["rope_theta"]
+    assert (model.rope_scaling == "yarn") == (theirs["rope_type"] == "yarn")
 
 
 def test_all_values_of_another_kind_are_told_at_once():

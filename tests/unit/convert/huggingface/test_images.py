@@ -5,11 +5,16 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from raymega.config.vision.section import VisionSection
 from raymega.convert.huggingface.config import model_from
-from raymega.convert.huggingface.families.images.llava import current_preprocessor, with_pixels
+from raymega.convert.huggingface.families.images.llava import (
+    current_preprocessor,
+    separate_preprocessor,
+    with_pixels,
+)
 from raymega.errors import ConfigError
 
 LLAVA = {
@@ -87,6 +92,51 @@ def test_a_carried_preprocessor_goes_along_unless_the_job_has_changed_what_it_sa
 def test_a_broken_file_of_the_preprocessor_is_named(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json' cannot be read"):
+        with_pixels(LLAVA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"do_normalize": False}, {"do_rescale": False}, {"do_rescale": False, "do_normalize": False},
+        {"rescale_factor": 1 / 127.5}, {"image_mean": 0.25, "image_std": 0.5}, {},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_pixels_are_normalised_as_the_preprocessor_does(tmp_path, flags, is_inside):
+    """Whatever its flags say, in a file of its own or in the processor's, where transformers 5 writes it."""
+    told = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], **flags,
+            "do_resize": True, "size": {"height": 28, "width": 28}, "do_center_crop": False}  # fmt: skip
+    files = {"preprocessor_config.json": json.dumps(told).encode()}
+    if is_inside:
+        other = {"preprocessor_config.json": b'{"image_mean": [0.9, 0.9, 0.9]}'}
+        inner = {"image_processor": told, "patch_size": 14}
+        files = {**other, "processor_config.json": json.dumps(inner).encode()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    vision = model_from(with_pixels(LLAVA, tmp_path)).vision
+    pixels = np.random.default_rng(0).integers(256, size=(28, 28, 3), dtype=np.uint8)
+    theirs = CLIPImageProcessorPil.from_dict(told)(Image.fromarray(pixels), return_tensors="np")
+    ours = (pixels / 255 - vision.image_mean) / vision.image_std
+    assert ours.transpose(2, 0, 1) == pytest.approx(
+        theirs["pixel_values"][0].astype(float), rel=1e-5, abs=1e-5
+    )
+    # an export has it in a file of its own, unless the job has changed it as it was
+    separate = separate_preprocessor(files)
+    assert "image_processor" not in json.loads(separate.get("processor_config.json", b"{}"))
+    carried = separate["preprocessor_config.json"]
+    assert json.loads(carried) == told and current_preprocessor(vision, carried) == carried
+    other = vision.model_copy(update={"image_mean": (0.4, 0.4, 0.4)})
+    again = CLIPImageProcessorPil.from_dict(json.loads(current_preprocessor(other, carried)))
+    found = again(Image.fromarray(pixels), return_tensors="np")["pixel_values"][0]
+    assert found.transpose(1, 2, 0).astype(float) == pytest.approx(
+        (pixels / 255 - 0.4) / vision.image_std, rel=1e-5, abs=1e-5
+    )
+
+
+def test_a_preprocessor_that_leaves_sizes_as_they_are_is_refused(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text('{"do_resize": false}')
+    with pytest.raises(ConfigError, match="do_resize=false; raymega resizes every image"):
         with_pixels(LLAVA, tmp_path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from raymega.plan.layers.vision import FRAMES, VISION
 
 LLAVA, CLASS = "llava", "LlavaForConditionalGeneration"
 TEXT_PREFIX, TOWER_PREFIX = "language_model.", "vision_tower.vision_model."
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 TRAINING = ("image_mean", "image_std", "image_share", "initializer_range", "tensor_parallel")
 """Fields that config.json does not express: pixels are normalised before the network."""
 _TYPES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -58,6 +59,7 @@ _DEFAULTS = {
     "projector_hidden_act": "gelu", "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
     "multimodal_projector_bias": True, "image_token_index": 32000,
 }  # fmt: skip
+_NORMALISED = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 _CURRENT = (
     (r"^model\.(?=language_model|vision_tower|multi_modal_projector)", ""),
     (r"^(?=lm_head\.)", TEXT_PREFIX),
@@ -177,18 +179,23 @@ def llava_config(model: ModelSection, text: Config, carried: Config) -> dict[str
 
 
 def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a config.json with the mean and deviation of pixels that the folder's preprocessor has.
+    """Return a config.json with the mean and deviation by which the folder's preprocessor normalises pixels.
 
     Raises:
-        ConfigError: The preprocessor's file is there, and cannot be read.
+        ConfigError: The preprocessor's file is there, and cannot be read, or it does not resize images.
     """
-    path = folder / PREPROCESSOR
-    if "vision_config" not in config or not path.is_file():
+    if "vision_config" not in config:
         return config
+    path, files = folder / PROCESSOR, {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return config | {name: found[name] for name in ("image_mean", "image_std") if name in found}
-    except (OSError, ValueError, TypeError) as error:
+        for path in (folder / PROCESSOR, folder / PREPROCESSOR):
+            if path.is_file() and PREPROCESSOR not in files:
+                files = separate_preprocessor({path.name: path.read_bytes()})
+        if PREPROCESSOR not in files:
+            return config
+        found = json.loads(files[PREPROCESSOR])
+        pixels = _pixels(found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             Fault(
                 fact=f"{str(path)!r} cannot be read ({error})",
@@ -196,6 +203,50 @@ def with_pixels(config: dict[str, Any], folder: Path) -> dict[str, Any]:
                 remedy="copy it again from where the weights are from",
             )
         ) from error
+    if found.get("do_resize") is False:
+        raise ConfigError(
+            Fault(
+                fact=f"{str(path)!r} has do_resize=false",
+                rule="raymega resizes every image to what the tower reads",
+                remedy='set "do_resize": true there, if the model may read such images',
+            )
+        )
+    return config | pixels
+
+
+def separate_preprocessor(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return a model's files with the preprocessor in one of its own, which every release of transformers reads.
+
+    From 5.0 on they write it into the processor's file, and read it there first.
+    """
+    processor = json.loads(files.get(PROCESSOR, b"{}"))
+    inner = processor.pop("image_processor", None)
+    if inner is None:
+        return dict(files)
+    parts = {PROCESSOR: processor, PREPROCESSOR: inner}
+    return {**files, **{name: json.dumps(part, indent=2).encode() for name, part in parts.items()}}
+
+
+def _pixels(found: Config) -> dict[str, tuple[float, ...]]:
+    """Return the mean and deviation of pixels divided by 255 that make the numbers which a preprocessor makes."""
+    told = {name: value for name, value in found.items() if value is not None}
+    half = (0.5,) * CHANNELS
+    is_siglip = str(told.get("image_processor_type")).startswith("Siglip")
+    mean, std = (half, half) if is_siglip else (CLIP_MEAN, CLIP_STD)
+    mean, std = told.get("image_mean", mean), told.get("image_std", std)
+    if not told.get("do_normalize", True):
+        mean, std = 0, 1
+    # ((p f) - m) / s = (p / 255 - m / (255 f)) / (s / (255 f))
+    factor = told.get("rescale_factor", 1 / 255) if told.get("do_rescale", True) else 1
+    scale = 1 if isclose(255 * factor, 1) else 255 * factor
+    if scale <= 0:
+        raise ValueError(f"rescale_factor={factor}")
+
+    def scaled(values: Any) -> tuple[float, ...]:
+        each = (values,) * CHANNELS if isinstance(values, int | float) else values
+        return tuple(float(value) / scale for value in each)
+
+    return {"image_mean": scaled(mean), "image_std": scaled(std)}
 
 
 def preprocessor(vision: VisionSection) -> dict[str, Any]:
@@ -241,8 +292,11 @@ def current_preprocessor(vision: VisionSection, carried: bytes) -> bytes:
     if vision.has_positions and any(edge // patch * patch != vision.image_size for edge in sizes):
         return json.dumps(preprocessor(vision), indent=2).encode()
     now = _stated(vision)
-    if all(found.get(name) == value for name, value in now.items()):
+    means = {name: list(value) for name, value in _pixels(found).items()}
+    if all({**found, **means}.get(name) == value for name, value in now.items()):
         return carried
+    # the numbers are those of pixels divided by 255
+    now |= {name: value for name, value in _NORMALISED.items() if name in found}
     return json.dumps(found | now, indent=2).encode()
 
 
