@@ -7,7 +7,7 @@ between two of them.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
@@ -20,6 +20,7 @@ from raymega.config.vision.sizes import NO_IMAGES, ImageSizes
 from raymega.data.images.files import held_image, patch_places
 from raymega.data.packing import best_fit
 from raymega.data.rows import TEXT, Image, Pixels, Row
+from raymega.errors import Fault
 from raymega.plan.batch import row_length
 from raymega.plan.run_plan import RunPlan
 
@@ -156,6 +157,19 @@ def unpack_scores(data: bytes, requests: Sequence[Request]) -> list[Scores]:
     with np.load(io.BytesIO(data)) as arrays:
         log_probs, is_greedy = (np.split(arrays[name], ends) for name in ("log_probs", "is_greedy"))
     return [Scores(log_probs=a, is_greedy=b) for a, b in zip(log_probs, is_greedy, strict=True)]
+
+
+def score_faults(scores: Sequence[Scores]) -> Iterator[Fault]:
+    """Yield a fault for the first request with a score that is no finite number: a task would count it as wrong."""
+    for number, each in enumerate(scores):
+        if not (finite := np.isfinite(each.log_probs)).all():
+            yield Fault(
+                fact=f"the log-probability of target {int(finite.argmin()) + 1} of request {number + 1} of "
+                f"{len(scores)} is NaN or Inf",
+                rule="what is judged are finite numbers",
+                remedy="give --set precision.dtype=float32, or take an earlier checkpoint",
+            )
+            return
 
 
 def by_tokens(requests: Sequence[Request]) -> list[list[int]]:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from raymega.checkpoint.tools.handle import Checkpoint
-from raymega.errors import WorkerError
+from raymega.errors import NumericsError, WorkerError, raise_faults
 from raymega.evaluate.requests import (
     Request,
     Scores,
     pack_requests,
     rows_on_grid,
+    score_faults,
     unpack_scores,
 )
 from raymega.messages import EntryOutput, Progress, Report
@@ -32,6 +33,7 @@ def score(
     """Return the scores of ``requests`` by the checkpoint's weights, from ``plan``'s workers.
 
     Raises:
+        NumericsError: A score is NaN or Inf.
         WorkerError: A worker failed.
         CapacityError: The cluster has no room for the workers.
     """
@@ -51,7 +53,7 @@ def score(
     if done.fault is not None:
         raise WorkerError(done.fault)
     (answer,) = answers
-    return unpack_scores(answer, requests)
+    return _finite(unpack_scores(answer, requests))
 
 
 class ScoringWorkers:
@@ -68,6 +70,7 @@ class ScoringWorkers:
         """Return the scores of the requests by the checkpoint at ``uri``.
 
         Raises:
+            NumericsError: A score is NaN or Inf.
             WorkerError: A worker failed.
             CapacityError: The cluster has no room for the workers.
         """
@@ -83,11 +86,16 @@ class ScoringWorkers:
         if done.fault is not None:
             raise WorkerError(done.fault)
         (answer,) = answers
-        return unpack_scores(answer, self._requests)
+        return _finite(unpack_scores(answer, self._requests))
 
     def close(self) -> None:
         """End the workers."""
         self._workers.close()
+
+
+def _finite(scores: list[Scores]) -> list[Scores]:
+    raise_faults(NumericsError, score_faults(scores))
+    return scores
 
 
 def _spec(plan: RunPlan, uri: str, packed: bytes, *, attempt: int = 0) -> AttemptSpec:

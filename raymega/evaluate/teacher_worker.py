@@ -19,6 +19,7 @@ from raymega.data.distillation.stored_logits import (
     unfinished,
 )
 from raymega.data.loader import Loader
+from raymega.errors import Fault, NumericsError
 from raymega.evaluate.worker import run_in_world
 from raymega.messages import Channel, Progress, StartWorker, WorkerFinished
 from raymega.model.heads.score_head import language_head
@@ -103,12 +104,22 @@ def write_logits(
             for place, sample in enumerate(micro_batch.samples.tolist()):
                 if sample >= 0:
                     at = held[place % len(held)].numpy()
+                    if not top[:, place, 0].isfinite().all():  # a NaN is sorted before all numbers
+                        raise NumericsError(_not_finite(path, sample))
                     ids.write(sample, at, tokens[:, place].cpu().numpy())
                     logits.write(sample, at, top[:, place].cpu().numpy())
         on_rows(first + num_rows)
     for table in (ids, logits):
         table.close()
     barrier(groups.world)  # every rank has written before the files get their names
+
+
+def _not_finite(path: str, row: int) -> Fault:
+    return Fault(
+        fact=f"the teacher's logits for row {row} of {path} are NaN or Inf",
+        rule="a student learns from finite numbers",
+        remedy="give --set precision.dtype=float32, or take an earlier checkpoint as teacher",
+    )
 
 
 def _every_token(

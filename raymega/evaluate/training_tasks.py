@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
 from raymega.checkpoint.tools.inspection import open_checkpoint, run_of
@@ -17,6 +18,7 @@ from raymega.evaluate.requests import (
     by_tokens,
     pack_requests,
     rows_on_grid,
+    score_faults,
     unpack_scores,
 )
 from raymega.evaluate.tasks.table import TASKS
@@ -56,6 +58,8 @@ class TrainingTasks:
         for title, questions in zip(self.titles, self.questions, strict=True):
             last = first + len(questions.requests)
             found, _samples = questions.judge(scores[first:last])
+            if any(score_faults(scores[first:last])):  # an evaluation stops no run
+                found = dict.fromkeys(found, nan)
             metrics |= task_metrics(title, found)
             first = last
         return TasksEvaluated(step=step, metrics=metrics)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from raymega.checkpoint.tools.handle import Checkpoint
 from raymega.checkpoint.tools.inspection import open_checkpoint
+from raymega.config.encoder import NO_TOKEN
 from raymega.config.grid_text import degrees_of
 from raymega.convert.huggingface.extra_files import GENERATION_CONFIG, carried_config
 from raymega.data.format import TOKENIZER_FILE
 from raymega.data.text_codec import TextCodec
 from raymega.data.tokenizer_files import special_ids
-from raymega.errors import ConfigError, Fault, WorkerError, counted, raise_faults
+from raymega.errors import ConfigError, Fault, NumericsError, WorkerError, counted, raise_faults
 from raymega.evaluate.run import EvalOptions, plan_of
 from raymega.evaluate.tokenizer import model_files
 from raymega.extras import import_extra
@@ -31,7 +32,7 @@ from raymega.orchestrate.core.worker_group_api import AttemptSpec, WorkerStatus
 from raymega.orchestrate.workers.single_run import run_entry
 from raymega.plan.layers.family_parts import parts_of
 from raymega.plan.run_plan import RunPlan
-from raymega.plan.sampling import Sampling, sampling_faults
+from raymega.plan.sampling import Sampling, no_choice, sampling_faults
 from raymega.session import session_at
 
 ENTRY = "raymega.generate.worker"
@@ -106,6 +107,7 @@ class Generation:
 
         Raises:
             ConfigError: transformers has no such model.
+            NumericsError: Logits are NaN or Inf.
             WorkerError: A worker failed.
             CapacityError: The cluster has no room for the grid.
         """
@@ -160,6 +162,10 @@ class Generation:
             raise WorkerError(done.fault)
         (output,) = outputs
         answers: list[list[int]] = json.loads(output)
+        ended = [number for number, tokens in enumerate(answers) if tokens[-1] == NO_TOKEN]
+        raise_faults(
+            NumericsError, [no_choice(number, len(answers[number]) - 1) for number in ended]
+        )
         return answers
 
 
@@ -269,6 +275,7 @@ def generate(
 
     Raises:
         ConfigError: The checkpoint, a prompt, the sampling or the grid is wrong; nothing was started.
+        NumericsError: Logits are NaN or Inf.
         WorkerError: A worker failed.
         CapacityError: The cluster has no room for the grid.
     """

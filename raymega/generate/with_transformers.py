@@ -26,12 +26,14 @@ from transformers import (
 )
 from transformers.utils import logging as their_logging
 
+from raymega.config.encoder import NO_TOKEN
 from raymega.config.vision.section import VisionSection
 from raymega.data.text_codec import TextCodec
+from raymega.errors import NumericsError
 from raymega.generate.answers import Task
 from raymega.generate.image_inputs import image_inputs
 from raymega.parallel.tensor_parallel.token_choice import choose_tokens
-from raymega.plan.sampling import Sampling
+from raymega.plan.sampling import Sampling, no_choice
 
 Tokens = list[int]
 
@@ -165,6 +167,8 @@ class _Choice(LogitsProcessor):
         logits, ids = scores.cpu().sort(dim=-1, descending=True, stable=True)
         places = torch.full_like(self._numbers, input_ids.shape[1] - self._start)
         chosen = choose_tokens(logits, ids, self._sampling, prompts=self._numbers, places=places)
+        for row in (chosen == NO_TOKEN).nonzero().flatten().tolist():
+            raise NumericsError(no_choice(int(self._numbers[row]), int(places[row])))
         alone = torch.full_like(scores, -torch.inf)
         return alone.scatter_(-1, chosen[:, None].to(scores.device), 0.0)
 

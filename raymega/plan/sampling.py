@@ -118,6 +118,15 @@ def sampling_faults(sampling: Sampling) -> Iterator[Fault]:
         )
 
 
+def no_choice(prompt: int, place: int) -> Fault:
+    """Return the fault of a token that no finite logit chooses, of a prompt and a place that count from 0."""
+    return Fault(
+        fact=f"the logits of prompt {prompt + 1} for token {place + 1} of its answer are NaN or Inf",
+        rule="a token is chosen by finite logits",
+        remedy="give --set precision.dtype=float32, or take an earlier checkpoint",
+    )
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str | None:
     """Return ``text`` up to the first stop string in it; None where it has none."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]

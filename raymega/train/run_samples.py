@@ -5,6 +5,7 @@ Training is not changed: a sample reads the weights, and its random numbers have
 
 from __future__ import annotations
 
+from raymega.config.encoder import NO_TOKEN
 from raymega.data.text_codec import codec_of_dataset, prompt_ids, sample_images
 from raymega.events import SamplesDrawn
 from raymega.messages import Channel, Working
@@ -69,9 +70,12 @@ class RunSampler:
             on_token=lambda _count: self._channel.report(Working(rank=self._rank)),
         )
         if self._rank == 0:
-            texts = tuple(
-                self._codec.answer(tokens, self._sampling, after=prompt)[0]
-                for prompt, tokens in zip(self._prompts, answers, strict=True)
-            )
+            texts = tuple(map(self._text, self._prompts, answers))
             drawn = SamplesDrawn(step=step, prompts=self._run.sample_prompts, texts=texts)
             self._channel.report(drawn)
+
+    def _text(self, prompt: list[int], tokens: list[int]) -> str:
+        # a sample stops no run
+        kept = [token for token in tokens if token != NO_TOKEN]
+        text = self._codec.answer(kept, self._sampling, after=prompt)[0]
+        return text if len(kept) == len(tokens) else f"{text} (the next logits are NaN or Inf)"

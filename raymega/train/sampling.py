@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from raymega.config.encoder import NO_TOKEN
 from raymega.config.vision.section import VisionSection
 from raymega.data.images.files import held_image, patch_places
 from raymega.data.loader import Loader
@@ -116,7 +117,7 @@ class TokenGenerator:
         images: Sequence[Sequence[Pixels]] = (),
         on_token: Callable[[int], None] = lambda _number: None,
     ) -> list[Tokens]:
-        """Return the new tokens after each prompt.
+        """Return the new tokens after each prompt; NO_TOKEN ends an answer whose next logits are no finite numbers.
 
         Args:
             prompts: Prompts of at least one token, the same on all ranks.
@@ -139,7 +140,11 @@ class TokenGenerator:
             for number, token in zip(active, chosen, strict=True):
                 found[number].append(token)
             on_token(max(places) + 1)
-            active = [number for number in active if not is_done(number, found[number])]
+            active = [
+                number
+                for number in active
+                if found[number][-1] != NO_TOKEN and not is_done(number, found[number])
+            ]
         return found
 
     def _next_tokens(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raymega.config.encoder import NO_TOKEN
 from raymega.parallel.core import rng
 from raymega.plan.sampling import Sampling
 
@@ -16,7 +17,7 @@ from raymega.plan.sampling import Sampling
 def choose_tokens(
     logits: Tensor, ids: Tensor, sampling: Sampling, *, prompts: Tensor, places: Tensor
 ) -> Tensor:
-    """Return the next token of each of n texts, int64 [n].
+    """Return the next token of each of n texts, int64 [n]; NO_TOKEN where the largest logit is no finite number.
 
     Args:
         logits: Logits [n, k] of the likeliest tokens, largest first: all tokens, or at least ``top_k``.
@@ -25,8 +26,10 @@ def choose_tokens(
         prompts: Number of each text's prompt, [n] int64.
         places: Number of tokens that each text's answer has already, [n] int64.
     """
+    # a NaN is sorted before all numbers
+    is_known = logits[:, 0].isfinite()
     if sampling.temperature == 0:
-        return ids[:, 0]
+        return ids[:, 0].where(is_known, NO_TOKEN)
     kept = logits.double() / sampling.temperature
     # top-k, then top-p of what is left: tokens before which less than the share lies
     if sampling.top_k:
@@ -36,7 +39,8 @@ def choose_tokens(
         before = probs.cumsum(-1) - probs
         kept = kept.masked_fill(before >= sampling.top_p, -torch.inf)
     noise = _gumbel(ids, sampling.seed, prompts=prompts, places=places)
-    return ids.gather(-1, (kept + noise).argmax(-1, keepdim=True)).squeeze(-1)
+    chosen = ids.gather(-1, (kept + noise).argmax(-1, keepdim=True)).squeeze(-1)
+    return chosen.where(is_known, NO_TOKEN)
 
 
 def _gumbel(ids: Tensor, seed: int, *, prompts: Tensor, places: Tensor) -> Tensor:

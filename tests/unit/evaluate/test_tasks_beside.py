@@ -2,6 +2,7 @@
 
 import json
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from typer.testing import CliRunner
 
 from raymega.cli.main import app
 from raymega.config.load import parse_job
-from raymega.errors import CapacityError, ConfigError
+from raymega.errors import CapacityError, ConfigError, NumericsError
+from raymega.evaluate import scoring
 from raymega.evaluate.plan import plan_beside
 from raymega.evaluate.requests import Scores, pack_scores, unpack_requests
 from raymega.evaluate.tasks_beside import TasksBesideSink
@@ -18,7 +20,7 @@ from raymega.events import CheckpointCommitted, RunFinished, TasksEvaluated
 from raymega.messages import EntryOutput
 from raymega.plan.validation.registry import job_faults
 from raymega.prepare.tokenizer.trained import byte_tokenizer
-from tests.support.jobs import VERIFY
+from tests.support.jobs import VERIFY, make_test_plan
 
 GUARD_S = 100
 
@@ -77,6 +79,26 @@ def test_scores_of_all_tasks_become_the_metrics_of_each(tasks):
     # the strict and the loose form of a passage have the same tokens, which are read once
     texts = {each.tokens.tobytes(): len(each.tokens) - 1 for each in requests}
     assert tasks.num_tokens == sum(texts.values()) and len(texts) == len(requests) - 2
+
+
+def test_a_score_that_is_no_number_judges_nothing(tasks, monkeypatch):
+    """NaN is no likeliest token, so each would count as wrong. A run proceeds; a command ends."""
+    requests = unpack_requests(tasks.pack())
+    scores = _scores(requests)
+    scores[0].log_probs[-1] = np.nan
+    data = pack_scores([s.log_probs for s in scores], [s.is_greedy for s in scores])
+    output = EntryOutput(rank=0, step=7, data=data)
+    metrics = tasks.judge_output(output).metrics
+    assert np.isnan([value for name, value in metrics.items() if "/last/" in name]).all()
+    assert metrics["eval/task/perplexity/loss"] == 1.0
+    plan = make_test_plan("model.vocab_size=300")
+    done = SimpleNamespace(fault=None)
+    monkeypatch.setattr(scoring, "run_entry", lambda *_, on_report, **__: on_report(output) or done)
+    checkpoint = SimpleNamespace(
+        store=SimpleNamespace(uri="runs/a"), manifest=SimpleNamespace(key="step-7")
+    )
+    with pytest.raises(NumericsError, match=r"of request 1 of \d+ is NaN or Inf"):
+        scoring.score(checkpoint, plan, requests, on_rows=lambda *_: None)
 
 
 @pytest.mark.parametrize(

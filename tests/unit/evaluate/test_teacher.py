@@ -25,7 +25,7 @@ from raymega.data.format import (
     encode_meta,
 )
 from raymega.data.samples import open_samples
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, NumericsError
 from raymega.evaluate.teacher import logits_how, store_teacher, teacher_plan_on
 from raymega.evaluate.teacher_worker import write_logits
 from raymega.messages import Requests
@@ -116,6 +116,18 @@ def test_all_logits_of_a_teacher_train_as_the_live_teacher_does(corpus, packing)
     np.testing.assert_array_equal(few[0], ids[:, :5])
     assert (np.diff(logits, axis=1) <= 0).all()
     assert (np.sort(ids, axis=1) == np.arange(VOCAB)).all(), "every token once, and no padding"
+
+
+def test_a_teacher_whose_logits_are_no_numbers_stores_none(corpus):
+    plan = _plan(corpus, "distillation.teacher=stored", "distillation.top_k=4")
+    scorer = build_scorer(teacher_plan_on(plan.job, ""), rank=0, groups=ALONE, device=CPU)
+    next(scorer.modules[-1].head.parameters()).data[3] = torch.nan
+    create_logits(
+        str(corpus),
+        (open_samples(plan.job.with_values(distillation={"teacher": "live"})).num_samples, 32, 4),
+    )
+    with pytest.raises(NumericsError, match=r"the teacher's logits for row 0 of .* are NaN or Inf"):
+        write_logits(teacher_plan_on(plan.job, ""), scorer, ALONE, str(corpus), device=CPU)
 
 
 @pytest.mark.parametrize("mrope", ["[]", "[0, 1, 1]"])

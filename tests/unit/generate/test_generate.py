@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ import yaml
 
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, NumericsError
+from raymega.generate import run as generate_run
 from raymega.generate.answers import Task
 from raymega.generate.exported import exported, keep_export
 from raymega.generate.prompts import Prompts
 from raymega.generate.run import GenerateOptions, generate, prepare_generation
 from raymega.generate.serving import serving_line
+from raymega.messages import EntryOutput
 from raymega.plan.sampling import Sampling, sampling_of
 from raymega.prepare.tokenizer.trained import byte_tokenizer
 from tests.support.references import hf_models
@@ -154,6 +157,35 @@ def test_answers_come_in_order_and_stop_strings_span_tokens(model):
         assert after.text == before.text.partition(stop)[0]
         assert after.tokens == before.tokens[: len(after.tokens)]
         assert (after.finish_reason == "stop") == (stop in before.text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_with_their_prompt_and_place(
+    model, monkeypatch, temperature
+):
+    from raymega.generate.with_transformers import Engine
+
+    options = GenerateOptions(sampling=Sampling(max_tokens=4, temperature=temperature))
+    ready = prepare_generation(str(model / "ours"), Prompts(texts=("the cat", "a")), options)
+    begin = Engine.__init__
+
+    def broken(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.model.lm_head.weight.data[5] = torch.nan
+
+    monkeypatch.setattr(Engine, "__init__", broken)
+    with pytest.raises(NumericsError, match="of prompt 1 for token 1 of its answer are NaN"):
+        ready.run("local", lambda *_: None)
+    # on a grid the workers say so by a token that is none
+    on_grid = replace(ready, options=replace(options, grid="tp=1"))
+    output = EntryOutput(rank=0, data=b"[[5, 6], [7, 8, -1]]")
+    done = SimpleNamespace(fault=None)
+    monkeypatch.setattr(generate_run, "session_at", lambda _address: nullcontext())
+    monkeypatch.setattr(
+        generate_run, "run_entry", lambda *_, on_report, **__: on_report(output) or done
+    )
+    with pytest.raises(NumericsError, match="of prompt 2 for token 3 of its answer are NaN"):
+        on_grid.run("local", lambda *_: None)
 
 
 def test_an_encoder_reads_the_end_of_its_text_once():

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from raymega.config.encoder import NO_TOKEN
 from raymega.parallel.tensor_parallel.token_choice import choose_tokens
+from raymega.parallel.tensor_parallel.token_scores import top_tokens
 from raymega.plan.sampling import Sampling
+from tests.support.params import ALONE
 
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.0, -1.0, -3.0], dtype=torch.float64)
 IDS = torch.tensor([7, 3, 9, 70000, 0, 12])
@@ -49,6 +52,17 @@ def test_shares_are_the_models(sampling, temperature, kept):
     shares = np.array([(found == token).double().mean() for token in IDS])
     np.testing.assert_allclose(shares, _wanted(temperature, kept), atol=0.012)
     assert (shares[kept:] == 0).all()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=2, top_p=0.9)])
+def test_logits_that_are_no_numbers_choose_no_token(sampling):
+    """A NaN, which is sorted before all numbers, an Inf, or minus Inf alone; the other rows choose."""
+    rows = torch.stack([LOGITS] * 4)
+    rows[1, 2], rows[2, 5], rows[3] = torch.nan, torch.inf, -torch.inf
+    logits, ids = top_tokens(rows[None], 6, ALONE.tp, num_rows=6)
+    numbers = torch.arange(4)
+    found = choose_tokens(logits[0], ids[0], sampling, prompts=numbers, places=numbers)
+    assert found[0] >= 0 and found[1:].tolist() == [NO_TOKEN] * 3
 
 
 def test_choice_depends_on_seed_prompt_place_and_token_alone():
