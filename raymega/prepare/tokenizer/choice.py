@@ -230,6 +230,9 @@ def _finish(source: SourceTokenizer, options: TokenizerOptions) -> DatasetTokeni
     chat = None
     if options.row_format in CHATS:
         chat = find_template(files, path=options.chat_template, tokenizer=name)
+        own = str(source.settings.get("eos_token") or eod)
+        if own != eod and "eos_token" in chat.source:
+            raise ConfigError(_two_ends(eod, own))
         # So that an export of the run is asked in the words that it was trained with.
         files |= {TEMPLATE_FILE: chat.source.encode()} if options.chat_template else {}
     bos_id = vocabulary[bos] if bos else -1
@@ -356,6 +359,14 @@ def _no_bos(name: str, bos: str) -> Fault:
         fact=f"--add-bos with --tokenizer {name}: {told}",
         rule="documents begin with the bos_token of tokenizer_config.json",
         remedy="leave out --add-bos, or give a folder whose tokenizer_config.json names it",
+    )
+
+
+def _two_ends(eod: str, own: str) -> Fault:
+    return Fault(
+        fact=f"--eod-token {eod!r} with a chat template that writes eos_token, which is {own!r}",
+        rule="the tokenizer of a dataset has one eos_token, the end of a document: turns would end by it, too",
+        remedy="leave --eod-token out, or give a --chat-template that spells the end of a turn",
     )
 
 

@@ -70,6 +70,19 @@ def test_end_is_the_settings_eos_token_whatever_its_text(tmp_path):
     assert _make(folder, eod_token="<turn>").meta.eod_token == "<turn>"
 
 
+def test_another_end_is_refused_for_a_template_that_ends_turns_by_the_models_own(tmp_path):
+    """A dataset's tokenizer has one eos_token, so its turns would end by the other token."""
+    folder = write_llama3_like(tmp_path / "t")
+    (folder / "chat_template.jinja").write_text("{{ messages }}{{ eos_token }}")
+    with pytest.raises(
+        ConfigError, match=r"'<turn>' with a chat template that writes eos_token, which is '<end>'"
+    ):
+        _make(folder, row_format="chat", eod_token="<turn>")
+    assert _make(folder, row_format="chat", eod_token="<end>").meta.eod_token == "<end>"
+    (folder / "chat_template.jinja").write_text("{{ messages }}<end>")
+    assert _make(folder, row_format="chat", eod_token="<turn>").meta.eod_token == "<turn>"
+
+
 def test_special_tokens_map_names_the_end_where_the_settings_do_not(tmp_path):
     folder = write_llama3_like(tmp_path / "t", eos_token=None)
     (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<turn>"}}')
