@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from raymega.errors import StorageError
 from raymega.storage.keys import check_key, is_key
+from raymega.storage.store import RefusedError
 
 PARTIAL_FOLDER = ".partial"
 STALE_PARTIAL_S = 24 * 3600
@@ -223,7 +224,8 @@ def _failures(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
+        kind = RefusedError if isinstance(error, PermissionError) else StorageError
+        raise kind(
             fact=f"could not {verb} {str(path)!r}: {error.strerror or error}",
             rule="a store needs a writable folder with free space, atomic rename and hard links",
             remedy="free space, correct the permissions, or choose another root",

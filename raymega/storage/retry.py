@@ -88,7 +88,7 @@ RETRY = RetryPolicy(pauses_s=(1.0, 2.0, 4.0, 8.0, 15.0))
 class RetryingStore(DelegatingStore):
     """A store whose requests are retried for half a minute before they count as failed.
 
-    That a key is missing is an answer, KeyError, which is given at once; so is a refusal to read.
+    That a key is missing is an answer, KeyError, which is given at once; so is a refusal to read or to delete.
     """
 
     def __init__(self, store: Store, *, retry: RetryPolicy = RETRY) -> None:
@@ -127,7 +127,7 @@ class RetryingStore(DelegatingStore):
 
     def delete(self, key: str) -> None:
         """See Store."""
-        self._retry.run(lambda _: self._store.delete(key))
+        self._retry.read(lambda: self._store.delete(key))
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See ListsSizes."""
@@ -139,7 +139,7 @@ class RetryingStore(DelegatingStore):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """See DeletesMany."""
-        self._retry.run(lambda _: super(RetryingStore, self).delete_many(keys))
+        self._retry.read(lambda: super(RetryingStore, self).delete_many(keys))
 
     @property
     def itself(self) -> Store:

@@ -1,3 +1,6 @@
+from errno import EACCES, EIO
+from pathlib import Path
+
 import pytest
 from botocore.exceptions import ClientError
 
@@ -60,8 +63,11 @@ class Refusing(MemoryStore):
     def list(self, prefix):
         raise RefusedError("AccessDenied")
 
+    def delete(self, key):
+        raise RefusedError("AccessDenied")
 
-def test_refusal_to_read_is_an_answer_and_one_to_write_waits_for_who_corrects_it():
+
+def test_refusal_to_read_or_delete_is_an_answer_and_one_to_write_waits_for_who_corrects_it():
     """A start without the right to read hung for half a minute at each look."""
     store, slept = patient(Refusing())
     for ask in (
@@ -69,6 +75,8 @@ def test_refusal_to_read_is_an_answer_and_one_to_write_waits_for_who_corrects_it
         lambda: store.size("a"),
         lambda: [*store.list("a")],
         lambda: [*store.folders("")],
+        lambda: store.delete("a"),
+        lambda: delete_all(store, ["a", "b"]),
     ):
         with pytest.raises(RefusedError):
             ask()
@@ -86,6 +94,17 @@ def test_refusals_of_s3_are_told_from_faults_that_pass(code, kind):
     place = S3Location(bucket="b", endpoint="http://here")
     with pytest.raises(StorageError) as told, failures("read", "a", place):
         raise ClientError({"Error": {"Code": code}}, "GetObject")
+    assert type(told.value) is kind
+
+
+@pytest.mark.parametrize(("cause", "kind"), [(EACCES, RefusedError), (EIO, StorageError)])
+def test_refusals_of_a_folder_are_told_from_faults_that_pass(tmp_path, monkeypatch, cause, kind):
+    def refuse(_path):
+        raise OSError(cause, "no")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError) as told:
+        LocalStore(tmp_path).delete("a")
     assert type(told.value) is kind
 
 
