@@ -14,9 +14,16 @@ from raymega.data.format import TEMPLATE_FILE
 from raymega.data.images.files import MARK
 from raymega.errors import ConfigError, Fault, raise_faults
 from raymega.extras import import_extra
+from raymega.prepare.chat.rows import tools_of
 
 JSON_SUFFIXES = (".jsonl", ".json")
-Chat = list[dict[str, Any]]
+
+
+class Chat(NamedTuple):
+    """Messages of a chat, and the tools that they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +33,8 @@ class Prompts:
     Attributes:
         texts: Texts of ``--prompt``.
         file: File of ``--file``: a prompt a line, or JSON lines with ``prompt`` and, if it has marks, ``images``.
-        chat: File of ``--chat``: JSON of one chat, a list of messages, or JSON lines with one each. A message's
-            content is a text, or a list with ``{type: image, path}`` among texts.
+        chat: File of ``--chat``: JSON of one chat, a list of messages, or JSON lines with one each; or objects with
+            ``messages`` and ``tools``, as in training. A message's content is a text, or a list with ``{type: image, path}`` among texts.
         images: Files of ``--image``, which the marks of ``texts`` stand for in order.
     """
 
@@ -112,7 +119,9 @@ def render_chats(chats: Sequence[Chat], files: Mapping[str, bytes], *, source: s
     rendered = []
     for number, chat in enumerate(chats, start=1):
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                chat.messages, list(chat.tools) or None, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template raises what it likes
             raise ConfigError(
                 fact=f"--chat: the chat template refuses chat {number}: {error}",
@@ -149,7 +158,8 @@ def _with_images(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
 
 def _images_of(chat: Chat) -> tuple[Any, ...]:
     """Return the images of a chat in order, as its messages' contents name them."""
-    parts = [part for m in chat if isinstance(m.get("content"), list) for part in m["content"]]
+    contents = [m["content"] for m in chat.messages if isinstance(m.get("content"), list)]
+    parts = [part for content in contents for part in content]
     images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
     return tuple(
         next((part[key] for key in ("path", "image", "url", "base64") if key in part), None)
@@ -159,8 +169,9 @@ def _images_of(chat: Chat) -> tuple[Any, ...]:
 
 def _lines(path: Path) -> Iterator[Prompt]:
     """Yield the prompts of a file: those of JSON lines, or each line that is not blank."""
+    is_json = path.suffix.lower() in JSON_SUFFIXES
     for number, line in enumerate(_read(path, "--file").split("\n"), start=1):
-        if path.suffix not in JSON_SUFFIXES:
+        if not is_json:
             yield from [Prompt(line)] if line.strip() else []
         elif line.strip():
             place, rule = f"--file {path}:{number}", "a line is {'prompt': text}"
@@ -190,7 +201,10 @@ def _chats(path: Path) -> Iterator[Chat]:
         is_chat = isinstance(chat, list) and all(isinstance(m, dict) and "role" in m for m in chat)
         if not chat or not is_chat:
             raise _wrong(f"--chat {place}", value, rule=rule)
-        yield chat
+        try:
+            yield Chat(chat, tools_of(value) if isinstance(value, dict) else ())
+        except ValueError as error:
+            raise _wrong(f"--chat {place}", error, rule="its tools are a list") from error
 
 
 def _read(path: Path, option: str) -> str:

@@ -83,7 +83,7 @@ def read_conversations(text: str) -> list[Conversation]:
 def _conversations(
     row: Mapping[str, Any], row_format: RowFormat, key: str
 ) -> Iterator[Conversation]:
-    tools = _tools(row)
+    tools = tools_of(row)
     if row_format == "chat":
         yield Conversation(messages=_messages(row[key], key, ANSWERING), tools=tools)
         return
@@ -128,7 +128,12 @@ def _message(value: Any, name: str) -> Message:
     return kept
 
 
-def _tools(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the tools of a row with messages, a list or its text as JSON.
+
+    Raises:
+        ValueError: They are something else.
+    """
     tools = row.get(TOOLS)
     # Tables often hold them as text, as their schemas differ.
     if isinstance(tools, str):

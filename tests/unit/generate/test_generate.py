@@ -14,10 +14,11 @@ import yaml
 from raymega.checkpoint.tools.inspection import open_checkpoint
 from raymega.convert.huggingface.importer import hf_import
 from raymega.errors import ConfigError, NumericsError
+from raymega.evaluate.tokenizer import model_files
 from raymega.generate import run as generate_run
 from raymega.generate.answers import Task
 from raymega.generate.exported import exported, keep_export
-from raymega.generate.prompts import Prompts
+from raymega.generate.prompts import Prompts, read_prompts
 from raymega.generate.run import GenerateOptions, generate, prepare_generation
 from raymega.generate.serving import serving_line
 from raymega.messages import EntryOutput
@@ -121,6 +122,28 @@ def test_chat_is_rendered_by_the_template_or_refused_without_one(model, tmp_path
             str(model / "plain"), Prompts(chat=tmp_path / "one.json"), GenerateOptions()
         )
     assert "has no chat template" in str(error.value) and "use --prompt" in str(error.value)
+
+
+def test_a_chat_is_rendered_with_its_tools_as_in_training(model, tmp_path):
+    files = {
+        **model_files(open_checkpoint(str(model / "ours"))),
+        "chat_template.jinja": b"{{ tools | map(attribute='name') | join }}:{{ messages[0].content }}",
+    }
+    told = []
+    for name, tools in {"a.json": [{"name": "f"}], "b.json": '[{"name": "g"}]'}.items():
+        (tmp_path / name).write_text(json.dumps({"messages": CHAT, "tools": tools}))
+        prompts = Prompts(chat=tmp_path / name)
+        told += [each.text for each in read_prompts(prompts, files, source="x")]
+    assert told == ["f:hi", "g:hi"]
+    (tmp_path / "c.json").write_text(json.dumps({"messages": CHAT, "tools": 3}))
+    with pytest.raises(ConfigError, match="its tools are a list"):
+        read_prompts(Prompts(chat=tmp_path / "c.json"), files, source="x")
+
+
+def test_prompts_of_a_file_whose_suffix_is_in_capitals_are_json(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"prompt": "a"}\n')
+    (prompt,) = read_prompts(Prompts(file=tmp_path / "A.JSONL"), {}, source="x")
+    assert prompt.text == "a"
 
 
 def test_exported_folder_is_whole_and_used_again(model, tmp_path):

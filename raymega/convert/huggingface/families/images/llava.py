@@ -235,7 +235,7 @@ def _pixels(found: Config) -> dict[str, tuple[float, ...]]:
     mean, std = (half, half) if is_siglip else (CLIP_MEAN, CLIP_STD)
     mean, std = told.get("image_mean", mean), told.get("image_std", std)
     if not told.get("do_normalize", True):
-        mean, std = 0, 1
+        mean, std = (0.0,) * CHANNELS, (1.0,) * CHANNELS
     # ((p f) - m) / s = (p / 255 - m / (255 f)) / (s / (255 f))
     factor = told.get("rescale_factor", 1 / 255) if told.get("do_rescale", True) else 1
     scale = 1 if isclose(255 * factor, 1) else 255 * factor
