@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -37,13 +38,16 @@ def export_megatron(
         on_progress: Callback with (done, total) tokens.
 
     Raises:
-        ConfigError: There is no dataset, it has no such split, its rows have pairs or labels, or one of the
+        ConfigError: The prefix has no name, there is no dataset, it has no such split, its rows have pairs or labels, or one of the
             files exists or cannot be written.
         DataError: The dataset is damaged, or its shards do not hold the lengths of their documents.
         StorageError: The dataset's store cannot be reached.
     """
     # refuse before anything is read or written
     paths = [Path(f"{prefix}.{end}").expanduser() for end in ("bin", "idx")]
+    raise_faults(
+        ConfigError, [_no_name(prefix)] if prefix.rpartition("/")[2] in ("", ".", "..") else []
+    )
     raise_faults(ConfigError, [_exists(path) for path in paths if path.exists()])
     meta, files = open_files(uri)
     if split not in meta.splits:
@@ -98,6 +102,14 @@ def _write_tokens(
             stop = min(start + PIECE_TOKENS, stream.num_tokens)
             file.write(stream.read(start, stop).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             on_progress(stop, stream.num_tokens)
+
+
+def _no_name(prefix: str) -> Fault:
+    return Fault(
+        fact=f"--out {prefix!r} has no name for the files",
+        rule="it is the path of two files, without .bin and .idx",
+        remedy=f"give --out {shlex.quote(str(Path(prefix, 'corpus')))}",
+    )
 
 
 def _exists(path: Path) -> Fault:

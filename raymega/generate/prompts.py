@@ -79,9 +79,11 @@ def read_prompts(prompts: Prompts, files: Mapping[str, bytes], *, source: str) -
         chats = list(_chats(prompts.chat))
         _refuse_none(chats, f"--chat {prompts.chat}")
         rendered = render_chats(chats, files, source=source)
+        raise_faults(ConfigError, _half_faults(rendered))
         return [Prompt(text, _images_of(chat)) for text, chat in zip(rendered, chats, strict=True)]
     texts = _with_images(prompts.texts, prompts.images) or list(_lines(prompts.file or Path()))
     _refuse_none(texts, f"--file {prompts.file}")
+    raise_faults(ConfigError, _half_faults([prompt.text for prompt in texts]))
     empty = [number for number, prompt in enumerate(texts) if not prompt.text]
     raise_faults(
         ConfigError,
@@ -130,6 +132,19 @@ def render_chats(chats: Sequence[Chat], files: Mapping[str, bytes], *, source: s
             ) from error
         rendered.append(str(text))
     return rendered
+
+
+def _half_faults(texts: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault for each text with halves of characters, which no tokenizer takes."""
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            yield Fault(
+                fact=f"prompt {number} of {len(texts)} has {text[error.start]!r} as character {error.start + 1}",
+                rule="half of a surrogate pair, or a byte that is not UTF-8, is no text",
+                remedy="correct the prompt",
+            )
 
 
 def _refuse_none(found: Sequence[object], what: str) -> None:

@@ -12,7 +12,7 @@ from raymega.data.arrow import TokenStream
 from raymega.data.format import TOKENIZER_FILE, DatasetMeta
 from raymega.data.open_split import LossOn, labels_of, missing_split
 from raymega.data.streaming.remote_dataset import open_files
-from raymega.errors import ConfigError, Fault
+from raymega.errors import ConfigError, DataError, Fault
 from raymega.prepare.origins import trace
 from raymega.storage.registry import open_store
 
@@ -53,7 +53,7 @@ def show_documents(
 
     Raises:
         ConfigError: There is no such split or document.
-        DataError: The dataset is damaged.
+        DataError: The dataset is damaged, or has no tokenizer.
     """
     if split not in meta.splits:
         raise ConfigError(missing_split(uri, split))
@@ -62,7 +62,7 @@ def show_documents(
     lengths = stream.document_lengths().tolist()
     if first >= len(lengths):
         raise ConfigError(_no_document(uri, split, first, len(lengths)))
-    tokenizer = Tokenizer.from_str(open_store(uri).get(TOKENIZER_FILE).decode())
+    tokenizer = _tokenizer(uri)
     at = sum(lengths[:first])
     for number, length in islice(enumerate(lengths), first, first + count):
         ids = stream.read(at, at + length).tolist()
@@ -76,16 +76,32 @@ def show_documents(
         at += length
 
 
+def _tokenizer(uri: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(open_store(uri).get(TOKENIZER_FILE).decode())
+    except KeyError:
+        raise DataError(
+            fact=f"{uri} has no {TOKENIZER_FILE}",
+            rule="it says which text a token stands for",
+            remedy="copy it from where the dataset was prepared, or prepare it again",
+        ) from None
+
+
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     """Yield the text of each token; of a character's tokens the last one has it."""
+    before: list[int] = []
     pending: list[int] = []
     for token in ids:
         pending.append(token)
-        text = tokenizer.decode(pending, skip_special_tokens=False)
+        # decoders of SentencePiece drop the space that begins a text
+        head, whole = (
+            tokenizer.decode(each, skip_special_tokens=False) for each in (before, before + pending)
+        )
+        text = whole.removeprefix(head)
         if text.endswith(UNFINISHED) and len(pending) < 4:  # bytes of a character of UTF-8
             yield ""
             continue
-        pending.clear()
+        before, pending = pending, []
         yield text
 
 

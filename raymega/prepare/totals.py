@@ -115,6 +115,14 @@ class Totals:
 
     def split_faults(self, valid_fraction: float) -> list[Fault]:
         """Return a fault for each requested split that has no document."""
+        if not self.counts:
+            return [
+                Fault(
+                    fact="all documents are empty",
+                    rule="a dataset needs text",
+                    remedy="give files with text in them, or the key of the text by --text-key",
+                )
+            ]
         wanted = SPLITS if valid_fraction else SPLITS[:1]
         return [
             Fault(

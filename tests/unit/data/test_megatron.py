@@ -123,6 +123,13 @@ def test_stream_is_cut_into_shards_as_if_it_were_prepared(tmp_path, monkeypatch)
     assert source.shards.rows.tolist() == [49 // SHAPE.seq_len, 128 // SHAPE.seq_len, 0]
 
 
+@pytest.mark.parametrize("prefix", ["", "new/", "new/.", ".."])
+def test_export_without_a_name_is_refused(prefix):
+    """Its files were called .bin and .idx."""
+    with pytest.raises(ConfigError, match=r"has no name for the files; .*corpus"):
+        export_megatron("nowhere", prefix, split="train", on_progress=lambda *_: None)
+
+
 def test_export_overwrites_nothing(exported):
     *_, folder, prefix = exported
     with pytest.raises(ConfigError, match=r"corpus\.bin exists.*\n?.*corpus\.idx exists"):

@@ -140,6 +140,14 @@ def test_a_chat_is_rendered_with_its_tools_as_in_training(model, tmp_path):
         read_prompts(Prompts(chat=tmp_path / "c.json"), files, source="x")
 
 
+def test_half_of_a_character_in_a_prompt_is_told(tmp_path):
+    """JSON may hold it, and so may a command line that is not UTF-8; a tokenizer raised a TypeError."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "a\\ud83d"}\n')
+    for prompts in (Prompts(file=tmp_path / "a.jsonl"), Prompts(texts=("x", "a\udcff"))):
+        with pytest.raises(ConfigError, match=r"prompt 2 of 2 has .* as character 2"):
+            read_prompts(prompts, {}, source="x")
+
+
 def test_prompts_of_a_file_whose_suffix_is_in_capitals_are_json(tmp_path):
     (tmp_path / "A.JSONL").write_text('{"prompt": "a"}\n')
     (prompt,) = read_prompts(Prompts(file=tmp_path / "A.JSONL"), {}, source="x")

@@ -47,6 +47,7 @@ def test_totals_do_not_depend_on_the_order_of_the_groups():
 
 def test_empty_splits_are_faults_unless_nothing_was_held_out():
     totals = Totals(3)
+    assert [each.fact for each in totals.split_faults(0.1)] == ["all documents are empty"]
     totals.add(_done(0, train=[1, 1, 1]))
     assert totals.split_faults(0.0) == [] and totals.valid_entropy() == -1.0
     assert [fault.fact for fault in totals.split_faults(0.1)] == ["the valid split is empty"]

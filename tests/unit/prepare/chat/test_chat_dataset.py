@@ -7,17 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from raymega.data.arrow import TokenStream
 from raymega.data.checks import training_faults
 from raymega.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from raymega.data.inspect import describe_packing
 from raymega.data.open_split import Shape, open_split
-from raymega.errors import ConfigError
+from raymega.errors import ConfigError, DataError
 from raymega.prepare.chat.rows import DEFAULT_KEYS
 from raymega.prepare.options import PrepareOptions
 from raymega.prepare.pipeline import prepare
-from raymega.prepare.show import show_documents
+from raymega.prepare.show import _texts, show_documents
 from tests.unit.prepare.chat import templates
 from tests.unit.prepare.chat.templates import messages
 from tests.unit.prepare.corpora import content
@@ -255,6 +256,29 @@ def test_text_dataset_has_no_answers_to_count(tmp_path):
     values = {"data.path": str(tmp_path / "out"), "data.seq_len": 16, "data.loss_on": "assistant"}
     (fault,) = training_faults(values)
     assert "data.loss_on=assistant" in fault.fact and "holds texts" in fault.fact
+
+
+def test_tokens_of_sentencepiece_are_shown_with_their_spaces(tmp_path):
+    """Its decoder drops the space that begins a text, as which each token was decoded."""
+    words = ["<s>", "</s>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True)
+    )
+    space = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    ids = [0, 2, 3, 4, *(5 + byte for byte in "\N{GRINNING FACE}".encode()), 3, 1]
+    shown = [*_texts(tokenizer, ids)]
+    assert shown == ["<s>", " the", " cat", "s", "", "", "", "\N{GRINNING FACE}", " cat", "</s>"]
+
+
+def test_a_dataset_without_its_tokenizer_is_refused_by_show(dataset):
+    meta = _meta(dataset)
+    (dataset / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        next(show_documents(str(dataset), meta, split="train", first=0, count=1, loss_on="auto"))
 
 
 def test_shown_documents_have_their_tokens_labels_and_rows(dataset):
