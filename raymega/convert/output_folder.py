@@ -38,10 +38,23 @@ def folder_faults(folder: Path) -> Iterator[Fault]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, renamed to ``folder`` when the block ends without an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # In the same parent, so that the rename stays inside one file system and is atomic.
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-partial-"))
+    """Yield a folder to write into, renamed to ``folder`` when the block ends without an error.
+
+    Raises:
+        ConfigError: No folder can be made there.
+    """
+    # A link stays: a folder cannot take its name.
+    folder = folder.resolve()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # In the same parent, so that the rename stays inside one file system and is atomic.
+        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-partial-"))
+    except OSError as error:
+        raise ConfigError(
+            fact=f"--out {str(folder)!r} cannot be written: {error.strerror or error}",
+            rule="an export is a new folder in one that can be written",
+            remedy="give another folder, or correct the permissions",
+        ) from error
     try:
         yield partial
         # mkdtemp makes folders that only their owner may enter.

@@ -7,6 +7,7 @@ same dataset on every machine. Folders are listed by `raymega.prepare.readers.li
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -132,11 +133,11 @@ def _mixed_splits(name: str, dicts: Iterable[str], files: Iterable[SourceFile]) 
         splits = sorted({each.partition("/")[0] for each in inside if "/" in each})
         if len(splits) > 1:
             folder = f"{name.rstrip('/')}/{top}"
+            one = shlex.quote(f"{folder}{'train' if 'train' in splits else splits[0]}")
             yield Fault(
                 fact=f"{folder} is a DatasetDict with the splits {', '.join(splits)}",
                 rule="a dataset is made of one split: as one input, their documents would be mixed, and trained on",
-                remedy=f"give {folder}{'train' if 'train' in splits else splits[0]} as the INPUT; "
-                "the folders of several as INPUTs, to join them",
+                remedy=f"give {one} as the INPUT; the folders of several as INPUTs, to join them",
             )
 
 
