@@ -241,7 +241,8 @@ def pack_stream(
 ) -> PackedSource:
     """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths.
 
-    Where the shards are ``is_far``, in an object store, all of them are fetched for the lengths.
+    Where the shards are ``is_far``, in an object store, the lengths are shared however few they are. Without a
+    file of lengths all shards are fetched for them.
     """
     # lengths of documents, read once a node where that takes long
     num_documents = sum(shard.num_documents for shard in stream.shards)
