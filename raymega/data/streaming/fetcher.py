@@ -132,8 +132,9 @@ class Fetcher:
             if shard not in wants.waiting:
                 wants.waiting.insert(0, shard)
             if shard.file not in wants.hasty:
-                # what failed before anybody waited is tried again: a disk may have been full for a while
+                # what failed before anybody waited is tried again, and at once: a disk may have been full for a while
                 wants.failed.pop(shard.file, None)
+                self._not_before.pop(wants.folder / shard.file, None)
                 wants.hasty.add(shard.file)
                 self._changed.notify_all()
             self._changed.wait(POLL_S)
