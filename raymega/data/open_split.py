@@ -41,7 +41,7 @@ from raymega.data.rows import (
 from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
-from raymega.data.streaming.node_cache import shared_tables
+from raymega.data.streaming.node_cache import SHARED_DOCUMENTS, shared_tables
 from raymega.data.streaming.remote_dataset import is_remote, open_files
 from raymega.data.streaming.stream_rows import Labels, Stream, StreamDocuments, StreamSource
 from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, drawn_reference, seed_of
@@ -50,8 +50,6 @@ from raymega.errors import DataError, Fault
 LEAST_TARGET: dict[LossOn, int] = {
     "auto": EARLIER_ANSWER, "assistant": EARLIER_ANSWER, "completion": LAST_ANSWER, "all": CONTEXT,
 }  # fmt: skip
-SHARED_DOCUMENTS = 1 << 16
-"""Documents of a split from which a node's processes share what they know of them."""
 
 
 def pairs_of(section: PreferenceSection) -> Pairs:
@@ -241,7 +239,8 @@ def pack_stream(
 ) -> PackedSource:
     """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths.
 
-    Where the shards are ``is_far``, in an object store, all of them are fetched for the lengths.
+    Where the shards are ``is_far``, in an object store, the lengths are shared however few they are. Without a
+    file of lengths all shards are fetched for them.
     """
     # lengths of documents, read once a node where that takes long
     num_documents = sum(shard.num_documents for shard in stream.shards)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 TABLES = "tables"
 LOCK_FILE = ".lock"
+SHARED_DOCUMENTS = 1 << 16
+"""Documents of a split from which a node's processes share what they know of them."""
 Tables = Mapping[str, npt.NDArray[Any]]
 
 
