@@ -11,6 +11,7 @@ from raymega.data.checks import data_faults
 from raymega.data.format import LENGTHS_DTYPE
 from raymega.data.inspect import inspect_dataset
 from raymega.data.open_split import Shape, open_split, pack_stream
+from raymega.data.rows import SourceSetup
 from raymega.data.streaming.shard_cache import ShardCache
 from raymega.errors import DataError, StorageError
 from tests.unit.data.datasets import samples_of, with_lengths, write_documents
@@ -33,7 +34,8 @@ def made(tmp_path, monkeypatch):
 
 def _packed(files, split, key):
     stream = TokenStream(files, split)
-    return pack_stream(stream, SHAPE, vocab_size=257, labels=None, key=key, is_far=True)
+    setup = SourceSetup(path="s3://far", split="train", shape=SHAPE, seed=0, vocab_size=257)
+    return pack_stream(stream, setup, labels=None, key=key)
 
 
 def _streamed(folder, split, root, key):
