@@ -1,6 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
 # Hundreds of processes of the tests import the package: without bytecode each would compile it.
@@ -9,13 +10,14 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup demo lint check test test-ranks test-clusters test-all mutate golden pages docs rehearse soak cuda-books test-cuda-books
 
 # TORCH_INDEX: the package index that torch comes from, such as that of its CPU builds; empty is pip's own.
+# Thirty thousand files are compiled on all cores; pip would take one, and some packages' files are of other languages.
 setup: $(VENV)/.ok
 
 $(VENV)/.ok: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	test -z "$(TORCH_INDEX)" || $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
-	  --index-url $(TORCH_INDEX) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,eval,trackers]'
+	test -z "$(TORCH_INDEX)" || $(PIP) --index-url $(TORCH_INDEX) torch
+	$(PIP) -e '.[dev,hf,eval,trackers]'
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 	@touch $@
 
 demo: setup

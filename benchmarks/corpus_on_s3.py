@@ -2,7 +2,8 @@
 
 The service is moto's, in memory and in a process of its own. Workers get its address from this process's environment,
 which Ray's processes inherit. As a command it measures what a new attempt on a living node costs a rank before its first
-step: the requests to the store, and the time of a CPU, which a loaded machine does not change.
+step, where its process lives and where a spare takes its place: the requests to the store, and the time of a CPU, which a
+loaded machine does not change.
 
     python -m benchmarks.corpus_on_s3 [--rounds 8]
 """
@@ -13,8 +14,11 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,9 +26,11 @@ import numpy as np
 from botocore.client import BaseClient
 
 from raymega.config.load import parse_job
+from raymega.config.schema import Job
 from raymega.data.arrow import ShardWriter
 from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
 from raymega.data.samples import known_datasets, open_samples
+from raymega.plan.run_plan import make_plan
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY
 from tests.support.servers.s3_server import BUCKET, environment, exported, moto_server
@@ -72,28 +78,40 @@ def _write(folder: Path) -> int:
 def show_attempt(name: str, settings: Sequence[str], *, rounds: int) -> None:
     """Print the CPU time and the requests of opening the data and reading the first step's rows, again and again."""
     job = parse_job(VERIFY, [*settings, "run.eval_samples=0"]).job()
-    known, opening, reading, requests = known_datasets(job), list[float](), list[float](), 0
-    ask = BaseClient._make_api_call
+    known = known_datasets(job)
     # the first round is that of a new node, and not counted
-    for number in range(rounds + 1):
-        time.sleep(SETTLE_S)
-        with patch.object(BaseClient, "_make_api_call", autospec=True, side_effect=ask) as asked:
-            began = time.process_time()
-            samples = open_samples(job, known)
-            opened = time.process_time()
-            for sample in range(job.data.global_batch_size):
-                samples.row(sample)
-            read = time.process_time()
-        if number:
-            opening.append(1e3 * (opened - began))
-            reading.append(1e3 * (read - opened))
-            requests += asked.call_count
-        del samples
-    print(
-        f"{name}: opened in {statistics.median(opening):.1f} ms of a CPU, rows in {statistics.median(reading):.1f} ms, "
-        f"{requests / rounds:g} requests an attempt",
-        flush=True,
-    )
+    living = [_attempt(job, known) for _ in range(rounds + 1)][1:]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        spares = [pool.submit(_spare, job, known).result() for _ in range(rounds)]
+    for whose, found in (("a process that lives", living), ("a spare", spares)):
+        opening, reading, requests = zip(*found, strict=True)
+        print(
+            f"{name}, {whose}: opened in {statistics.median(opening):.1f} ms of a CPU, rows in "
+            f"{statistics.median(reading):.1f} ms, {sum(requests) / rounds:g} requests an attempt",
+            flush=True,
+        )
+
+
+def _attempt(job: Job, known: Mapping[str, str]) -> tuple[float, float, int]:
+    """Return the milliseconds of opening the data and of reading the first step's rows, and the requests."""
+    ask = BaseClient._make_api_call
+    time.sleep(SETTLE_S)
+    with patch.object(BaseClient, "_make_api_call", autospec=True, side_effect=ask) as asked:
+        began = time.process_time()
+        samples = open_samples(job, known)
+        opened = time.process_time()
+        for sample in range(job.data.global_batch_size):
+            samples.row(sample)
+        read = time.process_time()
+    return 1e3 * (opened - began), 1e3 * (read - opened), asked.call_count
+
+
+def _spare(job: Job, known: Mapping[str, str]) -> tuple[float, float, int]:
+    """Load what a spare loads ahead, then begin an attempt."""
+    from raymega.train import entry  # torch, which drivers that import this module do without
+
+    entry.load_lazy_parts(replace(make_plan(job), datasets=dict(known)), "cpu")
+    return _attempt(job, known)
 
 
 def main() -> None:

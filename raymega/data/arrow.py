@@ -7,7 +7,7 @@ listed by `raymega.data.format`; windows are drawn from the stream by `raymega.d
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from isal import isal_zlib
 
-from raymega.data.format import ShardMeta, SplitMeta, shard_fault
-from raymega.errors import DataError
+from raymega.data.format import LENGTHS_DTYPE, ShardMeta, SplitMeta, shard_fault, wrong_crc32
+from raymega.errors import DataError, Fault
 
 COLUMN, TARGETS_COLUMN, IMAGES_COLUMN = "tokens", "targets", "images"
 """Columns of a shard. That of images has pixels beside the first token of an image, and no bytes beside others."""
@@ -50,6 +50,9 @@ class Files(Protocol):
     def reader(self, shard: ShardMeta) -> AbstractContextManager[pa.RecordBatchFileReader]:
         """Return a reader of the shard's record batches, with their metadata."""
 
+    def whole(self, file: ShardMeta) -> bytes | bytearray:
+        """Return the bytes of a file of a split; their checksum is right."""
+
     def need(self, shards: Sequence[ShardMeta]) -> None:
         """Take the shards that are read next, the first one first."""
 
@@ -72,6 +75,17 @@ class FolderFiles:
         """See Files."""
         return open_shard(self._folder / shard.file)
 
+    def whole(self, file: ShardMeta) -> bytes:
+        """See Files."""
+        path = self._folder / file.file
+        try:
+            found = path.read_bytes()
+        except OSError as error:
+            raise DataError(unreadable(path, error)) from error
+        if (crc32 := isal_zlib.crc32(found)) != file.crc32:
+            raise DataError(wrong_crc32(str(path), crc32, file))
+        return found
+
     def need(self, shards: Sequence[ShardMeta]) -> None:
         """Do nothing: the files are here."""
 
@@ -91,7 +105,7 @@ class TokenStream:
         """Take the files of a dataset, or their folder; a shard is looked at when it is first read."""
         self.num_tokens, self.shards = split.num_tokens, split.shards
         self._files = FolderFiles(files) if isinstance(files, Path) else files
-        self._shards = split.shards
+        self._shards, self._lengths = split.shards, split.lengths
         self._ends = list(accumulate(shard.num_tokens for shard in split.shards))
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -123,15 +137,18 @@ class TokenStream:
     def document_lengths(self) -> npt.NDArray[np.uint32]:
         """Return the number of tokens of each document in stream order, [N].
 
-        The numbers are read from the metadata of the record batches.
+        They are read from their own file, and where a split has none, from the metadata of all record batches.
 
         Raises:
-            DataError: A shard cannot be read, or the numbers do not add up to the stream's length.
+            DataError: A file cannot be read, or the numbers do not add up to the stream's length.
         """
-        found = []
-        for shard in self._shards:
-            with self._files.reader(shard) as reader:
-                lengths = _read_lengths(reader)
+        parts: Iterable[npt.NDArray[np.integer]] = map(self._stored_lengths, self._shards)
+        if self._lengths is not None:
+            found = np.frombuffer(self._files.whole(self._lengths), LENGTHS_DTYPE)
+            borders = np.cumsum([shard.num_documents for shard in self._shards])
+            parts = np.split(found, borders[:-1])
+        kept = []
+        for shard, lengths in zip(self._shards, parts, strict=True):
             if int(lengths.sum()) != shard.num_tokens:
                 fact = f"the documents of {shard.file} have {int(lengths.sum())} tokens"
                 raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
@@ -139,8 +156,12 @@ class TokenStream:
             if least < 0 or most > shard.num_tokens:
                 fact = f"documents of {shard.file} have between {least} and {most} tokens"
                 raise DataError(shard_fault(fact, f"it has {shard.num_tokens} in all"))
-            found.append(lengths.astype(np.uint32))
-        return np.concatenate(found)
+            kept.append(lengths.astype(np.uint32, copy=False))
+        return np.concatenate(kept)
+
+    def _stored_lengths(self, shard: ShardMeta) -> npt.NDArray[np.integer]:
+        with self._files.reader(shard) as reader:
+            return _read_lengths(reader)
 
     def need(self, shards: Sequence[int]) -> None:
         """Take the numbers of the shards that are read next, the first one first."""
@@ -155,7 +176,7 @@ class TokenStream:
 
     def _pieces(self, start: int, stop: int, name: str) -> Iterator[Tokens]:
         for _, column in self._columns(start, stop, name):
-            yield column.to_numpy().astype(np.int64)
+            yield from (_numbers(chunk).astype(np.int64) for chunk in column.chunks)
 
     def _columns(self, start: int, stop: int, name: str) -> Iterator[tuple[int, pa.ChunkedArray]]:
         """Yield the parts of a column that tokens [start, stop) have in each shard, with their first tokens."""
@@ -274,6 +295,12 @@ def file_crc32(path: Path) -> int:
     return crc
 
 
+def _numbers(column: pa.Array) -> npt.NDArray[np.unsignedinteger]:
+    """Return an unsigned column as a view of the shard; Arrow's own would import pandas, 0.3 s of each process."""
+    size = column.type.bit_width // 8
+    return np.frombuffer(column.buffers()[1], f"<u{size}", len(column), column.offset * size)
+
+
 def _sparse(values: Sequence[tuple[int, bytes]], size: int) -> pa.Array:
     """Return a binary column of ``size`` entries, of which those of ``values`` by place are filled."""
     # no mask of nulls: an image has bytes, so an empty entry is none
@@ -306,9 +333,7 @@ def shard_documents(path: Path) -> Iterator[tuple[Any, ...]]:
             found = reader.get_batch_with_custom_metadata(index)
             batch, at = found.batch, 0
             has_images = IMAGES_COLUMN in batch.schema.names
-            plain = [
-                column.to_numpy() for column in batch.columns[: batch.num_columns - has_images]
-            ]
+            plain = [*map(_numbers, batch.columns[: batch.num_columns - has_images])]
             for length in _lengths(found.custom_metadata).tolist():
                 columns = [column[at : at + length] for column in plain]
                 if has_images:
@@ -344,9 +369,7 @@ def open_shard(path: Path) -> Iterator[pa.RecordBatchFileReader]:
         with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
             yield reader
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
-        raise DataError(
-            shard_fault(f"{path} cannot be read ({error})", "it must be whole")
-        ) from error
+        raise DataError(unreadable(path, error)) from error
 
 
 @lru_cache(MOST_MAPS)
@@ -364,11 +387,14 @@ def map_shard(path: Path, shard: ShardMeta) -> pa.Table:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         num_tokens = len(table[COLUMN])
     except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise DataError(
-            shard_fault(f"{path} cannot be read ({error})", "it must be whole")
-        ) from error
+        raise DataError(unreadable(path, error)) from error
     # sizes match dataset.json, or the shard is another one
     if num_tokens != shard.num_tokens:
         fact = f"{path} has {num_tokens} tokens"
         raise DataError(shard_fault(fact, f"dataset.json says {shard.num_tokens}"))
     return table
+
+
+def unreadable(path: Path, error: Exception) -> Fault:
+    """Return the fault of a file of a dataset that cannot be read."""
+    return shard_fault(f"{path} cannot be read ({error})", "it must be whole")

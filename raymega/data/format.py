@@ -6,6 +6,7 @@ It owns dataset.json and the names of the other files; `raymega.data.arrow` owns
     tokenizer.json      a `tokenizers` file, whatever the tokenizer was made from
     tokenizer_config.json, chat_template.jinja, ...  its other files, as AutoTokenizer reads them
     train/000000.arrow  token shards, Arrow IPC
+    train/lengths.u32   number of tokens of each document of the split, uint32, little-endian
     train/unigram.npy   number of occurrences of each token, int64 [vocab_size]
     train/000000.origins, sources.json   the documents' origins, see `raymega.prepare.origins`
     valid/...           the same for the held-out documents
@@ -13,6 +14,7 @@ It owns dataset.json and the names of the other files; `raymega.data.arrow` owns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -36,6 +38,7 @@ TOKENIZER_PATTERNS = (
 )  # fmt: skip
 """Names of the files of a Hugging Face tokenizer."""
 COUNTS_FILE = "unigram.npy"
+LENGTHS_FILE, LENGTHS_DTYPE = "lengths.u32", "<u4"
 END_OF_DOCUMENT = "<|endoftext|>"
 """End-of-document token of tokenizers that raymega makes, and of files that name no other."""
 SPLITS = ("train", "valid")
@@ -92,10 +95,22 @@ class ShardMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitMeta:
-    """Shards of one split in stream order, and the size of their text in UTF-8 bytes."""
+    """Files of one split.
+
+    Attributes:
+        shards: Shards in stream order.
+        num_text_bytes: Size of their text in UTF-8 bytes.
+        lengths: File with the lengths of its documents; None of datasets that were prepared without it.
+    """
 
     shards: tuple[ShardMeta, ...]
     num_text_bytes: int
+    lengths: ShardMeta | None = None
+
+    @property
+    def files(self) -> tuple[ShardMeta, ...]:
+        """Shards, and the file of lengths where there is one."""
+        return self.shards if self.lengths is None else (*self.shards, self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -284,9 +299,9 @@ def encode_meta(meta: DatasetMeta) -> bytes:
 
 
 def size_faults(folder: Path, meta: DatasetMeta) -> list[Fault]:
-    """Return a fault for each shard that is missing or has a wrong size; reads no data."""
+    """Return a fault for each file of a split that is missing or has a wrong size; reads no data."""
     faults = []
-    for shard in (shard for split in meta.splits.values() for shard in split.shards):
+    for shard in (shard for split in meta.splits.values() for shard in split.files):
         path = folder / shard.file
         size = path.stat().st_size if path.is_file() else -1
         if size == shard.num_bytes:
@@ -296,6 +311,18 @@ def size_faults(folder: Path, meta: DatasetMeta) -> list[Fault]:
     return faults
 
 
+def lengths_meta(split: str, shards: Sequence[ShardMeta], *, crc32: int) -> ShardMeta:
+    """Return the description of the file with the lengths of the documents of ``shards``."""
+    num_documents = sum(shard.num_documents for shard in shards)
+    return ShardMeta(
+        file=f"{split}/{LENGTHS_FILE}",
+        num_documents=num_documents,
+        num_tokens=sum(shard.num_tokens for shard in shards),
+        num_bytes=4 * num_documents,
+        crc32=crc32,
+    )
+
+
 def shard_fault(fact: str, rule: str) -> Fault:
     """Return the fault of a shard that does not match dataset.json."""
     return Fault(
@@ -303,6 +330,11 @@ def shard_fault(fact: str, rule: str) -> Fault:
         rule=rule,
         remedy="copy the dataset again from where it was whole, or prepare it again",
     )
+
+
+def wrong_crc32(name: str, crc32: int, file: ShardMeta) -> Fault:
+    """Return the fault of a file ``name`` whose checksum is not what dataset.json says."""
+    return shard_fault(f"{name} has crc32 {crc32:08x}", f"{META_FILE} says {file.crc32:08x}")
 
 
 def no_dataset(fact: str) -> Fault:

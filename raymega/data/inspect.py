@@ -18,8 +18,8 @@ from raymega.data.format import (
     ShardMeta,
     SplitMeta,
     local_folder,
-    shard_fault,
     size_faults,
+    wrong_crc32,
 )
 from raymega.data.open_split import Shape, labels_of, missing_split, no_documents, packed
 from raymega.data.order import num_blocks, two_blocks_bytes
@@ -64,7 +64,7 @@ def inspect_dataset(
     gaps = missing_shards(uri, meta) if is_remote(uri) else size_faults(local_folder(uri), meta)
     raise_faults(DataError, gaps)
     if is_verified:
-        shards = [shard for split in meta.splits.values() for shard in split.shards]
+        shards = [file for split in meta.splits.values() for file in split.files]
         raise_faults(DataError, _checksum_faults(uri, shards, on_shard))
     return meta
 
@@ -170,8 +170,7 @@ def _checksum_faults(
         # all shards are read, so that the message can name every damaged one
         crc = _crc32(uri, shard)
         if crc != shard.crc32:
-            fact = f"{uri.rstrip('/')}/{shard.file} has crc32 {crc:08x}"
-            faults.append(shard_fault(fact, f"dataset.json says {shard.crc32:08x}"))
+            faults.append(wrong_crc32(f"{uri.rstrip('/')}/{shard.file}", crc, shard))
         on_shard(done, len(shards))
     return faults
 

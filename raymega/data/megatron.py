@@ -27,7 +27,7 @@ from raymega.config.data import CACHE_BYTES, MEGATRON
 from raymega.data.format import SHARD_TOKENS, StreamShard
 from raymega.data.streaming.bin_parts import PartCache, RemotePair, copied_index, look_at
 from raymega.data.streaming.fetcher import Fetcher
-from raymega.data.streaming.node_cache import cache_root
+from raymega.data.streaming.node_cache import SHARED_DOCUMENTS, Tables, cache_root, shared_tables
 from raymega.data.streaming.remote_dataset import is_remote
 from raymega.errors import ConfigError, DataError, Fault, StorageError
 from raymega.storage.registry import reading_faults
@@ -158,7 +158,7 @@ class MegatronStream:
             root=fetcher.root if fetcher else None,
             known=fetcher.known.get(f"{MEGATRON}{prefix}", "") if fetcher else "",
         )
-        self._fetcher = fetcher
+        self._prefix, self._fetcher = prefix, fetcher
         self.index = self._index = read_index(self._files.index)
         path, num_bytes, item = f"{prefix}.bin", self._files.num_bytes, self._index.dtype.itemsize
         # Offsets ascend without gaps in what Megatron's tools write, so the last one tells the length.
@@ -181,14 +181,25 @@ class MegatronStream:
     @cached_property
     def shards(self) -> tuple[StreamShard, ...]:
         """Parts of the stream, as if it were prepared: each ends with the document that reaches SHARD_TOKENS."""
-        found, item = self.document_lengths(), self._index.dtype.itemsize
+        if len(self._index.borders) < SHARED_DOCUMENTS:
+            found = self._count_parts()
+        else:  # counted by one process of the node: it takes 40 bytes of memory a document
+            far = self._files.remote
+            key = far.key if far else megatron_key(f"{MEGATRON}{self._prefix}")
+            found = shared_tables(key, f"parts-{SHARD_TOKENS}", self._count_parts)
+        item, sizes = self._index.dtype.itemsize, (found["tokens"], found["documents"])
+        return tuple(
+            StreamShard(num_tokens=n, num_documents=documents, num_bytes=item * n)
+            for n, documents in zip(*(each.tolist() for each in sizes), strict=True)
+        )
+
+    def _count_parts(self) -> Tables:
+        """Return the tokens and documents of each part."""
+        found = self.document_lengths()
         numbers = (np.cumsum(found) - found) // SHARD_TOKENS
         first = np.flatnonzero(np.diff(numbers, prepend=-1))
         tokens = np.add.reduceat(found, first) if len(first) else found
-        return tuple(
-            StreamShard(num_tokens=int(n), num_documents=int(documents), num_bytes=item * int(n))
-            for n, documents in zip(tokens, np.diff(first, append=len(found)), strict=True)
-        )
+        return {"tokens": tokens, "documents": np.diff(first, append=len(found))}
 
     @cached_property
     def _ends(self) -> list[int]:

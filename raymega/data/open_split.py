@@ -5,7 +5,7 @@ Nothing is read of a split's tokens, and of its documents only the lengths, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -25,7 +25,15 @@ from raymega.data.format import (
 from raymega.data.heads.labelled import LabelledSource
 from raymega.data.images.stored import HeldImages, StoredImages
 from raymega.data.megatron import MegatronStream, is_megatron, megatron_key
-from raymega.data.packing import Documents, Keep, PackedSource, from_tables, no_keep, to_tables
+from raymega.data.packing import (
+    Documents,
+    Keep,
+    PackedSource,
+    WindowRows,
+    from_tables,
+    no_keep,
+    to_tables,
+)
 from raymega.data.preference.pairs import PairDocuments, PairedSource
 from raymega.data.preference.stored_reference import read_reference
 from raymega.data.row_rules.plugin_rows import open_named
@@ -41,17 +49,16 @@ from raymega.data.rows import (
 from raymega.data.rows import LossOn as LossOn
 from raymega.data.rows import Shape as Shape
 from raymega.data.streaming.fetcher import Fetcher
-from raymega.data.streaming.node_cache import shared_tables
+from raymega.data.streaming.node_cache import SHARED_DOCUMENTS, Tables, run_tables, shared_tables
 from raymega.data.streaming.remote_dataset import is_remote, open_files
 from raymega.data.streaming.stream_rows import Labels, Stream, StreamDocuments, StreamSource
 from raymega.data.synthetic import SyntheticDocuments, SyntheticSource, drawn_reference, seed_of
 from raymega.errors import DataError, Fault
+from raymega.storage.store import Store
 
 LEAST_TARGET: dict[LossOn, int] = {
     "auto": EARLIER_ANSWER, "assistant": EARLIER_ANSWER, "completion": LAST_ANSWER, "all": CONTEXT,
 }  # fmt: skip
-SHARED_DOCUMENTS = 1 << 16
-"""Documents of a split from which a node's processes share what they know of them."""
 
 
 def pairs_of(section: PreferenceSection) -> Pairs:
@@ -94,6 +101,7 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     vocab_size: int = 1 << 31,
     fetcher: Fetcher | None = None,
     plugins: PluginsSection | None = None,
+    run: Store | None = None,
 ) -> Source:
     """Open one split; no shard is looked at before its first row is read.
 
@@ -108,6 +116,7 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
         vocab_size: Tokens of the model's vocabulary, for Megatron's files, which do not tell theirs.
         fetcher: Threads that bring shards from object stores; None for threads of their own.
         plugins: Options of a data source of a plug-in.
+        run: Store of the run, in which its nodes share the numbers of packed rows; None to count them on each node.
 
     Raises:
         ConfigError: There is no dataset at the path, or a plug-in failed.
@@ -119,7 +128,7 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     if name := source_name(path):
         setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=vocab_size)
         if is_megatron(path):
-            return open_megatron(setup, fetcher)
+            return open_megatron(setup, fetcher, run)
         opened = open_named(name, setup, plugins)
         return packed(opened, shape) if isinstance(opened, DocumentSource) else opened
     # A prepared dataset: check it as far as possible without reading tokens.
@@ -135,7 +144,7 @@ def open_split(  # noqa: PLR0913  # what the rows of any dataset depend on
     labels = stream.read_targets if is_labelled else labels_of(stream, meta, shape.counted_on)
     key = split_key(meta, split) if is_packed else ""
     setup = SourceSetup(path=path, split=split, shape=shape, seed=seed, vocab_size=meta.vocab_size)
-    source = _rows_of(stream, setup, labels=labels, key=key)
+    source = _rows_of(stream, setup, labels=labels, key=key, run=run)
     if meta.images is not None:
         _with_images(source, StoredImages(stream.read_images, meta.images))
     return source
@@ -179,29 +188,26 @@ def open_synthetic(setup: SourceSetup) -> Source:
     )
 
 
-def open_megatron(setup: SourceSetup, fetcher: Fetcher | None = None) -> Source:
-    """Open Megatron's files; ``fetcher`` brings those of an object store."""
+def open_megatron(
+    setup: SourceSetup, fetcher: Fetcher | None = None, run: Store | None = None
+) -> Source:
+    """Open Megatron's files; ``fetcher`` brings those of an object store, ``run`` is as in :func:`open_split`."""
     if setup.split != "train":
         raise DataError(missing_split(setup.path, setup.split))
     stream = MegatronStream(setup.path.removeprefix(MEGATRON), fetcher)
     known = fetcher.known.get(setup.path, "") if fetcher else ""
     key = megatron_key(setup.path, known) if setup.shape.packing != "none" else ""
-    return _rows_of(stream, setup, labels=None, key=key)
+    return _rows_of(stream, setup, labels=None, key=key, run=run)
 
 
-def _rows_of(stream: Stream, setup: SourceSetup, *, labels: Labels | None, key: str) -> Source:
+def _rows_of(
+    stream: Stream, setup: SourceSetup, *, labels: Labels | None, key: str, run: Store | None
+) -> Source:
     """Return the rows of a stream of tokens, packed or cut."""
     shape, vocab_size = setup.shape, setup.vocab_size
     if shape.packing != "none":
         # packed rows, of pairs with their stored reference
-        source = pack_stream(
-            stream,
-            shape,
-            vocab_size=vocab_size,
-            labels=labels,
-            key=key,
-            is_far=is_remote(setup.path),
-        )
+        source = pack_stream(stream, setup, labels=labels, key=key, run=run)
         if shape.pairs == "stored":
             assert isinstance(source, PairedSource), "pairs have such a source"
             source.reference = read_reference(
@@ -239,25 +245,42 @@ def split_key(meta: DatasetMeta, split: str) -> str:
 
 
 def pack_stream(
-    stream: Stream, shape: Shape, *, vocab_size: int, labels: Labels | None, key: str, is_far: bool
+    stream: Stream,
+    setup: SourceSetup,
+    *,
+    labels: Labels | None,
+    key: str,
+    run: Store | None = None,
 ) -> PackedSource:
     """Pack the documents of a stream; ``key`` is the digest under which a node's processes share their lengths.
 
-    Where the shards are ``is_far``, in an object store, all of them are fetched for the lengths.
+    Where the shards are in an object store, the lengths are shared however few they are. Without a
+    file of lengths all shards are fetched for them. The nodes of a ``run`` share the numbers of rows.
     """
     # lengths of documents, read once a node where that takes long
     num_documents = sum(shard.num_documents for shard in stream.shards)
-    is_shared = is_far or num_documents >= SHARED_DOCUMENTS
+    is_shared = is_remote(setup.path) or num_documents >= SHARED_DOCUMENTS
     share = shared_tables if is_shared else lambda *args: args[-1]()
     lengths = share(key, "lengths", lambda: {"lengths": stream.document_lengths()})
-    documents = StreamDocuments(stream, lengths["lengths"], vocab_size=vocab_size, labels=labels)
+    documents = StreamDocuments(
+        stream, lengths["lengths"], vocab_size=setup.vocab_size, labels=labels
+    )
     # rows, under a name with everything that packing depends on
-    form = shape.grouped
+    shape, form = setup.shape, setup.shape.grouped
     kind = f"{form.kind}-{form.size}-{int(form.is_causal)}" if form.size else "rows"
     name = f"{kind}-{shape.seq_len}-{shape.window}-{shape.multiple}-{int(documents.is_truncated)}"
-    return packed(
-        documents, shape, lambda make: from_tables(share(key, name, lambda: to_tables(make())))
-    )
+
+    def keep(make: Callable[[], WindowRows]) -> WindowRows:
+        def counted() -> Tables:
+            return to_tables(make())
+
+        # a request takes longer than to count few
+        if run is None or num_documents < SHARED_DOCUMENTS:
+            return from_tables(share(key, name, counted))
+        copy = f"packing/{key}-{name}.npz"
+        return from_tables(share(key, name, lambda: run_tables(run, copy, counted)))
+
+    return packed(documents, shape, keep)
 
 
 def packed(documents: Documents, shape: Shape, keep: Keep = no_keep) -> PackedSource:

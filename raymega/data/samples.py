@@ -26,6 +26,7 @@ from raymega.data.streaming.fetcher import NOTHING_KNOWN, Fetcher
 from raymega.data.streaming.remote_dataset import description_digest, is_remote
 from raymega.data.streaming.stream_rows import StreamSource
 from raymega.storage.registry import local_path
+from raymega.storage.store import Store
 
 TOLD_PER_BLOCK = 16
 """Times in a block that a dataset is told which shards come next."""
@@ -180,15 +181,22 @@ def known_datasets(job: Job) -> dict[str, str]:
     }
 
 
-def open_samples(job: Job, known: Mapping[str, str] = NOTHING_KNOWN) -> Samples:
-    """Open the training data of a job; ``known`` are its :func:`known_datasets`.
+def open_samples(
+    job: Job, known: Mapping[str, str] = NOTHING_KNOWN, run: Store | None = None
+) -> Samples:
+    """Open the training data of a job.
+
+    Args:
+        job: Job whose data are opened.
+        known: Result of :func:`known_datasets`.
+        run: Store of the run for its ranks, which leave there what other nodes would count; None to leave nothing.
 
     Raises:
         ConfigError: There is no dataset at a path.
         DataError: A dataset is damaged or too short.
         StorageError: A dataset's store cannot be reached.
     """
-    return _open(mixture_of(job.data), "train", job, known)
+    return _open(mixture_of(job.data), "train", job, known, run=run)
 
 
 def open_validation(job: Job, known: Mapping[str, str] = NOTHING_KNOWN) -> dict[str, Samples]:
@@ -233,8 +241,14 @@ def _shape(job: Job) -> Shape:
     return shape_of(job.data, job.preference, job_form(job))
 
 
-def _open(
-    mixture: Mixture, split: str, job: Job, known: Mapping[str, str], *, role: str = ""
+def _open(  # what ranks and plans open differs in the last two
+    mixture: Mixture,
+    split: str,
+    job: Job,
+    known: Mapping[str, str],
+    *,
+    role: str = "",
+    run: Store | None = None,
 ) -> Samples:
     """Open a split of each dataset; ``role`` is the split whose rules its rows have, empty for its own."""
     shape, seed, vocab_size = _shape(job), job.run.seed, job.model.vocab_size
@@ -253,6 +267,7 @@ def _open(
             vocab_size=vocab_size,
             fetcher=fetcher,
             plugins=job.plugins,
+            run=run,
         )
         for path in mixture.datasets
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from raymega.data.arrow import ShardWriter, file_crc32, shard_documents
-from raymega.data.format import SHARD_TOKENS, ImageMeta, ShardMeta
+from raymega.data.format import LENGTHS_DTYPE, SHARD_TOKENS, ImageMeta, ShardMeta
 from raymega.errors import DataError, Fault
 from raymega.prepare.images.rows import IMAGES_FORMAT
 from raymega.prepare.origins import ORIGINS_SUFFIX as FINAL_SUFFIX
@@ -76,7 +76,9 @@ def plan_shards(
     return [replace(plan, has_targets=has_targets, has_images=has_images) for plan in plans]
 
 
-def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> ShardMeta | None:
+def write_shard(
+    plan: ShardPlan, *, state: Path, folder: Path, dtype: str
+) -> tuple[ShardMeta, bytes] | None:
     """Write a shard and the origins of its documents; None if no document begins in its range.
 
     Args:
@@ -85,10 +87,13 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
         folder: Folder of the new files.
         dtype: Element type of the tokens.
 
+    Returns:
+        Description of the shard, and the lengths of its documents as a file of lengths has them.
+
     Raises:
         DataError: A file of a group is damaged.
     """
-    found = list[tuple[int, int]]()
+    found, lengths = list[tuple[int, int]](), list[int]()
     kinds = {"has_targets": plan.has_targets, "has_images": plan.has_images}
     with ShardWriter(folder, plan.file, dtype=dtype, **kinds) as writer:
         for part in plan.parts:
@@ -102,6 +107,7 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
                     source, first = part.pieces[piece]
                     writer.append(*document)
                     found.append((source, first + int(row)))
+                    lengths.append(len(document[0]))
                 at += len(document[0])
         meta = writer.close()
     if not found:
@@ -109,7 +115,7 @@ def write_shard(plan: ShardPlan, *, state: Path, folder: Path, dtype: str) -> Sh
         return None
     origins = (folder / plan.file).with_suffix(FINAL_SUFFIX)
     origins.write_bytes(encode_origins(np.array(found)))
-    return meta
+    return meta, np.array(lengths, dtype=LENGTHS_DTYPE).tobytes()
 
 
 def source_labels(groups: Sequence[ShardGroup]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ class FolderOutput:
             if not (marker.is_file() or self._is_untouched()):
                 raise ConfigError(occupied(str(self.folder)))
             self._state.mkdir(exist_ok=True)
-            write_whole(marker, json.dumps(recipe, indent=1).encode())
+            write_whole(marker, [json.dumps(recipe, indent=1).encode()])
         except OSError as error:
             raise ConfigError(unwritable(str(self.folder), error)) from error
 
@@ -96,15 +96,19 @@ class FolderOutput:
 
     def put_state(self, name: str, content: bytes) -> None:
         """Write a small file that tasks read."""
-        write_whole(self._state / name, content)
+        write_whole(self._state / name, [content])
+
+    def get_state(self, name: str) -> bytes:
+        """Return what :meth:`put_state` has written under ``name``."""
+        return (self._state / name).read_bytes()
 
     def has_state(self, name: str) -> bool:
         """Return True if :meth:`put_state` has written ``name``."""
         return (self._state / name).is_file()
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write one of the dataset's small files; it gets to its place at the commit."""
-        write_whole(self._state / FINAL_FOLDER / name, content)
+    def put(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Write one of the dataset's files that are no shards; it gets to its place at the commit."""
+        write_whole(self._state / FINAL_FOLDER / name, pieces)
 
     def find_done(self, groups: Sequence[ShardGroup]) -> Iterator[GroupDone]:
         """Yield the reports of the groups that are finished, then remove files of all others."""
@@ -140,7 +144,7 @@ class FolderOutput:
 
     def put_record(self, key: str, done: GroupDone) -> None:
         """Note that a group is finished; all its other files must be written."""
-        write_whole(self._state / record_name(key), encode_record(done))
+        write_whole(self._state / record_name(key), [encode_record(done)])
 
     @contextmanager
     def shard_folders(self, files: Sequence[str]) -> Iterator[tuple[Path, Path]]:  # noqa: ARG002
@@ -153,7 +157,7 @@ class FolderOutput:
         # Left by tasks that were killed and run again.
         for path in final.rglob(f"*{PARTIAL_SUFFIX}"):
             path.unlink()
-        self.put(META_FILE, encode_meta(meta))
+        self.put(META_FILE, [encode_meta(meta)])
         for path in sorted(final.iterdir(), key=lambda path: path.name == META_FILE):
             # What a commit that was interrupted has moved already is replaced.
             place = self.folder / path.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -18,10 +18,13 @@ from isal import isal_zlib
 from raymega.data.arrow import token_dtype
 from raymega.data.format import (
     COUNTS_FILE,
+    LENGTHS_FILE,
     TOKENIZER_FILE,
     DatasetMeta,
     ShardMeta,
     SourceMeta,
+    SplitMeta,
+    lengths_meta,
 )
 from raymega.errors import ConfigError, Fault, RaymegaError, StorageError, raise_faults
 from raymega.prepare.assembly import ShardPlan, plan_shards, source_labels, write_shard
@@ -146,18 +149,20 @@ def _write_dataset(
             tokenizer.rules.images,
         )
         shards = _join(plans, output, dtype, on_progress)
-    # Token counts and small files, then the description.
+    # Lengths of documents, token counts and small files, then the description.
+    splits = totals.splits(shards)
+    splits = {name: _with_lengths(name, split, output) for name, split in splits.items()}
     for name, counts in totals.counts.items():
-        output.put(f"{name}/{COUNTS_FILE}", encode_array(counts))
+        output.put(f"{name}/{COUNTS_FILE}", [encode_array(counts)])
     for name, content in tokenizer.files.items():
-        output.put(name, content)
-    output.put(SOURCES_FILE, encode_sources(source_labels(groups)))
+        output.put(name, [content])
+    output.put(SOURCES_FILE, [encode_sources(source_labels(groups))])
     meta = DatasetMeta(
         recipe=recipe,
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.rules.eod_id,
         dtype=dtype,
-        splits=totals.splits(shards),
+        splits=splits,
         valid_entropy=totals.valid_entropy(),
         source=SourceMeta(
             inputs=options.inputs,
@@ -283,16 +288,42 @@ def _join(
 
 
 def _run_join(plan: ShardPlan, *, output: Output, dtype: str) -> ShardMeta | RaymegaError | None:
-    """Write one shard; an error is a value, because Ray Data would wrap it."""
+    """Write one shard, and the lengths of its documents beside; an error is a value, because Ray Data would wrap it."""
     files = {part.shard.file for part in plan.parts}
     files |= {str(Path(file).with_suffix(ORIGINS_SUFFIX)) for file in files}
     try:
         with output.shard_folders(sorted(files)) as (state, folder):
-            return write_shard(plan, state=state, folder=folder, dtype=dtype)
+            written = write_shard(plan, state=state, folder=folder, dtype=dtype)
+        if written is None:
+            return None
+        shard, lengths = written
+        # in the state: the split's file of lengths is joined when all shards are there
+        output.put_state(_lengths_name(shard), lengths)
+        return shard
     except RaymegaError as error:
         return error
     except OSError as error:
         return ConfigError(*_faults_of(error))
+
+
+def _with_lengths(name: str, split: SplitMeta, output: Output) -> SplitMeta:
+    """Write a split's file of lengths from what was left for each shard, and return the description with it."""
+    crc32 = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal crc32
+        for shard in split.shards:
+            piece = output.get_state(_lengths_name(shard))
+            crc32 = isal_zlib.crc32(piece, crc32)
+            yield piece
+
+    output.put(f"{name}/{LENGTHS_FILE}", pieces())
+    return replace(split, lengths=lengths_meta(name, split.shards, crc32=crc32))
+
+
+def _lengths_name(shard: ShardMeta) -> str:
+    """Return the name below ``_state`` of the lengths of a shard's documents."""
+    return str(Path(shard.file).with_suffix(Path(LENGTHS_FILE).suffix))
 
 
 def _faults_of(error: RaymegaError | OSError) -> tuple[Fault, ...]:

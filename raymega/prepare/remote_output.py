@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,16 +81,20 @@ class StoreOutput:
 
     def put_state(self, name: str, content: bytes) -> None:
         """Write a small file that tasks read."""
-        self.put(f"{STATE_FOLDER}/{name}", content)
+        self.put(f"{STATE_FOLDER}/{name}", [content])
+
+    def get_state(self, name: str) -> bytes:
+        """Return what :meth:`put_state` has written under ``name``."""
+        return _store(self.uri).get(f"{STATE_FOLDER}/{name}")
 
     def has_state(self, name: str) -> bool:
         """Return True if :meth:`put_state` has written ``name``."""
         key = f"{STATE_FOLDER}/{name}"
         return key in _store(self.uri).list(key)
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write one of the dataset's small files."""
-        _store(self.uri).put(name, [content], overwrite=True)
+    def put(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Write one of the dataset's files that are no shards."""
+        _store(self.uri).put(name, pieces, overwrite=True)
 
     def find_done(self, groups: Sequence[ShardGroup]) -> Iterator[GroupDone]:
         """Yield the reports of the groups that are finished, then remove files of all others."""
@@ -141,7 +145,7 @@ class StoreOutput:
 
     def commit(self, meta: DatasetMeta) -> None:
         """Make the dataset readable by uploading dataset.json, then remove ``_state``."""
-        self.put(META_FILE, encode_meta(meta))
+        self.put(META_FILE, [encode_meta(meta)])
         self.clean()
 
     def clean(self) -> None:

@@ -154,7 +154,7 @@ def _write_group(
     for name, part in parts.items():
         path = (folder / part.shard.file).with_suffix(ORIGINS_SUFFIX)
         origins = np.array(splits[name].origins, dtype=np.int64)
-        write_whole(path, encode_array(origins))
+        write_whole(path, [encode_array(origins)])
     return GroupDone(
         index=group.index,
         engine=encoder.engine,

@@ -46,6 +46,7 @@ from raymega.plan.packing.step_estimate import step_cost, step_limits
 from raymega.plan.run_plan import RunPlan
 from raymega.schedule.posting import receive_posts
 from raymega.schedule.table import make_forward_only, make_schedule
+from raymega.storage.registry import open_store
 from raymega.train.build_model import build_model, make_expert_groups, make_p2p
 from raymega.train.distillation.teacher import Teacher, build_teacher
 from raymega.train.forward_only import (
@@ -160,7 +161,7 @@ def build_parts(
         groups=groups,
         device=device,
         modules=modules,
-        loader=load(open_samples(job, plan.datasets), is_training=True),
+        loader=load(open_samples(job, plan.datasets, open_store(job.run_uri)), is_training=True),
         executor_for=_build_executors(
             plan,
             coords,

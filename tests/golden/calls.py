@@ -336,6 +336,9 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "a shard of other bytes with documents": _opened(
         "zeros", "train", replace(ROWS, packing="best_fit")
     ),
+    "a file of lengths of other bytes": _opened(
+        "miscounted", "train", replace(ROWS, packing="best_fit")
+    ),
     "a dataset in an unknown place": lambda _folder: local_folder("gs://team/tokens"),
     "a key that leaves the store": lambda _folder: check_key("../x"),
     "a metric that is in no table": lambda _folder: check_names(("train/lsos",)),

@@ -33,7 +33,7 @@ from raymega.storage.local import LocalStore
 from raymega.storage.registry import open_store
 from tests.support.jobs import VERIFY
 from tests.unit.convert.folders import NOW, write_folder
-from tests.unit.data.datasets import write_dataset
+from tests.unit.data.datasets import with_lengths, write_dataset
 
 SMALL_DEVICE = "name: small\nlike: h100\nmemory_bytes: 1000000\n"
 EXPERTS = {"num_experts": 2, "top_k": 2}
@@ -118,6 +118,10 @@ def _put_datasets(folder: Path) -> None:
     shutil.copytree(folder / "tokens", folder / "zeros")
     (shard,) = (folder / "zeros" / "train").iterdir()
     shard.write_bytes(bytes(shard.stat().st_size))
+    (folder / "miscounted").mkdir()
+    meta = with_lengths(folder / "miscounted", write_dataset(folder / "miscounted"))
+    for split in meta.splits.values():
+        (folder / "miscounted" / split.files[-1].file).write_bytes(bytes(split.files[-1].num_bytes))
     (folder / "strange").mkdir()
     (folder / "strange" / META_FILE).write_text("{}")
 

@@ -349,7 +349,7 @@ IMAGE_PROOFS: tuple[ProofMutation, ...] = (
     ProofMutation(
         name="a carried preprocessor goes along although the job has changed it",
         file="convert/huggingface/families/images/llava.py",
-        old="if all(found.get(name) == value for name, value in now.items()):",
+        old="if all({**found, **means}.get(name) == value for name, value in now.items()):",
         new="if found:",
         tests=(
             "tests/unit/convert/huggingface/test_images.py::"

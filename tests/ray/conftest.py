@@ -97,5 +97,5 @@ def start_driver(request, tmp_path):
     yield start
     for driver in drivers:
         driver.kill()
-        driver.wait(10)
+        driver.wait(100)
         driver.stdout.close()

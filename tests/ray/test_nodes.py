@@ -227,7 +227,7 @@ def secluded(cluster, tmp_path):
         time.sleep(0.2)
     yield joined.pop()
     os.killpg(process.pid, signal.SIGTERM)
-    process.wait(30)
+    process.wait(100)
 
 
 @pytest.mark.wide

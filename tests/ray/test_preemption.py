@@ -69,7 +69,7 @@ def test_spot_notice_moves_the_run_before_the_node_is_gone(cluster, tmp_path, re
         finally:
             for agent in agents:
                 agent.terminate()
-                agent.wait(10)
+                agent.wait(100)
     assert outcome.code == 75, outcome.stderr
     assert "leave in" in outcome.all("attempt")[1]["reason"]
     record_property("moved_s", seen["moved"][1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from weakref import ref
 
 from isal import isal_zlib
 
-from raymega.data.format import META_FILE, NO_CRC32, ShardMeta, shard_fault
+from raymega.data.format import META_FILE, NO_CRC32, ShardMeta, shard_fault, wrong_crc32
 from raymega.data.streaming.cache_bound import CacheBound
 from raymega.data.streaming.node_cache import TABLES, cache_root, is_at, locked, try_lock
 from raymega.errors import DataError, Fault, InternalError, RaymegaError, StorageError
@@ -132,8 +132,9 @@ class Fetcher:
             if shard not in wants.waiting:
                 wants.waiting.insert(0, shard)
             if shard.file not in wants.hasty:
-                # what failed before anybody waited is tried again: a disk may have been full for a while
+                # what failed before anybody waited is tried again, and at once: a disk may have been full for a while
                 wants.failed.pop(shard.file, None)
+                self._not_before.pop(wants.folder / shard.file, None)
                 wants.hasty.add(shard.file)
                 self._changed.notify_all()
             self._changed.wait(POLL_S)
@@ -237,7 +238,7 @@ class Fetcher:
                 return POLL_S if shard.file in wants.hasty else ROOM_S
             if not self._make_room(wants, shard, descriptor):
                 return ROOM_S
-            self._fill(wants.store, shard, descriptor)
+            self._fill(wants.store, shard, partial(os.pwrite, descriptor))
             os.fsync(descriptor)
             with locked(self.root):
                 # rename last: a file with the final name is whole
@@ -247,21 +248,37 @@ class Fetcher:
             os.close(descriptor)
         return 0.0
 
-    def _fill(self, store: Store, shard: ShardMeta, descriptor: int) -> None:
-        """Write a shard's bytes and check them; a wrong checksum is read once more."""
+    def whole(self, wants: Wants, file: ShardMeta) -> bytearray:
+        """Return the bytes of a file that no cache keeps, read in this thread.
+
+        Raises:
+            DataError: The store lacks it, or its content is not what dataset.json says.
+            StorageError: The store cannot be reached.
+        """
+        found = bytearray(file.num_bytes)
+
+        def write(piece: bytes, start: int) -> None:
+            found[start : start + len(piece)] = piece
+
+        self._fill(wants.store, file, write)
+        with locked(self.root):
+            self._count(file.num_bytes)
+        return found
+
+    def _fill(self, store: Store, shard: ShardMeta, write: Callable[[bytes, int], object]) -> None:
+        """Write a shard's bytes, each piece to its place, and check them; a wrong checksum is read once more."""
         for is_last in (False, True):
             crc = 0
             for start in range(0, shard.num_bytes, PIECE_BYTES):
                 num_bytes = min(PIECE_BYTES, shard.num_bytes - start)
                 piece = self._read(store, shard, start, num_bytes)
-                os.pwrite(descriptor, piece, start)
+                write(piece, start)
                 crc = isal_zlib.crc32(piece, crc)
             if shard.crc32 in (crc, NO_CRC32):
                 return
             log.warning("%s/%s has crc32 %08x", store.uri, shard.file, crc)
             if is_last:
-                fact = f"{store.uri}/{shard.file} has crc32 {crc:08x}"
-                raise DataError(shard_fault(fact, f"{META_FILE} says {shard.crc32:08x}"))
+                raise DataError(wrong_crc32(f"{store.uri}/{shard.file}", crc, shard))
 
     def _read(self, store: Store, shard: ShardMeta, start: int, num_bytes: int) -> bytes:
         read = partial(store.get, shard.file, start=start, num_bytes=num_bytes)

@@ -1,6 +1,6 @@
 """Folder of a node in which its processes share what they read of datasets.
 
-It owns the folder's locks, and tables that one process computes for all. Shards of datasets in object stores
+It owns the folder's locks, and tables that one process computes for all, of a node or of a run. Shards of datasets in object stores
 are kept there by `raymega.data.streaming.shard_cache`.
 """
 
@@ -12,17 +12,24 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+
+from raymega.errors import StorageError
+from raymega.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 TABLES = "tables"
 LOCK_FILE = ".lock"
+SHARED_DOCUMENTS = 1 << 16
+"""Documents of a split from which a node's processes share what they know of them."""
 Tables = Mapping[str, npt.NDArray[Any]]
 
 
@@ -86,6 +93,30 @@ def shared_tables(
     except OSError as error:
         log.warning("each process computes its own tables, as %s cannot be used: %s", folder, error)
         return make()
+
+
+def run_tables(run: Store, key: str, make: Callable[[], Tables]) -> Tables:
+    """Return arrays that one node of a run computes; the other nodes read them from the run's store.
+
+    Where the store is away, or its copy is damaged, they are computed here.
+
+    Args:
+        run: Store of the run.
+        key: Key of the copy, with all that the arrays are computed from.
+        make: Function that computes them by name.
+    """
+    try:
+        with np.load(BytesIO(run.get(key))) as found:
+            return dict(found)
+    except KeyError:
+        pass
+    except (StorageError, OSError, EOFError, ValueError, BadZipFile) as error:
+        log.warning("%s/%s is computed, as it cannot be read: %s", run.uri, key, error)
+    tables, copy = make(), BytesIO()
+    np.savez(copy, **dict[str, Any](tables))
+    with suppress(StorageError):
+        run.put(key, [copy.getvalue()], overwrite=True)
+    return tables
 
 
 def _write(folder: Path, tables: Tables) -> None:

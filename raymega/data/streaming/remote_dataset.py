@@ -58,7 +58,7 @@ def meta_at(uri: str) -> DatasetMeta:
 
 
 def missing_shards(uri: str, meta: DatasetMeta) -> list[Fault]:
-    """Return a fault for each shard that the store lacks.
+    """Return a fault for each shard or file of lengths that the store lacks.
 
     Sizes and content are checked when the shards are copied.
     """
@@ -172,7 +172,7 @@ def _read_description(store: Store) -> bytes:
 
 
 def _shards(meta: DatasetMeta) -> list[ShardMeta]:
-    return [shard for split in meta.splits.values() for shard in split.shards]
+    return [shard for split in meta.splits.values() for shard in split.files]
 
 
 def _pieces(store: Store, shard: ShardMeta) -> Iterator[bytes]:

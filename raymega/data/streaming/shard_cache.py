@@ -101,6 +101,15 @@ class ShardCache:
         finally:
             os.close(held.descriptor)
 
+    def whole(self, file: ShardMeta) -> bytearray:
+        """Return the bytes of a file of the split, from the store.
+
+        Raises:
+            DataError: As :meth:`table`.
+            StorageError: The store cannot be reached.
+        """
+        return self._fetcher.whole(self._wants, file)
+
     def drop_damaged(self, shard: ShardMeta) -> bool:
         """Let go of a shard; return whether its file was not what had been fetched, so that it comes again."""
         held = self._held.pop(shard.file, None)

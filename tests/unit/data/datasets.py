@@ -1,11 +1,22 @@
 """Writes small datasets for tests: a stream of known tokens in shards of known lengths."""
 
+from dataclasses import replace
+from zlib import crc32
+
 import numpy as np
 
 from raymega.config.data import DataSource
-from raymega.data.arrow import ShardWriter
+from raymega.data.arrow import ShardWriter, TokenStream
 from raymega.data.blends.mixture import Mixture
-from raymega.data.format import META_FILE, DatasetMeta, SourceMeta, SplitMeta, encode_meta
+from raymega.data.format import (
+    LENGTHS_DTYPE,
+    META_FILE,
+    DatasetMeta,
+    SourceMeta,
+    SplitMeta,
+    encode_meta,
+    lengths_meta,
+)
 from raymega.data.samples import Samples
 
 
@@ -41,6 +52,35 @@ def write_dataset(
         ),
         version=version,
     )
+    (folder / META_FILE).write_bytes(encode_meta(meta))
+    return meta
+
+
+def write_documents(folder, *, num_shards, per_shard, longest=99, seed=5):
+    """A train split of random documents of up to ``longest`` tokens, without a file of lengths."""
+    draw, shards = np.random.default_rng(seed), []
+    meta = write_dataset(folder, train=(1,), valid=())
+    for number in range(num_shards):
+        with ShardWriter(folder, f"train/{number:06d}.arrow", dtype="uint16") as writer:
+            for length in draw.integers(1, longest, per_shard, endpoint=True).tolist():
+                writer.append(draw.integers(0, 256, length).astype(np.uint16))
+            shards.append(writer.close())
+    split = SplitMeta(shards=tuple(shards), num_text_bytes=1)
+    meta = replace(meta, splits={"train": split})
+    (folder / META_FILE).write_bytes(encode_meta(meta))
+    return meta
+
+
+def with_lengths(folder, meta):
+    """The dataset with files of lengths, as a preparation writes it."""
+    splits = {}
+    for name, split in meta.splits.items():
+        lengths = TokenStream(folder, replace(split, lengths=None)).document_lengths()
+        content = lengths.astype(LENGTHS_DTYPE).tobytes()
+        described = lengths_meta(name, split.shards, crc32=crc32(content))
+        (folder / described.file).write_bytes(content)
+        splits[name] = replace(split, lengths=described)
+    meta = replace(meta, splits=splits)
     (folder / META_FILE).write_bytes(encode_meta(meta))
     return meta
 

@@ -130,6 +130,18 @@ def test_export_without_a_name_is_refused(prefix):
         export_megatron("nowhere", prefix, split="train", on_progress=lambda *_: None)
 
 
+def test_parts_are_counted_by_one_process_of_a_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("raymega.data.megatron.SHARD_TOKENS", 50)
+    prefix = _write(tmp_path, [np.arange(n) for n in (30, 20, 9, 120, 1, 2)], "uint16")
+    alone = MegatronStream(str(prefix)).shards
+    assert not (tmp_path / "home").exists()  # of few documents each process counts them
+    monkeypatch.setattr("raymega.data.megatron.SHARED_DOCUMENTS", 2)
+    assert MegatronStream(str(prefix)).shards == alone
+    monkeypatch.setattr(MegatronStream, "document_lengths", None)
+    assert MegatronStream(str(prefix)).shards == alone
+
+
 def test_export_overwrites_nothing(exported):
     *_, folder, prefix = exported
     with pytest.raises(ConfigError, match=r"corpus\.bin exists.*\n?.*corpus\.idx exists"):

@@ -155,6 +155,18 @@ def test_store_that_fails_is_asked_again_and_the_wait_is_told(store, split, root
     assert fetcher.use().misses == 1 and fetcher.use().waited_s > 0
 
 
+def test_reader_does_not_wait_for_the_pause_of_a_shard_without_room(
+    store, split, root, monkeypatch
+):
+    monkeypatch.setattr(fetching, "ROOM_S", 100.0)
+    fetcher = make_fetcher(root, limit_bytes=2 * _size(split), timeout_s=20.0)
+    cache = ShardCache(store, root / "d", fetcher)
+    cache.need(split.shards[:3])
+    settle(fetcher)
+    assert not (root / "d" / split.shards[2].file).exists()
+    assert len(cache.table(split.shards[2])) == TOKENS
+
+
 def test_attempt_that_failed_takes_no_room_of_another_shard(store, split, root, monkeypatch):
     """What it reserved was counted beside what the next attempt reserves, and another shard made way."""
     monkeypatch.setattr(fetching, "AWAY_S", 0.1)

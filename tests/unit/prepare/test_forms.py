@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
-from raymega.data.format import META_FILE, TOKENIZER_FILE
+from raymega.data.arrow import TokenStream
+from raymega.data.format import META_FILE, SPLITS, TOKENIZER_FILE
 from raymega.data.inspect import inspect_dataset
 from raymega.errors import ConfigError
 from raymega.prepare.groups import make_groups
@@ -57,6 +59,16 @@ def test_form_gives_the_same_bytes_as_json_lines(form, tmp_path, expected):
     else:
         assert found == expected
     assert inspect_dataset(done.uri, is_verified=True, on_shard=lambda *_: None) == done.meta
+
+
+def test_files_of_lengths_say_what_the_shards_do(tmp_path):
+    done = prepared(_write("jsonl", tmp_path / "corpus"), tmp_path / "out")
+    assert len(done.meta.splits["train"].shards) > 1 and set(done.meta.splits) == set(SPLITS)
+    for split in done.meta.splits.values():
+        stored = TokenStream(tmp_path / "out", replace(split, lengths=None)).document_lengths()
+        (tmp_path / "out" / split.shards[0].file).unlink()
+        found = TokenStream(tmp_path / "out", split).document_lengths()
+        assert found.tolist() == stored.tolist() and len(found) == split.num_documents
 
 
 def test_tokenizer_is_trained_the_same_from_every_form(tmp_path, monkeypatch):

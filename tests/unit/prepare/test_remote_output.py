@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raymega.data.arrow import ShardWriter
-from raymega.data.format import META_FILE, TOKENIZER_FILE
+from raymega.data.format import LENGTHS_FILE, META_FILE, TOKENIZER_FILE
 from raymega.data.streaming.fetcher import Fetcher
 from raymega.data.streaming.remote_dataset import meta_at, open_files
 from raymega.errors import ConfigError, DataError
@@ -110,7 +110,7 @@ def test_unfinished_output_is_taken_over_and_foreign_objects_are_left_alone(outp
     output.claim({"tokenizer": "other"})
     assert [key for key in _keys(output) if not key.startswith("_state/")] == []
     foreign = StoreOutput(uri=f"{output.uri}-foreign")
-    foreign.put("train/mine", b"mine")
+    foreign.put("train/mine", [b"mine"])
     with pytest.raises(ConfigError, match="is not empty and is no dataset"):
         foreign.claim(RECIPE)
     assert _keys(foreign) == ["train/mine"]
@@ -153,6 +153,7 @@ def test_store_to_store_is_continued_after_a_refusal_and_equals_a_folder(
     near = corpora.content(tmp_path / "near", but=("dataset.json", "sources.json"))
     far = {key: open_store(out).get(key) for key in open_store(out).list("")}
     assert near.items() <= far.items() and len(far) == len(near) + 2
+    assert {f"{name}/{LENGTHS_FILE}" for name in done.meta.splits} <= set(near)
     token = done.meta.splits["train"].num_tokens - 1
     origin = trace(out, done.meta, split="train", token=token)
     assert origin.file == f"{root}/source/corpus.jsonl" and 0 < origin.row < corpora.NUM_TEXTS
