@@ -11,10 +11,11 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from raymega.config.schema import Job
 from raymega.errors import InternalError
@@ -68,10 +69,11 @@ class ForkServer:
             self._run_ranks("train", make_plan(trained), folder, options)
             results = [read_result(folder, rank) for rank in range(layout.world_size)]
             if is_scored:
-                scores = self._score_beside(trained, commit_shares(results, store), folder)
+                found = self._score_beside(trained, commit_shares(results, store), folder)
+                scores = shared_out(found, len(results))
                 results = [
-                    replace(each, eval_losses={**each.eval_losses, **scores[rank % len(scores)]})
-                    for rank, each in enumerate(results)
+                    replace(each, eval_losses={**each.eval_losses, **own})
+                    for each, own in zip(results, scores, strict=True)
                 ]
             yield results
 
@@ -118,6 +120,15 @@ class ForkServer:
             rule=f"it must stay alive and answer within {wait_s:g} s",
             remedy="check that torch can be imported and that memory suffices",
         )
+
+
+def shared_out(scores: Sequence[Mapping[str, float]], num_ranks: int) -> list[dict[str, float]]:
+    """Return the numbers of workers beside a run as those of its ranks, so that each is compared.
+
+    A rank has those of one worker, or the mean over several that should be equal.
+    """
+    owned = [scores[rank::num_ranks] or [scores[rank % len(scores)]] for rank in range(num_ranks)]
+    return [{name: fmean(each[name] for each in own) for name in own[0]} for own in owned]
 
 
 def count_gpus() -> int:

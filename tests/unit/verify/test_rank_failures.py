@@ -26,3 +26,13 @@ def test_rank_that_hangs_behind_its_results_has_failed(tmp_path):
         launch._raise_failures(tmp_path, 2, [1], 5.0)
     with pytest.raises(launch.LayoutFailedError, match=r"no rank ended within 5 s"):
         launch._raise_failures(tmp_path, 2, [0, 1], 5.0)
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_the_number_of_every_worker_beside_a_run_is_compared(wrong):
+    """Those of the workers behind the run's last rank were dropped."""
+    scores = [{"loss": 3.0 if worker == wrong else 2.0} for worker in range(4)]
+    for num_ranks in (1, 2, 3, 4, 6):
+        found = [each["loss"] for each in launch.shared_out(scores, num_ranks)]
+        assert len(found) == num_ranks and max(found) > 2.2
+    assert launch.shared_out([{"loss": 2.5}] * 4, 3) == [{"loss": 2.5}] * 3
