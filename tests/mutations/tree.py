@@ -97,6 +97,7 @@ class Tree:
             "-p",
             "no:cacheprovider",
             "--no-header",
+            "--disable-warnings",
             "--tb=line",
             *options,
             *tests,
