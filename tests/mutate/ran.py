@@ -30,7 +30,7 @@ FILES_AT_ONCE = 8
 """Most files of one pytest: it loads the package once for them, and what has run is kept when it ends."""
 RECORDED_S = 1800.0
 """Longest time of these files."""
-PORTIONS_S = (20.0, 60.0, 200.0)
+PORTIONS_S = (4.0, 20.0, 60.0, 200.0)
 """Seconds of the tests that are tried first, next and last, as they took when they were recorded."""
 LOADING_S = 0.5
 """Seconds that a further test file takes to load."""

@@ -19,6 +19,8 @@ def test_codes_are_256_values_in_order_that_can_say_zero_and_the_largest(is_sign
     codes = dynamic_codes(is_signed=is_signed)
     assert codes.shape == (256,) and (codes.diff() > 0).all()
     assert codes[-1] == 1 and (codes == 0).any() and (codes[0] < 0) == is_signed
+    # the middle of the last of 64 or 128 even parts of 0.1 to 1, in float64
+    assert codes[-2].item() == pytest.approx(1 - 0.45 / (64 if is_signed else 128), rel=1e-15)
 
 
 @pytest.mark.parametrize(
