@@ -1,12 +1,17 @@
 """State in fewer bits: what codes can say, what rounding costs, and which scales are whose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from raymega.config.schema import OptimizerSection
 from raymega.messages import Box
 from raymega.optim.state_formats import dynamic_codes
+from raymega.parallel.comm.process_groups import Group, WaitTimer
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.comm.work import Work
+from raymega.parallel.data_parallel import quantized_scales
 from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes
 from tests.support.params import ALONE, make_optimizer, make_param, make_tensor
@@ -89,3 +94,16 @@ def test_blocks_of_a_row_that_the_tensor_axis_cuts_have_one_number_on_all_its_ra
         table = make_optimizer([param], OptimizerSection(lr=1.0))[2]._table
         shared = ScaleReducer(table.buckets, ALONE, lambda _: ("m",), torch.float64, CommLog())
         assert shared.box(param, param.spec.pieces[0], "m").shape == (4, 2)
+
+
+def test_a_ring_sends_each_number_twice_but_for_the_own_part(monkeypatch):
+    group = Group(name="tp", ranks=(0, 1, 2, 3), index=1, timeout_s=1.0, handle=None)
+    param = make_param(make_tensor("w", (4, 600), tp_dim=1), tp=4, tp_rank=1)
+    table, log = make_optimizer([param], OptimizerSection(lr=1.0))[2]._table, CommLog()
+    groups = replace(ALONE, tp=group)
+    shared = ScaleReducer(table.buckets, groups, lambda _: ("m",), torch.float64, log)
+    done = Work(str, None, None, WaitTimer())
+    monkeypatch.setattr(quantized_scales, "start_all_reduce", lambda *_, op: done)
+    shared.combine()
+    # 4 rows of 3 blocks, 8 bytes each
+    assert log.sent_bytes(["scale_reduce"]) == 2 * 96 * 3 // 4
