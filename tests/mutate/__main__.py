@@ -1,8 +1,9 @@
-"""`make mutate`: draw mistakes, plant each in a copy of the repository, run the nearest tests, and list survivors.
+"""`make mutate`: draw mistakes, plant each in a copy of the repository, run its tests, and list survivors.
 
-A mistake that no test sees is a survivor: it shows a missing test, or it changes nothing. The list of what was tried
-(``.mutate/SEED.jsonl``) is appended to as each ends, and read first: the same command continues where it ended, and
-``SHARD=2/5`` tries every fifth mistake from the second on. A file that has changed since is drawn from anew.
+Its tests are those that run the function in which it lies, cheapest first. A mistake that no test sees is a survivor:
+it shows a missing test, or it changes nothing. The list of what was tried (``.mutate/SEED.jsonl``) is appended to as each
+ends, and read first: the same command continues where it ended, and ``SHARD=2/5`` tries every fifth mistake from the
+second on. A file that has changed since is drawn from anew.
 Survivors that change nothing stand in ``equivalent.yaml`` with the reason, and are not drawn again.
 """
 
@@ -21,6 +22,7 @@ import yaml
 
 from tests.mutate.nearest import nearest_tests
 from tests.mutate.operators import OPERATORS, places, plant
+from tests.mutate.ran import Ran, portions, recorded
 from tests.mutations.tree import ROOT, Tree
 
 PACKAGE = ROOT / "raymega"
@@ -30,20 +32,20 @@ EQUIVALENT: dict[str, set[str]] = {}
 for entry in yaml.safe_load(Path(__file__).with_name("equivalent.yaml").read_text()):
     EQUIVALENT.setdefault(entry["file"], set()).add(entry["change"])
 HEALTHY: dict[str, bool] = {}
-"""Whether a test passes in the copy without a mistake, by its file or its function."""
-NEAREST = 2
-"""How many test files are run first: most mistakes are seen by these, and the others are not even loaded."""
+"""Whether a test passes in the copy without a mistake, by its function."""
 TIMEOUT_S = 900.0
-"""Longest time of a mistake's tests: one that hangs is seen."""
-OPTIONS = ("--sample-seed=0", "--timeout=200")
-"""Options of pytest: the same cases for each mistake, and a test that hangs is seen after 200 s."""
+"""Longest time of a portion of tests: a mistake that hangs is seen."""
+OPTIONS = ("--sample-seed=0", "--timeout=100")
+"""Options of pytest: the same cases for each mistake, and a test that hangs is seen after 100 s."""
+SLOW = "Timeout (>"
+"""Words of a test that hangs, or of a busy machine."""
 
 
 def draw(num: int, seed: int) -> list[dict]:
     """Draw mistakes: an operator first, then a file that it can change, then a place, none twice.
 
     Of those in EQUIVALENT none is drawn, and another one takes its place; so it is for a change that another operator
-    has made already.
+    has made already. A mistake's turn counts these too: what is called equivalent later moves no mistake to another shard.
     """
     found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in OPERATORS}
     for path in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
@@ -70,46 +72,52 @@ def draw(num: int, seed: int) -> list[dict]:
         changes.add((file, changed))
         drawn[place] = {
             "key": key, "operator": operator, "file": file, "number": number, "line": line, "change": text,
+            "turn": len(drawn) + len(passed_over),
         }  # fmt: skip
     return list(drawn.values())
 
 
-def attempt(tree: Tree, mistake: dict) -> dict:
-    """Plant one mistake, run the tests nearest to its file until one fails, and return what they said."""
+def attempt(tree: Tree, mistake: dict, ran: Ran) -> dict:
+    """Plant one mistake, run the tests that run its function until one fails, and return what they said."""
     source = (PACKAGE / mistake["file"]).read_text()
     changed, _ = plant(source, mistake["operator"], mistake["number"])
-    tests, began = nearest_tests(mistake["file"]), time.monotonic()
+    tests, began, num = ran.of(mistake["file"], mistake["line"]), time.monotonic(), 0
     verdict, said = "passed", ""
     with tree.planted(mistake["file"], changed):
-        for some in (tests[:NEAREST], tests[NEAREST:]):
-            if some and verdict == "passed":
-                verdict, said = tree.verdict(some, *OPTIONS, timeout_s=TIMEOUT_S)
-            if verdict == "passed":
-                HEALTHY.update(dict.fromkeys(some, True))
+        for some in portions(tests):
+            verdict, said = tree.verdict(some, *OPTIONS, timeout_s=TIMEOUT_S)
+            num += len(some)
+            # a limit that was reached may be this machine's
+            if SLOW in said:
+                verdict, said = tree.verdict(_failed(said), *OPTIONS, timeout_s=TIMEOUT_S)
+            if verdict != "passed":
+                break
     seconds = round(time.monotonic() - began, 1)
-    if verdict in ("failed", "not run") and not _is_sound(tree, said):
+    if verdict in ("failed", "not run") and not _is_sound(tree, said, ran):
         verdict = "unsound"
     seen = {"passed": "survived", "failed": "killed", "not run": "killed", "late": "killed"}
-    verdict = seen.get(verdict, verdict)
     return {
-        **mistake,
-        "verdict": verdict,
-        "tests": list(tests),
-        "seconds": seconds,
-        "said": said[-300:],
-    }
+        **mistake, "verdict": seen.get(verdict, verdict), "tests": num, "of": len(tests),
+        "seconds": seconds, "said": said[-300:],
+    }  # fmt: skip
 
 
-def _is_sound(tree: Tree, said: str) -> bool:
+def _is_sound(tree: Tree, said: str, ran: Ran) -> bool:
     """Return whether the test that failed passes where nothing is planted; each function is asked once."""
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
-    if not found:
-        return True
-    function, file = found[1].partition("[")[0], found[1].partition("::")[0]
-    # a file that passed with a mistake planted passes without
-    if file not in HEALTHY and function not in HEALTHY:
-        HEALTHY[function] = tree.verdict([found[1]], *OPTIONS, timeout_s=TIMEOUT_S)[0] == "passed"
-    return HEALTHY.get(file) or HEALTHY[function]
+    for name in _failed(said):
+        function = name.partition("[")[0]
+        if function not in HEALTHY:
+            known = ran.tests.get(function)
+            HEALTHY[function] = (known is not None and known.is_healthy) or (
+                tree.verdict([name], *OPTIONS, timeout_s=TIMEOUT_S)[0] == "passed"
+            )
+        return HEALTHY[function]
+    return True
+
+
+def _failed(said: str) -> list[str]:
+    """Return the id of the test that failed, if pytest names one."""
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)[:1]
 
 
 def main() -> None:
@@ -123,7 +131,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     first, of = map(int, options.shard.split("/"))
-    mistakes = draw(options.num, options.seed)[first - 1 :: of]
+    mistakes = [each for each in draw(options.num, options.seed) if each["turn"] % of == first - 1]
     if options.list:
         for each in mistakes:
             print(f"{each['file']}:{each['line']}: {each['operator']}: {each['change']}")
@@ -137,14 +145,11 @@ def _results(path: Path, mistakes: list[dict]) -> list[dict]:
     path.parent.mkdir(exist_ok=True)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     tried = {each["key"] for each in done}
-    # files of a survivor's tests have passed
-    for each in done:
-        if each["verdict"] == "survived":
-            HEALTHY.update(dict.fromkeys(each["tests"], True))
+    ran = recorded(path.with_name("ran.jsonl"), OPTIONS)
     with tempfile.TemporaryDirectory(prefix="raymega-mutate-") as folder, path.open("a") as file:
         tree = Tree(Path(folder))
         for mistake in (each for each in mistakes if each["key"] not in tried):
-            done.append(attempt(tree, mistake))
+            done.append(attempt(tree, mistake, ran))
             file.write(json.dumps(done[-1]) + "\n")
             file.flush()
             told = done[-1]

@@ -47,10 +47,12 @@ folder, *arguments = sys.argv[1:]
 os.chdir(folder)
 os.environ["PYTHONPATH"] = folder
 sys.path.insert(0, folder)
+from tests.support.fork_servers import fork_early
+fork_early()
 import pytest
 sys.exit(pytest.main(arguments))
 """
-"""Runs pytest in a copy, in a process that has torch loaded already."""
+"""Runs pytest in a copy, in a process that has torch loaded already, and so has its fork server of ranks."""
 
 
 class Tree:
@@ -95,6 +97,7 @@ class Tree:
             "-p",
             "no:cacheprovider",
             "--no-header",
+            "--disable-warnings",
             "--tb=line",
             *options,
             *tests,

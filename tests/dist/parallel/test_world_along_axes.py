@@ -29,6 +29,7 @@ HYBRID = {"sharers": 2, "unused": {"replicas", "edp"}}
 GRIDS = {
     "tp2-pp2-dp2": (Grid(tp=2, pp=2, dp=2), {}),
     "hybrid": (Grid(tp=2, dp=4), HYBRID),
+    "cp2-dp2": (Grid(cp=2, dp=2), {}),
     "tp2-cp2-dp2": pytest.param(Grid(tp=2, cp=2, dp=2), {}, marks=pytest.mark.wide),
     "cp2-pp2-dp2": pytest.param(Grid(cp=2, pp=2, dp=2), {}, marks=pytest.mark.wide),
     "dp8": pytest.param(Grid(dp=8), {}, marks=pytest.mark.wide),

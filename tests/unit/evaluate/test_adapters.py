@@ -130,6 +130,10 @@ def test_adapters_without_a_base_or_over_another_model_are_refused(places, tmp_p
     _write(str(tmp_path / "wider"), {"r": 2}, places[0], ffn_hidden_size=32)
     with pytest.raises(ConfigError, match="the base has every weight"):
         _scores(str(tmp_path / "wider"))
+    # the last of the weights
+    _write(str(tmp_path / "untied"), {"r": 2}, places[0], tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"has no head\.weight"):
+        _scores(str(tmp_path / "untied"))
 
 
 def test_whole_weights_are_a_temporary_merge_or_the_checkpoint_itself(places, tmp_path):

@@ -73,6 +73,14 @@ def test_a_run_goes_on_from_what_was_loaded():
     _assert_equal(other.values(), trained.values())
 
 
+def test_values_that_numpy_views_hold_no_later_update_up():
+    trainer = _Trainer("master", is_on_host=True)
+    trainer.train(range(2))
+    viewed = [(each.values.numpy(), each.values.clone()) for each in trainer.optimizer.values()]
+    trainer.train(range(2, 3))
+    assert viewed and all((values == copy.numpy()).all() for values, copy in viewed)
+
+
 def test_portions_are_equal_and_those_in_blocks_whole():
     for form, sizes in (("master", [1000] * 12 + [592]), ("8bit", [6000, 2112, 4480])):
         made = _Trainer(form, is_on_host=True).optimizer._update_chunks

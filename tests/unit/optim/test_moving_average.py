@@ -1,5 +1,7 @@
 """The moving average of the weights: its formula, its start, its place in a checkpoint, and the way out."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,15 @@ def test_nothing_is_held_of_an_exchange_that_failed_half_way(failing, monkeypatc
         pass
     assert HELD.step == NONE
     HELD.drop()
+
+
+def test_no_values_are_exchanged_while_a_gather_may_read_them(monkeypatch):
+    parts, told = _parts(), []
+    monkeypatch.setattr(type(parts.weights), "wait_for_all", lambda _: told.append("wait"))
+    monkeypatch.setattr(optimizer, "_swap", lambda *_: told.append("swap"))
+    with parts.optimizer.averaged():
+        told.append("body")
+    assert [word for word, _ in groupby(told)] == ["wait", "swap", "body", "wait", "swap"]
 
 
 @pytest.mark.parametrize("options", [(), ("precision.dtype=bfloat16",)])

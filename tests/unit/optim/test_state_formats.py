@@ -1,12 +1,17 @@
 """State in fewer bits: what codes can say, what rounding costs, and which scales are whose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from raymega.box import Box
 from raymega.config.schema import OptimizerSection
 from raymega.optim.state_formats import dynamic_codes
+from raymega.parallel.comm.process_groups import Group, WaitTimer
 from raymega.parallel.comm.trace import CommLog
+from raymega.parallel.comm.work import Work
+from raymega.parallel.data_parallel import quantized_scales
 from raymega.parallel.data_parallel.quantized_scales import ScaleReducer
 from raymega.plan.memory.quantized_blocks import BLOCK, scale_boxes
 from tests.support.params import ALONE, make_optimizer, make_param, make_tensor
@@ -19,6 +24,8 @@ def test_codes_are_256_values_in_order_that_can_say_zero_and_the_largest(is_sign
     codes = dynamic_codes(is_signed=is_signed)
     assert codes.shape == (256,) and (codes.diff() > 0).all()
     assert codes[-1] == 1 and (codes == 0).any() and (codes[0] < 0) == is_signed
+    # the middle of the last of 64 or 128 even parts of 0.1 to 1, in float64
+    assert codes[-2].item() == pytest.approx(1 - 0.45 / (64 if is_signed else 128), rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +94,16 @@ def test_blocks_of_a_row_that_the_tensor_axis_cuts_have_one_number_on_all_its_ra
         table = make_optimizer([param], OptimizerSection(lr=1.0))[2]._table
         shared = ScaleReducer(table.buckets, ALONE, lambda _: ("m",), torch.float64, CommLog())
         assert shared.box(param, param.spec.pieces[0], "m").shape == (4, 2)
+
+
+def test_a_ring_sends_each_number_twice_but_for_the_own_part(monkeypatch):
+    group = Group(name="tp", ranks=(0, 1, 2, 3), index=1, timeout_s=1.0, handle=None)
+    param = make_param(make_tensor("w", (4, 600), tp_dim=1), tp=4, tp_rank=1)
+    table, log = make_optimizer([param], OptimizerSection(lr=1.0))[2]._table, CommLog()
+    groups = replace(ALONE, tp=group)
+    shared = ScaleReducer(table.buckets, groups, lambda _: ("m",), torch.float64, log)
+    done = Work(str, None, None, WaitTimer())
+    monkeypatch.setattr(quantized_scales, "start_all_reduce", lambda *_, op: done)
+    shared.combine()
+    # 4 rows of 3 blocks, 8 bytes each
+    assert log.sent_bytes(["scale_reduce"]) == 2 * 96 * 3 // 4

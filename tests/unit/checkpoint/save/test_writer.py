@@ -71,6 +71,23 @@ def test_report_says_what_was_written():
     assert {box.file for box in shard.boxes} == {data_file(attempt=1, rank=0)}
 
 
+def test_stall_is_what_training_waited_for_the_save_before_and_for_the_copy(monkeypatch):
+    clock, shards = FakeClock(), []
+    monkeypatch.setattr(
+        "raymega.checkpoint.save.writer.time", SimpleNamespace(monotonic=clock.monotonic)
+    )
+    reserve = HostCopy.reserve
+
+    def slow(self, *sizes, **options):
+        clock.advance(2.0)
+        reserve(self, *sizes, **options)
+
+    monkeypatch.setattr(HostCopy, "reserve", slow)
+    writer = _writer(MemoryStore(), shards)
+    assert writer.save(100, make_blocks(MODEL, ALONE, 0), STATE, waited_s=3.0) == 5.0
+    assert writer.wait()
+
+
 def test_tensors_may_change_as_soon_as_save_returns():
     store, shards = SlowStore(), []
     writer, blocks = _writer(store, shards), make_blocks(MODEL, ALONE, 0)

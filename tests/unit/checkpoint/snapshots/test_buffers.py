@@ -75,12 +75,13 @@ def test_stall_that_is_told_has_the_wait_for_the_write(monkeypatch):
     with server_processes(1) as ((_, address),):
         writer = writer_to(address, home=address)
         take(writer, 1)
-        stall_s = writer._newest.stall_s
+        stall_s, write_s = writer._newest.stall_s, writer._newest.write_s
         clock = iter([10.0, 17.0])
         monkeypatch.setattr(snapshot_writer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         writer.wait()
         told = writer.metrics()
     assert told["checkpoint/snapshot_stall_s"] == pytest.approx(stall_s + 7.0)
+    assert told["checkpoint/snapshot_s"] == stall_s + write_s > stall_s
 
 
 @pytest.mark.sample(1)

@@ -180,6 +180,7 @@ def test_a_tally_counts_once_whatever_is_frozen(frozen, is_remade):
     sums, margin = layer.router.record.drain(x.device)
     assert sums[:4].sum() == 2 * 2 * 12 and sums[4] == 2 * 12 and sums[5] == 2 * 2 * 12
     assert sums[7:].min() > 0 and margin < torch.inf
+    assert sums.dtype == margin.dtype == torch.float64
 
 
 def test_bias_moves_by_the_sign_of_the_error_alone():

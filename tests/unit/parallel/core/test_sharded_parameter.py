@@ -82,6 +82,7 @@ def test_initial_values_have_the_tensor_s_deviation_and_constants():
 
 def test_lower_precision_starts_as_the_rounded_float64_values():
     exact = _make(_tensor())
+    assert not torch.equal(exact, exact.float().double())
     assert torch.equal(_make(_tensor(), dtype=torch.bfloat16), exact.to(torch.bfloat16))
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from raymega.errors import InternalError
 from raymega.parallel.comm.process_groups import WaitTimer
 from raymega.parallel.comm.work import Work
+from raymega.parallel.data_parallel.grad_accumulator import GradSink
 from raymega.parallel.data_parallel.grad_buffer import GradBuffer
 from tests.support.params import ALONE, make_buffer, make_param, make_table, make_tensor
 
@@ -39,6 +41,20 @@ def test_first_gradient_takes_the_place_of_the_sum_before_and_the_next_ones_are_
         for param in params[:2]:
             assert torch.equal(buffer.view(param), torch.full_like(param, 3 * factor))
         assert not buffer.view(params[2]).any()
+
+
+def test_a_gradient_that_is_put_off_completes_nothing_until_it_is_there():
+    (param, *_), complete = _params(), []
+    sums = SimpleNamespace(place=lambda _: (torch.zeros(2, 3), True))
+    sink = GradSink(lambda: sums, complete.append)
+    sink.collect(param)
+    assert complete == []
+    sink.place(param)
+    sink.collect(param)
+    assert [each is param for each in complete] == [True]
+    # the next backward's is put off too
+    sink.collect(param)
+    assert len(complete) == 1
 
 
 def test_a_parameter_that_got_no_gradient_keeps_zeros():
