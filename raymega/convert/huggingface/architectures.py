@@ -203,3 +203,17 @@ def architecture_of(model: ModelSection) -> str:
         return {"llama": "mixtral"}.get(model.family, f"{model.family}_moe")
     # a plug-in's family has the name of its package and of the architecture
     return model.family.rpartition(".")[2]
+
+
+def rope_of(config: Config) -> dict[str, Any]:
+    """Return RoPE's settings in the form of transformers 5, from either form."""
+    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, unless rope_scaling is there, too.
+    scaling, tables = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if "full_attention" in tables:
+        rope = {**(tables["full_attention"] or {}), **scaling}
+    else:
+        rope = {**(scaling or tables)}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **rope}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return rope

@@ -23,6 +23,7 @@ from raymega.convert.huggingface.architectures import (
     alike,
     architecture_of,
     ours,
+    rope_of,
     theirs,
     unlike,
 )
@@ -41,7 +42,6 @@ from raymega.convert.huggingface.rope_config import (
     one_of,
     rope_config,
     rope_faults,
-    rope_of,
     rope_values,
 )
 from raymega.convert.quantized_weights import quantization_faults

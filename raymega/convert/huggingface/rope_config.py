@@ -7,7 +7,7 @@ from math import isclose, log
 from typing import Any
 
 from raymega.config.schema import ModelSection
-from raymega.convert.huggingface.architectures import Config, ours, theirs, unlike
+from raymega.convert.huggingface.architectures import Config, ours, rope_of, theirs, unlike
 from raymega.convert.huggingface.families.family import EVERY_ROPE, HfFamily
 from raymega.errors import Fault
 
@@ -31,20 +31,6 @@ _ROPES = {
     },
 }
 """Settings of RoPE's scaling, by ``rope_type``."""
-
-
-def rope_of(config: Config) -> dict[str, Any]:
-    """Return RoPE's settings in the form of transformers 5, from either form."""
-    # Before version 5: rope_theta and rope_scaling. Since then: rope_parameters, unless rope_scaling is there, too.
-    scaling, tables = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if "full_attention" in tables:
-        rope = {**(tables["full_attention"] or {}), **scaling}
-    else:
-        rope = {**(scaling or tables)}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **rope}
-    rope = {name: value for name, value in rope.items() if value is not None}
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    return rope
 
 
 def rope_values(rope: Config) -> dict[str, Any]:

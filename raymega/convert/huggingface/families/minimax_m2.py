@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from raymega.convert.huggingface.architectures import LLAMA_DEFAULTS, SAME, Architecture, Config
+from raymega.convert.huggingface.architectures import (
+    LLAMA_DEFAULTS,
+    SAME,
+    Architecture,
+    Config,
+    rope_of,
+)
 from raymega.convert.huggingface.families.family import HfFamily
-from raymega.convert.huggingface.rope_config import rope_of
 
 _DEFAULTS = {
     **LLAMA_DEFAULTS, "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
