@@ -7,7 +7,7 @@ at the first invariant that does not hold; the message begins with the seed.
 import random
 from collections import Counter
 
-from raymega.errors import CapacityError, LeaseError, PreemptedError, StorageError
+from raymega.errors import CapacityError, LeaseError, PreemptedError, StorageError, WorkerError
 from tests.scale.fleet.cluster import Cluster
 from tests.scale.fleet.disturbances import MINUTE_S, Disturbances
 from tests.scale.fleet.drivers import Driver, Objects, Sink, Weather
@@ -17,6 +17,8 @@ from tests.scale.fleet.witness import Witness
 
 MAY_END = (CapacityError, LeaseError, PreemptedError, StorageError)
 """Errors with which a driver may end here; a supervisor starts the next."""
+LAST_SAVE = "the last save failed"
+"""Begin of the error of a run whose store was down at its end for longer than the job waits; its remedy is the next driver."""
 LAST_STEPS = 3
 """Steps of a run that is left in peace, before it is asked to end."""
 
@@ -110,6 +112,10 @@ class Fleet:
             self.ends["killed"] += 1
         except MAY_END as error:
             self.ends[type(error).__name__] += 1
+        except WorkerError as error:
+            if not str(error).startswith(LAST_SAVE):
+                raise
+            self.ends[LAST_SAVE] += 1
         finally:
             self.cluster.current = before
         if driver.is_doomed or not is_going_on:
