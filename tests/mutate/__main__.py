@@ -3,7 +3,7 @@
 Its tests are those that run the function in which it lies, cheapest first. A mistake that no test sees is a survivor:
 it shows a missing test, or it changes nothing. The list of what was tried (``.mutate/SEED.jsonl``) is appended to as each
 ends, and read first: the same command continues where it ended, and ``SHARD=2/5`` tries every fifth mistake from the
-second on. A file that has changed since is drawn from anew.
+second on. A file that has changed since is drawn from anew, and a survivor is tried again once another test runs its function.
 Survivors that change nothing stand in ``equivalent.yaml`` with the reason, and are not drawn again.
 """
 
@@ -141,23 +141,29 @@ def main() -> None:
 
 
 def _results(path: Path, mistakes: list[dict]) -> list[dict]:
-    """Return results of earlier runs, and those of the mistakes that had none."""
+    """Return results of earlier runs, and those of the mistakes that had none or that other tests may see now."""
     path.parent.mkdir(exist_ok=True)
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    tried = {each["key"] for each in done}
+    lines = path.read_text().splitlines() if path.exists() else []
+    done = {each["key"]: each for each in map(json.loads, lines)}
     ran = recorded(path.with_name("ran.jsonl"), OPTIONS)
+
+    def is_settled(mistake: dict) -> bool:
+        told = done.get(mistake["key"], {"verdict": "survived", "of": -1})
+        return told["verdict"] != "survived" or told["of"] == len(
+            ran.of(mistake["file"], mistake["line"])
+        )
+
     with tempfile.TemporaryDirectory(prefix="raymega-mutate-") as folder, path.open("a") as file:
         tree = Tree(Path(folder))
-        for mistake in (each for each in mistakes if each["key"] not in tried):
-            done.append(attempt(tree, mistake, ran))
-            file.write(json.dumps(done[-1]) + "\n")
+        for mistake in (each for each in mistakes if not is_settled(each)):
+            done[mistake["key"]] = told = attempt(tree, mistake, ran)
+            file.write(json.dumps(told) + "\n")
             file.flush()
-            told = done[-1]
             print(
                 f"{told['verdict']} {told['file']}:{told['line']} {told['change']} {told['seconds']} s",
                 flush=True,
             )
-    return done
+    return list(done.values())
 
 
 def _report(results: list[dict]) -> None:

@@ -95,7 +95,7 @@ class Ran:
 
 def portions(tests: Sequence[Timed]) -> Iterator[list[str]]:
     """Yield tests in portions of about PORTIONS_S, each file's together; what takes longer in all is left out."""
-    taken_s, some, left = 0.0, {}, list(tests)
+    taken_s, left = 0.0, list(tests)
     for limit_s in PORTIONS_S:
         some: dict[str, list[str]] = {}
         while left and (taken_s < limit_s or not some):
@@ -144,9 +144,13 @@ def _lines(tree: Tree, files: Sequence[str], options: Sequence[str]) -> list[dic
     # a compiler would trace the notes
     with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
         verdict, _ = tree.verdict(
-            files, "--maxfail=1000000", "-p", "tests.mutate.recorder", *options, timeout_s=RECORDED_S
+            files, "--maxfail=1000000", "--continue-on-collection-errors", "-p", "tests.mutate.recorder", *options,
+            timeout_s=RECORDED_S,
         )  # fmt: skip
-    lines = records.read_text().splitlines() if records.exists() else []
-    print(f"recorded {verdict}: {' '.join(files)}", flush=True)
+    print(f"recorded ({verdict}): {' '.join(files)}", flush=True)
+    # one that did not end is recorded another time
+    if not records.exists():
+        return []
+    lines = records.read_text().splitlines()
     empty = {file: {"file": file, "names": [], "tests": {}} for file in files}
     return list((empty | {line["file"]: line for line in map(json.loads, lines)}).values())

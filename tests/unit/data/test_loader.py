@@ -77,6 +77,17 @@ def test_labels_are_the_tokens_moved_on_by_one():
     assert micro.tokens.is_contiguous() and micro.labels.is_contiguous()
 
 
+def test_labels_further_ahead_are_of_the_same_kinds_and_end_with_the_row():
+    batch = make_batch(global_batch_size=4, micro_batch_size=4, dp=1)
+    source = samples_of(CountingSource(), seed=SEED)
+    (micro,) = Loader(source, dp_rank=0, device="cpu", depth=2).micro_batches(batch, 0)
+    labels, masks = micro.later
+    assert labels.dtype == torch.int64 and masks.dtype == torch.float32
+    for depth in (1, 2):
+        assert torch.equal(labels[depth - 1][:, :-depth], micro.labels[:, depth:])
+        assert masks[depth - 1].tolist() == [[1.0] * (SEQ_LEN - depth) + [0.0] * depth] * 4
+
+
 def test_samples_are_the_global_ones_behind_the_tokens():
     for micro in _step(3, dp=3, micro_batch_size=2):
         for row, sample in zip(micro.tokens, micro.samples.tolist(), strict=True):

@@ -123,6 +123,14 @@ def test_mapped_shards_are_not_evicted(store, split, root):
     assert not (root / "d" / shards[0].file).exists()
 
 
+def test_shards_that_were_there_and_those_that_were_waited_for_are_counted(root):
+    fetcher = fetching.Fetcher(limit_bytes=1000, root=root)
+    for waited_s in (0.0, 2.0, 0.0):
+        fetcher.note_read(waited_s=waited_s)
+    use = fetcher.use()
+    assert (use.hits, use.misses, use.waited_s) == (2, 1, 2.0)
+
+
 def test_needed_shards_are_not_evicted_for_later_ones(store, split, root, monkeypatch):
     # of two threads one may take the room of an earlier shard, which the other has taken and not begun
     monkeypatch.setattr(fetching, "NUM_THREADS", 1)

@@ -8,8 +8,9 @@ from torch import nn
 
 from raymega.config.model import Family
 from raymega.model.attention.rope import Rope
-from raymega.model.families import make_block, make_norm, make_positions
+from raymega.model.families import make_block, make_norm, make_positions, make_score_head
 from raymega.model.layers.mlp import GeluMlp, SwigluMlp
+from raymega.model.layers.norms import Norm
 from raymega.plan.layers.family_parts import FAMILY_PARTS
 from raymega.plan.tensor_table import layer_tensors
 from tests.support.references import plain_models
@@ -36,3 +37,9 @@ def test_family_builds_its_parts(family):
     assert type(positions) is rotation and type(block.mlp) is mlp
     names = {piece.tensor.name for p in block.parameters() for piece in p.spec.pieces}
     assert names == {tensor.name for tensor in layer_tensors(model, 1)}
+
+
+@pytest.mark.parametrize(("family", "norm"), [("llama", Norm), ("bert", nn.Identity)])
+def test_scores_are_behind_the_final_norm_where_the_family_has_one(family, norm):
+    model = plain_models.make_model(family)
+    assert type(make_score_head(make_model_factory(model), model).norm) is norm

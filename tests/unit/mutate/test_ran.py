@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+from tests.mutate import __main__ as engine
 from tests.mutate.ran import PORTIONS_S, Ran, Timed, portions
 from tests.mutate.recorder import NOTES, RECORDS, telling
 
@@ -129,6 +131,28 @@ def test_portions_grow_and_end():
     assert len({name for some in tried for name in some}) == sum(map(len, tried))
     # a file's together
     assert [name[:9] for name in tried[0]] == sorted(name[:9] for name in tried[0])
+
+
+def test_a_survivor_is_tried_again_once_another_test_runs_its_function(tmp_path, monkeypatch):
+    keys, runs = ["seen", "survivor", "new"], []
+    mistakes = [{"key": key, "file": key, "line": 1, "change": ""} for key in keys]
+
+    def attempt(_tree, mistake, ran):
+        runs.append(mistake["key"])
+        verdict = "killed" if mistake["key"] == "seen" else "survived"
+        return {**mistake, "verdict": verdict, "of": len(ran.of("", 1)), "seconds": 0}
+
+    tests = [1, 2]
+    ran = SimpleNamespace(of=lambda *_: tests)
+    monkeypatch.setattr(engine, "attempt", attempt)
+    monkeypatch.setattr(engine, "recorded", lambda *_: ran)
+    monkeypatch.setattr(engine, "Tree", lambda _: None)
+    assert len(engine._results(tmp_path / "1.jsonl", mistakes[:2])) == 2
+    engine._results(tmp_path / "1.jsonl", mistakes)
+    assert runs == keys
+    tests.append(3)
+    results = engine._results(tmp_path / "1.jsonl", mistakes)
+    assert runs == [*keys, "survivor", "new"] and len(results) == 3
 
 
 def test_first_fork_server_has_what_its_process_had():

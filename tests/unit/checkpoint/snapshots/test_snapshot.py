@@ -9,6 +9,7 @@ import torch
 
 from raymega.checkpoint.format.keys import ROOT, checkpoint_of, is_part, rank_of
 from raymega.checkpoint.load.reader import load
+from raymega.checkpoint.save.writer import CheckpointWriter
 from raymega.checkpoint.snapshots import writer as snapshot_writer
 from raymega.checkpoint.snapshots.copies import SnapshotCopies
 from raymega.checkpoint.snapshots.part import SnapshotPart
@@ -388,6 +389,13 @@ def test_first_whole_snapshot_of_an_attempt_drops_the_attempts_before(servers, i
     assert {checkpoint_of(key).attempt for key in servers[0]._objects} == {1, 2}
     after.go()
     assert {checkpoint_of(key).attempt for key in servers[0]._objects} == {2}
+
+
+def test_fence_of_a_snapshot_is_that_of_its_copy(servers, monkeypatch):
+    writer, fenced = Ranks(servers).writers[0], []
+    monkeypatch.setattr(CheckpointWriter, "fence", lambda own: fenced.append(own))
+    writer.fence()
+    assert fenced == [writer._writer]
 
 
 def test_metrics_of_a_snapshot_are_those_of_the_write(servers):

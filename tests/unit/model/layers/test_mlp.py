@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
-from raymega.model.layers.mlp import GeluMlp, SwigluMlp
+from raymega.model.layers.mlp import GeluMlp, SwigluMlp, make_gate
 from tests.support.references import plain_models
 from tests.support.tolerances import FLOAT64_LAYER
 from tests.unit.model.parts import make_model_factory
@@ -20,6 +21,18 @@ def test_mlp_is_its_formula(family, kind):
     plain_models.fill(mlp.parameters(), weights)
     x = torch.randn(5, 2, model.hidden_size).double()
     assert plain_models.difference(mlp(x), plain_models.mlp(model, weights, AT, x)) < FLOAT64_LAYER
+
+
+def test_what_is_inside_is_by_the_name_of_the_activation():
+    model = plain_models.make_model("llama")
+    gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
+    assert make_gate("silu", model) is None
+    found = make_gate("gelu_tanh", model)(torch.cat((gate, up), dim=-1))
+    assert torch.equal(found, gelu(gate, approximate="tanh") * up)
+    found = make_gate("clamped_silu", model)(torch.cat((3 * gate, up), dim=-1))
+    kept = (3 * gate).clamp(max=7.0)
+    wanted = kept * torch.sigmoid(1.702 * kept) * (up.clamp(-7.0, 7.0) + 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
 
 
 def test_gate_and_up_are_one_parameter():

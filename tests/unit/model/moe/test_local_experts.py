@@ -1,5 +1,7 @@
 """One node of autograd computes what dispatch, experts and their weighing do one after the other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from raymega.model.layers.mlp import gelu_tanh
 from raymega.model.moe import grouped_swiglu
 from raymega.model.moe import layer as layers
 from raymega.model.moe.experts import Experts
+from raymega.model.moe.local_experts import is_one_node
 from raymega.parallel.comm.process_groups import alone
 from raymega.parallel.core.weight_grads import run_deferred
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
@@ -71,6 +74,15 @@ CASES = {
         MOE.model_copy(update={"router_score_function": "sigmoid", "routed_scaling_factor": 2.5}),
     ),
 }
+
+
+@pytest.mark.parametrize(("ep", "etp", "is_one"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_experts_that_other_ranks_have_a_part_of_are_no_one_node(ep, etp, is_one):
+    groups = SimpleNamespace(ep=SimpleNamespace(size=ep), etp=SimpleNamespace(size=etp))
+    experts = SimpleNamespace(can_be_one_node=True)
+    for is_dropping in (False, True):
+        routing = SimpleNamespace(is_dropping=is_dropping)
+        assert is_one_node(experts, routing, groups) == (is_one and not is_dropping)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ import torch
 from raymega.config.moe import MoeSection
 from raymega.model.moe import router
 from raymega.model.moe.layer import MoeLayer
-from raymega.model.moe.load_balancing import add_load, update_expert_bias
+from raymega.model.moe.load_balancing import add_load, auxiliary_loss, update_expert_bias
 from raymega.model.moe.router import Router, apply_capacity, choose, jitter, sinkhorn
 from raymega.parallel.comm.process_groups import Group, alone
 from raymega.parallel.expert_parallel.dispatcher import ExpertGroups
@@ -146,6 +146,15 @@ def test_uncounted_tokens_are_in_no_load_and_no_margin():
         routing.weights.sum().backward()
         _, margin = layer.router.record.drain(x.device)
         assert (margin.item() == 0) == is_zero
+
+
+def test_load_of_the_last_step_is_shared_in_float64_however_many_tokens_it_had():
+    moe = MoeSection(num_experts=2, top_k=1, load_balancing_type="global", router_aux_loss_coef=0.5)
+    # the sum is no float32 number
+    last, scores = torch.tensor([2.0**24, 1.0]), torch.tensor([[1.0, 0.0]]).double()
+    chosen = torch.zeros(1, 1, dtype=torch.int64)
+    loss = auxiliary_loss(moe, scores, chosen, _token_ids(1), totals=None, last=last, micro=NOBODY)
+    assert loss.item() == pytest.approx(2**24 / (2**24 + 1), rel=1e-12)
 
 
 def test_a_tally_counts_once_though_forward_runs_again():

@@ -156,6 +156,14 @@ def test_long_conversations_are_truncated_and_told(dataset):
     assert starts <= {0, templates.make_tokenizer().token_to_id("<|im_start|>")}
 
 
+def test_share_of_tokens_that_are_no_padding_is_told_to_four_digits(dataset):
+    shape = Shape(seq_len=200, window=8)
+    told = describe_packing(str(dataset), _meta(dataset), shape)["train"]
+    lengths = TokenStream(dataset, _meta(dataset).splits["train"]).document_lengths()
+    share = lengths.clip(max=200).sum() / (200 * told["rows"])
+    assert told["packing_efficiency"] == round(share, 4) < 1
+
+
 def _meta(folder):
     from raymega.data.format import read_meta
 
